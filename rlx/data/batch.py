@@ -1,0 +1,166 @@
+"""The batch: the one place that says which columns travel the road, their shapes and dtypes, and who writes them.
+
+Shape letters: B samples, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
+A leaf: imports only torch and tensordict.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+class Column(NamedTuple):
+    shape: str
+    dtype: torch.dtype
+    writer: str
+    meaning: str
+
+
+I64, F32, BOOL = torch.int64, torch.float32, torch.bool
+
+TENSORS: dict[str, Column] = {
+    "prompt_ids": Column("BP", I64, "data", "prompt tokens, left padded; gone once the rollout has written input_ids"),
+    "prompt_mask": Column("BP", BOOL, "data", "True on prompt tokens"),
+    "group_id": Column("B", I64, "trainer", "samples of one prompt share it; unique within a batch"),
+    "seed": Column("B", I64, "trainer", "sampling seed: a hash of (run, step, prompt, sample)"),
+    "input_ids": Column("BT", I64, "rollout", "prompt and response"),
+    "attention_mask": Column("BT", BOOL, "rollout", "True on tokens that are no padding"),
+    "response_mask": Column("BR", BOOL, "rollout", "True on tokens the policy wrote, the closing EOS included"),
+    "rollout_log_probs": Column("BR", F32, "rollout", "log-prob of each token under the sampler"),
+    "policy_version": Column("B", I64, "rollout", "number of weight updates the sampler had received"),
+    "scores": Column("B", F32, "rewards", "one score per sample"),
+    "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
+    "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
+    "ref_log_probs": Column("BR", F32, "ref", "log-prob under the reference"),
+    "values": Column("BR", F32, "critic", "value of the state in which each response token is chosen"),
+    "token_rewards": Column("BR", F32, "trainer", "score on the last response token, minus the KL penalty where asked"),
+    "advantages": Column("BR", F32, "algorithms", "advantage of each token"),
+    "returns": Column("BR", F32, "algorithms", "regression target of the critic"),
+}
+
+INFO: dict[str, str] = {
+    "data_source": "str: which reward function scores the sample (data)",
+    "ground_truth": "Any: what the reward function compares with (data)",
+    "extra_info": "dict: the row's extra_info (data)",
+    "prompt_text": "str: the prompt as the model sees it (data)",
+    "response_text": "str: the decoded response without special tokens (trainer)",
+}
+
+
+class BatchError(ValueError):
+    """A batch lacks a column or holds one of the wrong shape or dtype."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors with B rows, and B-long lists of what is no tensor.
+
+    Args:
+        tensors: a TensorDict of batch size (B,); keys and shapes as in TENSORS.
+        info: lists of length B; keys as in INFO.
+
+    Floating columns may be fp64 in tests that ask for it.
+    """
+
+    tensors: TensorDict
+    info: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor], info: dict[str, list[Any]] | None = None) -> "Batch":
+        """Checks the columns and wraps them. Raises BatchError."""
+        rows = len(next(iter(tensors.values())))
+        batch = cls(TensorDict(tensors, batch_size=[rows]), dict(info or {}))
+        batch.check()
+        return batch
+
+    def __len__(self) -> int:
+        return int(self.tensors.batch_size[0])
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors.keys():
+            raise BatchError(f"the batch has no column {name!r} ({self._written_by(name)}); it has {sorted(self.tensors.keys())}")
+        return self.tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors.keys()
+
+    @staticmethod
+    def _written_by(name: str) -> str:
+        return f"written by {TENSORS[name].writer}" if name in TENSORS else "no column of that name exists"
+
+    def check(self) -> None:
+        """Raises BatchError when a column is unknown or its shape or dtype is not what TENSORS says."""
+        sizes: dict[str, int] = {"B": len(self)}
+        for name, tensor in self.tensors.items():
+            if name not in TENSORS:
+                raise BatchError(f"unknown column {name!r}; known: {sorted(TENSORS)}")
+            want = TENSORS[name]
+            same_kind = tensor.dtype == want.dtype or (want.dtype.is_floating_point and tensor.is_floating_point())
+            if tensor.dim() != len(want.shape) or not same_kind:
+                raise BatchError(
+                    f"{name}: got shape {tuple(tensor.shape)} {tensor.dtype}, expected ({', '.join(want.shape)}) {want.dtype}"
+                )
+            for letter, size in zip(want.shape, tensor.shape, strict=True):
+                if sizes.setdefault(letter, size) != size:
+                    raise BatchError(f"{name}: {letter} is {size}, but {sizes[letter]} in other columns")
+        for name, values in self.info.items():
+            if name not in INFO:
+                raise BatchError(f"unknown info {name!r}; known: {sorted(INFO)}")
+            if len(values) != len(self):
+                raise BatchError(f"info {name!r} has {len(values)} entries, the batch {len(self)} rows")
+
+    def with_(self, info: dict[str, list[Any]] | None = None, **tensors: Tensor) -> "Batch":
+        """A batch with these columns added or replaced; the other columns are shared, not copied."""
+        return Batch.of({**dict(self.tensors.items()), **tensors}, {**self.info, **(info or {})})
+
+    def select(self, *names: str) -> "Batch":
+        """Only these tensor columns and no info: what a worker needs to be sent."""
+        return Batch.of({name: self[name] for name in names})
+
+    def drop(self, *names: str) -> "Batch":
+        """Without these tensor columns, present or not."""
+        return Batch.of({k: v for k, v in self.tensors.items() if k not in names}, self.info)
+
+    def rows(self, index: Sequence[int]) -> "Batch":
+        """The rows named, in that order; a row may be named more than once and `index` may be empty."""
+        take = torch.as_tensor(list(index), dtype=torch.int64)
+        tensors = {name: tensor[take] for name, tensor in self.tensors.items()}
+        return Batch(TensorDict(tensors, batch_size=[len(take)]), {k: [v[i] for i in take.tolist()] for k, v in self.info.items()})
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Each column through `change`, which keeps rows and shape (a move to a device, say)."""
+        return Batch(TensorDict({k: change(v) for k, v in self.tensors.items()}, batch_size=[len(self)]), self.info)
+
+    @property
+    def response_length(self) -> int:
+        """R, the width of the response columns."""
+        return int(self["response_mask"].shape[1])
+
+    def responses(self) -> Tensor:
+        """Response tokens (B, R) int64."""
+        return self["input_ids"][:, self["input_ids"].shape[1] - self.response_length :]
+
+    def token_counts(self) -> list[int]:
+        """Tokens per row that are no padding, prompt and response together."""
+        return [int(n) for n in self["attention_mask"].sum(dim=1).tolist()]
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """The rows of all batches, in order. Columns, widths and info keys must agree; empty batches are skipped.
+
+    Raises:
+        BatchError: nothing to join, or the batches differ in columns.
+    """
+    full = [b for b in batches if len(b)] or list(batches[:1])
+    if not full:
+        raise BatchError("no batch to join")
+    names = set(full[0].tensors.keys())
+    for other in full[1:]:
+        if set(other.tensors.keys()) != names:
+            raise BatchError(f"batches differ in columns: {sorted(names ^ set(other.tensors.keys()))}")
+    tensors = {name: torch.cat([b[name] for b in full]) for name in names}
+    return Batch.of(tensors, {k: [v for b in full for v in b.info[k]] for k in full[0].info})
