@@ -1,52 +1,26 @@
 """The typed configuration tree: every key, its type, default, range and meaning.
 
-This module is a leaf: it imports only the standard library, so every package may read it. Reading YAML, applying
+A leaf: it imports only the standard library and `keys.py`, so every package may read it. Reading YAML, applying
 overrides and cross-field rules live beside it. Keys keep verl's names and meanings where both have the feature.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-
-class KeyInfo(NamedTuple):
-    """What is known of one key beside its type and default."""
-
-    doc: str
-    choices: tuple[Any, ...] | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    exclusive_minimum: float | None = None
-
-
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[Any, ...] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    exclusive_minimum: float | None = None,
-) -> Any:
-    """A leaf of the tree. Ranges are inclusive unless they say otherwise; they do not apply to None."""
-    info = KeyInfo(doc, choices, minimum, maximum, exclusive_minimum)
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata={"key": info})
-    return field(default=default, metadata={"key": info})
-
-
-def group(cls: type, doc: str, **defaults: Any) -> Any:
-    """A subtree, with `defaults` in place of the class's own where this place in the tree differs."""
-    return field(default_factory=lambda: cls(**defaults), metadata={"key": KeyInfo(doc)})
-
+from rlx.config.keys import group, key
 
 # ---------------------------------------------------------------------------------------------------------- data
 
 
+ARITHMETIC = "builtin:arithmetic"
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
 @dataclass(frozen=True)
 class ArithmeticConfig:
-    """The generated word problems that `builtin:arithmetic` stands for."""
+    """The generated word problems that stand in for files where a list of files says `builtin:arithmetic`."""
 
-    difficulty: int = key(1, "1: one sum or difference; 2: two steps; 3: up to three steps with products.", choices=(1, 2, 3))
+    difficulty: int = key(1, "1: one sum or difference; 2: two; 3: up to three, with products.", choices=(1, 2, 3))
     train_size: int = key(8192, "Distinct training problems.", minimum=1)
     val_size: int = key(512, "Distinct held-out problems; none of them is a training problem.", minimum=1)
     seed: int = key(0, "Seed of the generator.", minimum=0)
@@ -62,8 +36,8 @@ class CustomClassConfig:
 class DataConfig:
     """Where prompts come from and how they are cut."""
 
-    train_files: tuple[str, ...] = key(("builtin:arithmetic",), "Parquet or JSONL files (verl rows or GSM8K's own), or `builtin:arithmetic`.")
-    val_files: tuple[str, ...] = key(("builtin:arithmetic",), "The same, for validation.")
+    train_files: tuple[str, ...] = key((ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).")
+    val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.")
     train_max_samples: int = key(-1, "Use at most so many training rows; -1: all.", minimum=-1)
     val_max_samples: int = key(-1, "Use at most so many validation rows; -1: all.", minimum=-1)
     prompt_key: str = key("prompt", "Column with the chat messages (list of {role, content}) or plain text.")
@@ -75,7 +49,9 @@ class DataConfig:
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
-    truncation: str = key("error", "What to do with a longer prompt that was not dropped.", choices=("error", "left", "right", "middle"))
+    truncation: str = key(
+        "error", "What becomes of the other long prompts: an error, or cut there.", choices=TRUNCATIONS
+    )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
     arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")
 
@@ -89,14 +65,14 @@ class ActivationOffloadConfig:
 
     save: str | None = key(
         None,
-        "What leaves the device until backward: `boundary` (layer inputs; the rest is recomputed) or `all` (every saved tensor). "
-        "null: boundary with gradient checkpointing, all without.",
+        "What leaves the device until backward: `boundary` (layer inputs; the rest is recomputed) or `all` (every saved "
+        "tensor); null: boundary with gradient checkpointing, all without.",
         choices=(None, "boundary", "attention", "all", "auto"),
     )
     tier: str = key("cpu", "Where it goes: host memory or disk.", choices=("cpu", "disk"))
     directory: str | None = key(None, "Folder of the disk tier; it must exist and be writable.")
-    prefetch_layers: int | None = key(None, "Layers ahead that backward fetches; null: chosen by the engine; 0: on demand.", minimum=0)
-    max_inflight_bytes: int | None = key(None, "Bytes that forward leaves in flight before it waits; null: chosen by the engine.", minimum=0)
+    prefetch_layers: int | None = key(None, "Layers fetched ahead in backward; null: as fits; 0: none.", minimum=0)
+    max_inflight_bytes: int | None = key(None, "Bytes on the way before forward waits; null: as fits.", minimum=0)
     min_bytes: int = key(1 << 20, "Smaller tensors stay on the device [bytes].", minimum=0)
     pin_memory: bool = key(True, "Page-locked host memory, for copies that overlap compute.")
     use_streams: bool = key(True, "Copy on streams of their own.")
@@ -118,14 +94,14 @@ class TinyModelConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str | None = key(None, "Hugging Face folder or hub name; `builtin:tiny` makes a small model. null (critic only): the actor's.")
+    path: str | None = key(None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.")
     trust_remote_code: bool = key(False, "Let the model folder bring its own code.")
     override_config: dict[str, Any] = key({}, "Values that replace those of the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
     activation_offload: ActivationOffloadConfig = group(ActivationOffloadConfig, "How, when the flag above is set.")
-    use_remove_padding: bool = key(False, "Accepted for verl's users; rows are cut to the longest of a micro-batch, packing is not built yet.")
+    use_remove_padding: bool = key(False, "Without effect yet: rows are cut to the longest of a micro-batch.")
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
     target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")
@@ -149,32 +125,46 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
 
 
+DTYPES = ("bf16", "fp16", "fp32", "fp64")
+
+
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
-    param_dtype: str = key("auto", "Type of forward and backward; auto: bf16 on accelerators, model_dtype on CPU.", choices=("auto", "bf16", "fp16", "fp32", "fp64"))
-    reduce_dtype: str = key("fp32", "Type in which gradients are summed over processes.", choices=("bf16", "fp16", "fp32", "fp64"))
+    param_dtype: str = key(
+        "auto",
+        "Type of forward and backward; auto: bf16 on accelerators, model_dtype on CPU.",
+        choices=("auto", *DTYPES),
+    )
+    reduce_dtype: str = key("fp32", "Type in which gradients are summed.", choices=DTYPES)
 
 
 @dataclass(frozen=True)
 class FSDPConfig:
     param_offload: bool = key(False, "Parameters wait in host memory while another role works.")
     optimizer_offload: bool = key(False, "Optimizer state waits in host memory between updates.")
-    offload_policy: bool = key(False, "FSDP's own CPU offload: parameters live on the host and the optimizer steps there.")
+    offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step live on the host.")
     reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
     fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
     forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")
-    model_dtype: str = key("fp32", "Type of the stored parameters and of the optimizer state.", choices=("bf16", "fp32", "fp64"))
+    model_dtype: str = key("fp32", "Type of stored parameters and optimizer state.", choices=("bf16", "fp32", "fp64"))
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    loss_mode: str = key("vanilla", "Policy loss; vanilla is PPO's clipped surrogate with dual clip.", choices=("vanilla",))
+    loss_mode: str = key("vanilla", "vanilla: PPO's clipped surrogate with dual clip.", choices=("vanilla",))
+
+
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_contents: tuple[str, ...] = key(("model", "optimizer", "extra"), "Parts of a checkpoint: model, optimizer, extra (scheduler), hf_model (a folder for from_pretrained).")
+    save_contents: tuple[str, ...] = key(
+        ("model", "optimizer", "extra"),
+        "Parts of a checkpoint; extra is the scheduler, hf_model a folder for from_pretrained.",
+        choices=CHECKPOINT_CONTENTS,
+    )
 
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -185,7 +175,9 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 class ActorConfig:
     strategy: str = key("fsdp2", "Sharding: FSDP2 or FSDP1.", choices=("fsdp", "fsdp2"))
     ppo_mini_batch_size: int = key(256, "Prompts per optimizer step; divides data.train_batch_size.", minimum=1)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward and process; set this or use_dynamic_bsz.", minimum=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward and process; set this or use_dynamic_bsz.", minimum=1
+    )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead of samples.")
     ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
     ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
@@ -195,7 +187,9 @@ class ActorConfig:
     clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", minimum=0)
     clip_ratio_c: float = key(3.0, "Dual clip's bound for negative advantages.", exclusive_minimum=1)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Choice of policy loss.")
-    loss_agg_mode: str = key("token-mean", "How token losses become one number, over the whole mini-batch.", choices=AGGREGATIONS)
+    loss_agg_mode: str = key(
+        "token-mean", "How token losses become one number, over the whole mini-batch.", choices=AGGREGATIONS
+    )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = key(0.001, "Its weight.", minimum=0)
@@ -209,7 +203,9 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class RefConfig:
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward; null: as the actor's update.", minimum=1)
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward; null: as in the actor's update.", minimum=1
+    )
     log_prob_use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
     log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward with log_prob_use_dynamic_bsz.", minimum=1)
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
@@ -236,9 +232,15 @@ class RolloutConfig:
     top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens considered; -1: all.", minimum=-1)
     n: int = key(1, "Responses per prompt.", minimum=1)
-    dtype: str = key("auto", "Type of the sampler's weights; auto: bf16 on accelerators, fp32 on CPU.", choices=("auto", "bf16", "fp16", "fp32"))
+    dtype: str = key(
+        "auto",
+        "Type of the sampler's weights; auto: bf16 on accelerators, fp32 on CPU.",
+        choices=("auto", "bf16", "fp16", "fp32"),
+    )
     max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
-    calculate_log_probs: bool = key(True, "Return the sampler's own log-probs, so that its mismatch with the trainer is seen.")
+    calculate_log_probs: bool = key(
+        True, "Return the sampler's own log-probs, so that its mismatch with the trainer is seen."
+    )
     gpu_memory_utilization: float = key(0.5, "vLLM: share of device memory.", exclusive_minimum=0, maximum=1)
     tensor_model_parallel_size: int = key(1, "vLLM: processes that share one copy of the model.", minimum=1)
     max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", minimum=1)
@@ -246,9 +248,13 @@ class RolloutConfig:
     free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.")
     enable_chunked_prefill: bool = key(True, "vLLM: prefill in chunks.")
     enable_prefix_caching: bool = key(True, "vLLM: share prefixes.")
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, "Old log-probs: samples per forward; null: as the actor's update.", minimum=1)
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "Old log-probs: samples per forward; null: as the actor's update.", minimum=1
+    )
     log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: cut by tokens instead.")
-    log_prob_max_token_len_per_gpu: int = key(16384, "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.", minimum=1)
+    log_prob_max_token_len_per_gpu: int = key(
+        16384, "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.", minimum=1
+    )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.")
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.")
 
@@ -268,13 +274,17 @@ class CriticConfig:
     strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
     model: ModelConfig = group(ModelConfig, "The value model's backbone.")
     ppo_mini_batch_size: int | None = key(None, "Prompts per optimizer step; null: the actor's.", minimum=1)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward and process; null without use_dynamic_bsz: the actor's.", minimum=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward and process; null without use_dynamic_bsz: the actor's.", minimum=1
+    )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead.")
     ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
     ppo_epochs: int | None = key(None, "Passes over each batch; null: the actor's.", minimum=1)
     shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
     cliprange_value: float = key(0.5, "Clip range of the value update.", exclusive_minimum=0)
-    loss_agg_mode: str | None = key(None, "How token losses become one number; null: the actor's.", choices=(None, *AGGREGATIONS))
+    loss_agg_mode: str | None = key(
+        None, "How token losses become one number; null: the actor's.", choices=(None, *AGGREGATIONS)
+    )
     grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
     optim: OptimConfig = group(OptimConfig, "Optimizer.", lr=1e-5)
     fsdp: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
@@ -287,7 +297,10 @@ class CriticConfig:
 @dataclass(frozen=True)
 class CustomRewardConfig:
     path: str | None = key(None, "Python file with a reward function of your own.")
-    name: str = key("compute_score", "Its name: f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with `score`.")
+    name: str = key(
+        "compute_score",
+        "Its name: f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with `score`.",
+    )
 
 
 @dataclass(frozen=True)
@@ -298,12 +311,12 @@ class RewardManagerConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Who calls the reward functions.")
-    format_score: float = key(0.0, "Score of a GSM8K answer in the right form with the wrong number.", minimum=0, maximum=1)
+    format_score: float = key(0.0, "Score of a wrong GSM8K answer in the right form.", minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)
 class KLControlConfig:
-    type: str = key("fixed", "fixed, or adaptive (the coefficient follows the measured KL).", choices=("fixed", "adaptive"))
+    type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "First coefficient.", minimum=0)
     horizon: int = key(10000, "Adaptive: samples over which it adapts.", minimum=1)
     target_kl: float = key(0.1, "Adaptive: KL aimed at.", exclusive_minimum=0)
@@ -320,6 +333,7 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
 
 
+RESUME = ("auto", "disable", "resume_path")
 LOGGERS = ("console", "tensorboard", "jsonl", "wandb")
 
 
@@ -329,7 +343,7 @@ class TrainerConfig:
     total_training_steps: int | None = key(None, "Steps; null: from total_epochs.", minimum=1)
     project_name: str = key("rlx", "First part of the run's folder; wandb's project.")
     experiment_name: str = key("run", "Second part of the run's folder.")
-    logger: tuple[str, ...] = key(("console", "jsonl"), f"Where metrics go: {', '.join(LOGGERS)}.")
+    logger: tuple[str, ...] = key(("console", "jsonl"), "Where metrics go.", choices=LOGGERS)
     nnodes: int = key(1, "Machines.", minimum=1)
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
@@ -340,9 +354,13 @@ class TrainerConfig:
     val_only: bool = key(False, "Validate and stop.")
     critic_warmup: int = key(0, "Steps in which only the critic learns.", minimum=0)
     balance_batch: bool = key(True, "Give each process about the same number of tokens.")
-    resume_mode: str = key("disable", "disable: start anew; auto: the newest checkpoint of this experiment; resume_path: the one named.", choices=("auto", "disable", "resume_path"))
-    resume_from_path: str | None = key(None, "Checkpoint folder (`…/global_step_N`) for resume_path.")
-    default_local_dir: str | None = key(None, "Folder of runs; null: outputs/<project_name>/<experiment_name>. Each run makes its own folder in it.")
+    resume_mode: str = key(
+        "disable",
+        "disable: start anew; auto: newest checkpoint of the experiment; resume_path: one named.",
+        choices=RESUME,
+    )
+    resume_from_path: str | None = key(None, "Checkpoint folder (`.../global_step_N`) for resume_path.")
+    default_local_dir: str | None = key(None, "Folder of run folders; null: outputs/<project_name>/<experiment_name>.")
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
     validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
     log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
@@ -354,7 +372,7 @@ class TrainerConfig:
 class WarmStartConfig:
     """Supervised start of `builtin:tiny`, so that reinforcement learning has something to reinforce."""
 
-    target_accuracy: float = key(0.3, "Stop once greedy accuracy on held-out problems reaches this.", exclusive_minimum=0, maximum=1)
+    target_accuracy: float = key(0.3, "Stop at this greedy held-out accuracy.", exclusive_minimum=0, maximum=1)
     max_steps: int = key(2000, "Stop here in any case.", minimum=1)
     batch_size: int = key(64, "Problems per step.", minimum=1)
     lr: float = key(1e-3, "Learning rate.", exclusive_minimum=0)

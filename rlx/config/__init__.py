@@ -1,0 +1,1 @@
+"""The configuration: a typed tree, how it is composed, and what it must obey."""
