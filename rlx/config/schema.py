@@ -49,9 +49,7 @@ class DataConfig:
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
-    truncation: str = key(
-        "error", "What becomes of the other long prompts: an error, or cut there.", choices=TRUNCATIONS
-    )
+    truncation: str = key("error", "What a longer prompt is otherwise: an error, or cut there.", choices=TRUNCATIONS)
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
     arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")
 
@@ -65,8 +63,8 @@ class ActivationOffloadConfig:
 
     save: str | None = key(
         None,
-        "What leaves the device until backward: `boundary` (layer inputs; the rest is recomputed) or `all` (every saved "
-        "tensor); null: boundary with gradient checkpointing, all without.",
+        "What leaves the device: `boundary` (layer inputs; the rest is recomputed) or `all` (every saved tensor); "
+        "null: boundary with gradient checkpointing, all without.",
         choices=(None, "boundary", "attention", "all", "auto"),
     )
     tier: str = key("cpu", "Where it goes: host memory or disk.", choices=("cpu", "disk"))
@@ -187,9 +185,7 @@ class ActorConfig:
     clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", minimum=0)
     clip_ratio_c: float = key(3.0, "Dual clip's bound for negative advantages.", exclusive_minimum=1)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Choice of policy loss.")
-    loss_agg_mode: str = key(
-        "token-mean", "How token losses become one number, over the whole mini-batch.", choices=AGGREGATIONS
-    )
+    loss_agg_mode: str = key("token-mean", "How the token losses of a mini-batch become one.", choices=AGGREGATIONS)
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = key(0.001, "Its weight.", minimum=0)
@@ -203,9 +199,7 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class RefConfig:
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward; null: as in the actor's update.", minimum=1
-    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward; null: the actor's.", minimum=1)
     log_prob_use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
     log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward with log_prob_use_dynamic_bsz.", minimum=1)
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
