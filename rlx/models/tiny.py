@@ -1,0 +1,52 @@
+"""A small transformer over bytes, made here: what `builtin:tiny` stands for."""
+
+import torch
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from rlx.config.schema import TinyModelConfig
+
+ROLES = ("system", "user", "assistant")
+# One token per role, nothing between messages: with bytes as tokens every character of a template costs compute.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role not in ['system', 'user', 'assistant'] -%}"
+    "{{ raise_exception('role is ' + message.role + ', expected system, user or assistant') }}"
+    "{%- endif -%}"
+    "{{ '<|' + message.role + '|>' + message.content }}"
+    "{%- if message.role == 'assistant' -%}{{ eos_token }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+MAX_POSITIONS = 4096
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """ByT5's byte tokenizer with one token per chat role and a chat template."""
+    markers = [f"<|{role}|>" for role in ROLES]
+    return ByT5Tokenizer(extra_ids=0, additional_special_tokens=markers, chat_template=CHAT_TEMPLATE)
+
+
+def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
+    """A Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer.
+
+    The weights depend on `config` alone; the caller's random state stays as it was.
+    """
+    tokenizer = make_tiny_tokenizer()
+    model_config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=max(32, config.hidden_size // config.num_attention_heads),
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Qwen3ForCausalLM(model_config)
+    return model.eval(), tokenizer

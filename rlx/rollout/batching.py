@@ -1,0 +1,62 @@
+"""From a batch of prompts to a batch of samples: the adapter between the batch layout and single requests."""
+
+import torch
+from torch import Tensor
+
+from rlx.data.batch import Batch, BatchError
+from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+
+
+def generate_batch(
+    rollout: Rollout, batch: Batch, sampling: Sampling, pad_token_id: int, response_length: int
+) -> Batch:
+    """Completes each row once.
+
+    Args:
+        rollout: the sampler; it has received weights.
+        batch: with prompt_ids, prompt_mask and seed; its other columns and info travel on.
+        sampling: the same for every row; max_tokens is at most `response_length`.
+        pad_token_id: fills responses on the right.
+        response_length: R, the width of the response columns [tokens]; equal for batches that are to be joined.
+
+    Returns:
+        the batch with input_ids, attention_mask, response_mask, rollout_log_probs and policy_version in place of
+        prompt_ids and prompt_mask. A batch without rows comes back as one without rows.
+
+    Raises:
+        ValueError: max_tokens exceeds `response_length`; BatchError: a column is missing or a prompt is empty.
+    """
+    if sampling.max_tokens > response_length:
+        raise ValueError(
+            f"max_tokens is {sampling.max_tokens}, but responses are at most {response_length} tokens wide"
+        )
+    prompts, masks, seeds = batch["prompt_ids"], batch["prompt_mask"], batch["seed"]
+    empty = (~masks.any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise BatchError(f"row {empty[0]} has an empty prompt; expected at least one token")
+    requests = [
+        Request(tuple(ids[mask].tolist()), seed, sampling)
+        for ids, mask, seed in zip(prompts, masks, seeds.tolist(), strict=True)
+    ]
+    completions = rollout.generate(requests)
+    responses, log_probs, response_mask = _padded(completions, pad_token_id, response_length)
+    return batch.drop("prompt_ids", "prompt_mask").with_(
+        input_ids=torch.cat([prompts, responses], dim=1),
+        attention_mask=torch.cat([masks, response_mask], dim=1),
+        response_mask=response_mask,
+        rollout_log_probs=log_probs,
+        policy_version=torch.full((len(batch),), rollout.version, dtype=torch.int64),
+    )
+
+
+def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, log-probs (0 on padding) and mask, each (B, width)."""
+    responses = torch.full((len(completions), width), pad_token_id, dtype=torch.int64)
+    log_probs = torch.zeros(len(completions), width)
+    mask = torch.zeros(len(completions), width, dtype=torch.bool)
+    for row, completion in enumerate(completions):
+        length = len(completion.token_ids)
+        responses[row, :length] = torch.tensor(completion.token_ids)
+        log_probs[row, :length] = torch.tensor(completion.log_probs)
+        mask[row, :length] = True
+    return responses, log_probs, mask

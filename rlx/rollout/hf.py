@@ -1,0 +1,233 @@
+"""Sampling with a transformers model: batched decoding with a KV cache.
+
+Shape letters: B sequences being decoded, D distinct prompts, P prompt tokens (left padded), V vocabulary.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rlx.rollout.kv_cache import growing_cache
+from rlx.rollout.protocol import Completion, Request, Sampling
+from rlx.rollout.sampling import choose_tokens, request_uniforms
+
+# Finished sequences are taken out of the batch once they are this share of it: taking them out copies the KV cache.
+COMPACT_SHARE = 1 / 8
+
+
+class HFRollout:
+    """A `Rollout` on a transformers causal language model.
+
+    The model is built from its config alone; weights arrive through `update_weights` only.
+
+    Args:
+        config: of the model; copied.
+        device: where it lives and decodes.
+        dtype: of its weights.
+        max_num_seqs: sequences decoded at once.
+        attn_implementation: attention kernel, as transformers names it.
+        trust_remote_code: let the config's model class come from the model's folder.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        max_num_seqs: int = 1024,
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+    ):
+        self._device = torch.device(device)
+        self._max_num_seqs = max_num_seqs
+        with self._device:
+            self._model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+        self._model.requires_grad_(False).eval()
+        self._version: int | None = None
+        self._asleep = False
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights in use; None until a complete set has arrived."""
+        return self._version
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copies a complete set of weights into the model.
+
+        Args:
+            weights: (name in the model's state dict, full tensor) in any order, dtype and device. Of tied weights one
+                name is enough.
+            version: number that `version` returns from now on.
+
+        Raises:
+            ValueError: a name is unknown, missing or sent twice, a shape differs, or tied weights disagree. The model
+                is then half written, and generating an error until a complete set has arrived.
+        """
+        self._version = None
+        targets = self._model.state_dict(keep_vars=True)
+        sent: set[str] = set()
+        written: set[int] = set()
+        for name, tensor in weights:
+            target = targets.get(name)
+            if target is None:
+                raise ValueError(
+                    f"weight {name!r}: {type(self._model).__name__} has no such name, but {_some(targets)}"
+                )
+            if tensor.shape != target.shape:
+                raise ValueError(f"weight {name!r}: got shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+            if name in sent:
+                raise ValueError(f"weight {name!r}: sent twice")
+            sent.add(name)
+            value = tensor.detach().to(device=target.device, dtype=target.dtype)
+            if id(target) not in written:
+                target.detach().copy_(value)
+                written.add(id(target))
+            elif not torch.equal(target, value):
+                raise ValueError(
+                    f"weight {name!r}: differs from the one it is tied to; untie them in the model's config"
+                )
+        missing = [name for name, target in targets.items() if id(target) not in written]
+        if missing:
+            raise ValueError(f"{len(missing)} of {len(targets)} weights did not arrive: {_some(missing)}")
+        self._version = version
+
+    def sleep(self) -> None:
+        """Moves the weights to host memory; nothing to do on CPU."""
+        self._asleep = True
+        if self._device.type != "cpu":
+            self._model.to("cpu")
+            torch.accelerator.empty_cache()
+
+    def wake(self) -> None:
+        """Moves the weights back to the device."""
+        self._model.to(self._device)
+        self._asleep = False
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completes every request.
+
+        Equal prompts share one prefill. A completion does not depend on the requests beside it, up to the rounding
+        of the kernels.
+
+        Returns:
+            completions in the order of `requests`.
+
+        Raises:
+            ValueError: no weights yet, asleep, or an empty prompt.
+        """
+        if self._version is None:
+            raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
+        if self._asleep:
+            raise ValueError("generate: the rollout is asleep; call wake first")
+        empty = [index for index, request in enumerate(requests) if not request.prompt_ids]
+        if empty:
+            raise ValueError(f"generate: request {empty[0]} has an empty prompt; expected at least one token")
+        completions: dict[int, Completion] = {}
+        for indices in self._batches(requests):
+            batch = [requests[index] for index in indices]
+            completions.update(zip(indices, self._decode(batch), strict=True))
+        return [completions[index] for index in range(len(requests))]
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Indices of requests that are decoded together: same sampling, similar length, equal prompts side by side."""
+        by_sampling: dict[Sampling, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_sampling.setdefault(request.sampling, []).append(index)
+        for indices in by_sampling.values():
+            indices.sort(key=lambda index: (len(requests[index].prompt_ids), requests[index].prompt_ids))
+            for start in range(0, len(indices), self._max_num_seqs):
+                yield indices[start : start + self._max_num_seqs]
+
+    @torch.inference_mode()
+    def _decode(self, batch: list[Request]) -> list[Completion]:
+        sampling = batch[0].sampling
+        uniforms = request_uniforms([request.seed for request in batch], sampling.max_tokens).to(self._device)
+        stops = torch.tensor(sampling.stop_token_ids, device=self._device, dtype=torch.int64)
+        tokens = torch.zeros(len(batch), sampling.max_tokens, dtype=torch.int64, device=self._device)
+        log_probs = torch.zeros(len(batch), sampling.max_tokens, device=self._device)
+        lengths = torch.full((len(batch),), sampling.max_tokens, device=self._device)
+        stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
+
+        decoder = _Decoder(self._model, [request.prompt_ids for request in batch], sampling.max_tokens, self._device)
+        rows = torch.arange(len(batch), device=self._device)  # of the batch, that the decoder still works on
+        running = torch.ones_like(rows, dtype=torch.bool)  # which of them have not stopped
+        for step in range(sampling.max_tokens):
+            chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling)
+            tokens[rows, step] = chosen
+            log_probs[rows, step] = chosen_log_probs
+            ends = torch.isin(chosen, stops) & running
+            lengths[rows[ends]] = step + 1
+            stopped[rows[ends]] = True
+            running &= ~ends
+            count = int(running.sum())
+            if count == 0 or step + 1 == sampling.max_tokens:
+                break
+            if count <= (1 - COMPACT_SHARE) * len(rows):
+                keep = running.nonzero().squeeze(-1)
+                decoder.keep(keep)
+                rows, chosen, running = rows[keep], chosen[keep], running[keep]
+            decoder.feed(chosen)
+        return [
+            Completion(ids[:length], values[:length], "stop" if stop else "length")
+            for ids, values, length, stop in zip(
+                tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
+            )
+        ]
+
+
+class _Decoder:
+    """The model, its KV cache and the next token's logits, for a batch of sequences that grow together."""
+
+    def __init__(self, model: torch.nn.Module, prompts: list[tuple[int, ...]], max_tokens: int, device: torch.device):
+        self._model = model
+        distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
+        width = max(len(prompt) for prompt in distinct)
+        ids_DP = torch.zeros(len(distinct), width, dtype=torch.int64)
+        mask_DT = torch.ones(len(distinct), width + max_tokens, dtype=torch.int64)
+        for prompt, row in distinct.items():
+            ids_DP[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask_DT[row, : width - len(prompt)] = 0
+        self._length = width
+        self._mask_BT = mask_DT.to(device)
+        self._positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in distinct], device=device)
+        self._cache = growing_cache(model.config, extra_tokens=max_tokens)
+        positions_DP = (mask_DT[:, :width].cumsum(dim=-1) - 1).clamp_(min=0)
+        self._forward(ids_DP.to(device), positions_DP.to(device))
+        self.keep(torch.tensor([distinct[prompt] for prompt in prompts], device=device))
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> None:
+        output = self._model(
+            input_ids=ids,
+            attention_mask=self._mask_BT[:, : self._length],
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.logits_BV = output.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with these rows alone; one may be named more than once."""
+        self._cache.batch_select_indices(rows)
+        self._mask_BT = self._mask_BT[rows]
+        self._positions_B1 = self._positions_B1[rows]
+        self.logits_BV = self.logits_BV[rows]
+
+    def feed(self, tokens_B: Tensor) -> None:
+        """Appends one token to each sequence and computes the logits of the next."""
+        self._length += 1
+        self._positions_B1 = self._positions_B1 + 1
+        self._forward(tokens_B[:, None], self._positions_B1)
+
+
+def _some(names: Iterable[str], shown: int = 3) -> str:
+    names = list(names)
+    return ", ".join(repr(name) for name in names[:shown]) + (", …" if len(names) > shown else "")

@@ -1,0 +1,101 @@
+"""What the trainer asks of a sampler: requests in, completions out, weights through one door."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are chosen.
+
+    Args:
+        max_tokens: longest completion [tokens], the stop token included.
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_p: keep the fewest most likely tokens whose probabilities reach this sum, in (0, 1]; 1 keeps all.
+        top_k: keep so many most likely tokens; -1 keeps all.
+        stop_token_ids: a completion ends with the first of these, which is part of it.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling: max_tokens is {self.max_tokens}, expected at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"sampling: temperature is {self.temperature}, expected a finite number, 0 (greedy) or more"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling: top_p is {self.top_p}, expected more than 0 and at most 1; 1 keeps all tokens")
+        if self.top_k < 1 and self.top_k != -1:
+            raise ValueError(f"sampling: top_k is {self.top_k}, expected at least 1, or -1 to keep all tokens")
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """Temperature of the distribution that log-probs are taken from; 1 for greedy."""
+        return self.temperature or 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete once.
+
+    Args:
+        prompt_ids: its tokens, at least one.
+        seed: in [0, 2**63); with the prompt and the weights it determines the completion.
+        sampling: how tokens are chosen.
+    """
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    sampling: Sampling
+
+
+class Completion(NamedTuple):
+    """One completion.
+
+    Args:
+        token_ids: at least one token; the last is a stop token if `finish_reason` is "stop".
+        log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, that is before
+            top-k and top-p cut it: the trainer's definition. Greedy uses temperature 1.
+        finish_reason: "stop", or "length" after `max_tokens`.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class Rollout(Protocol):
+    """A sampler with its own copy of the weights."""
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights in use; None until a complete set has arrived."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completes every request, in the order given. Raises ValueError without weights or while asleep."""
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces all weights by `weights` (names as in the transformers model). Raises ValueError."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives device memory back until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Undoes `sleep`."""
+        ...
