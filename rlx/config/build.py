@@ -1,0 +1,144 @@
+"""From plain dictionaries to the frozen tree, strictly: every fault is collected, none is guessed away."""
+
+import math
+from dataclasses import is_dataclass, replace
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from rlx.config.faults import Fault
+from rlx.config.schema import PPOConfig
+from rlx.config.tree import LEAVES, Leaf, children, describe_expected, plain_type
+from rlx.config.verl_keys import remedy_for
+
+MISSING = "???"  # a YAML file's word for "the user must say this"
+
+
+def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
+    """Reads a nested dictionary into the typed tree; keys that are not given keep their defaults.
+
+    Returns:
+        the tree, and what could not be read: a key of the wrong type keeps its default, one outside its choices or range
+        keeps what was given.
+    """
+    faults: list[Fault] = []
+    return _section(PPOConfig(), tree, "", faults), faults
+
+
+def nearest_keys(key: str) -> list[str]:
+    """Known keys that a mistyped or misplaced one may stand for, best first, at most three."""
+    *parents, name = key.split(".")
+    same_name = [known for known in LEAVES if known.rsplit(".", 1)[-1] == name]
+    if same_name:
+        return get_close_matches(key, same_name, n=3, cutoff=0.0)
+    section = ".".join(parents)
+    siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
+    near = [siblings[match] for match in get_close_matches(name, siblings, n=1, cutoff=0.7)]
+    return near or get_close_matches(key, LEAVES, n=1, cutoff=0.75)
+
+
+def not_a_group(key: str, value: Any, below: tuple[str, ...]) -> Fault:
+    """The fault of a group of keys, `below`, that was given a plain value."""
+    return Fault(f"{key} is a group of keys", repr(value), "a mapping", f"set keys below it, such as {below[0]}", below)
+
+
+def _section(section: Any, given: dict[Any, Any], prefix: str, faults: list[Fault]) -> Any:
+    known = children(section)
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            _unknown(key, value, faults)
+        elif not is_dataclass(known[name].default):
+            changes[name] = _leaf(key, value, known[name], faults)
+        elif isinstance(value, dict):
+            changes[name] = _section(known[name].default, value, f"{key}.", faults)
+        else:
+            faults.append(not_a_group(key, value, tuple(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))))
+    return replace(section, **changes)
+
+
+def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            _unknown(f"{key}.{name}", child, faults)
+        return
+    remedy, near = remedy_for(key), []
+    expected = "a key of rlx"
+    if remedy is None:
+        near = nearest_keys(key)
+        expected = " or ".join(near) or "a key that docs/configuration.md lists"
+        remedy = f"did you mean {expected}?" if near else "remove it, or look for its name in docs/configuration.md"
+    # Whoever misspelt a key meant another: rules about that one would only add noise.
+    faults.append(Fault(f"unknown key {key}", f"{key}={value}", expected, remedy, (key, *near)))
+
+
+def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
+    expected = describe_expected(leaf)
+    if value == MISSING:
+        faults.append(Fault(f"{key} has no value", "nothing", expected, f"add {key}=...", (key,)))
+        return leaf.default
+    try:
+        read = _convert(value, leaf.hint)
+    except TypeError:
+        got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}={_example(value, leaf)}"
+        faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
+        return leaf.default
+    if not _allowed(read, leaf):
+        remedy = f"set {key}={_text(leaf.default)} (the default), or another value that is allowed"
+        faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
+    return read
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """The value as the type asks; raises TypeError when it is not of that type. A str stands for a list of one."""
+    kind, optional = plain_type(hint)
+    if value is None and optional:
+        return None
+    if get_origin(kind) is tuple:
+        element = get_args(kind)[0]
+        items = [value] if isinstance(value, str) and element is str else value
+        if not isinstance(items, list):
+            raise TypeError
+        return tuple(_convert(item, element) for item in items)
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise TypeError
+        return {str(name): child for name, child in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError
+    return value
+
+
+def _allowed(value: Any, leaf: Leaf) -> bool:
+    if isinstance(value, tuple):
+        return all(_allowed(item, leaf) for item in value)
+    info = leaf.info
+    if info.choices is not None:
+        return value in info.choices
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return True
+    return (
+        math.isfinite(value)
+        and (info.minimum is None or value >= info.minimum)
+        and (info.maximum is None or value <= info.maximum)
+        and (info.exclusive_minimum is None or value > info.exclusive_minimum)
+    )
+
+
+def _example(value: Any, leaf: Leaf) -> str:
+    """A value of the right type, as close to the one given as can be told."""
+    kind, _ = plain_type(leaf.hint)
+    if kind is str and isinstance(value, int | float | bool):
+        return f"\"'{value}'\" (quoted for Hydra and for the shell)"
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return f"{_text(leaf.default)} (the default), or another value of that type"
+
+
+def _text(value: Any) -> str:
+    """A value as the command line writes it."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(_text(item) for item in value) + "]"
+    return "null" if value is None else str(value)

@@ -1,0 +1,68 @@
+"""Keys of verl that rlx does not have, and what to do instead."""
+
+_NO_NEED = "remove it: rlx needs no such key"
+
+# A pattern matches a key that equals it, ends with `.pattern`, or lies below such a key.
+REMEDIES: dict[str, str] = {
+    "use_liger": "remove it: rlx does not use Liger kernels",
+    "use_fused_kernels": "remove it: token log-probs are always computed in chunks, without the whole matrix of logits",
+    "fused_kernel_options": "remove it: rlx has no fused kernels to choose from",
+    "ulysses_sequence_parallel_size": "remove it: rlx has no sequence parallelism yet; activation offloading "
+    "(model.enable_activation_offload) is what makes long sequences fit",
+    "return_raw_chat": "remove it: the messages always stay with the prompt",
+    "return_raw_input_ids": _NO_NEED,
+    "return_full_prompt": "remove it: the prompt's text always stays with it",
+    "filter_overlong_prompts_workers": _NO_NEED,
+    "filter_groups": "remove it: rlx does not resample groups of equal reward yet; they are reported and add no gradient",
+    "rollout_correction": "remove it: rlx does not correct for the sampler's mismatch yet; it logs the mismatch when "
+    "actor_rollout_ref.rollout.calculate_log_probs is on",
+    "tis_imp_ratio_cap": "remove it: rlx does not correct for the sampler's mismatch yet",
+    "ppo_micro_batch_size": "use ppo_micro_batch_size_per_gpu: it counts the samples of one process",
+    "log_prob_micro_batch_size": "use log_prob_micro_batch_size_per_gpu: it counts the samples of one process",
+    "forward_micro_batch_size": "remove it: values use critic.ppo_micro_batch_size_per_gpu",
+    "forward_micro_batch_size_per_gpu": "remove it: values use critic.ppo_micro_batch_size_per_gpu",
+    "forward_max_token_len_per_gpu": "remove it: values use critic.ppo_max_token_len_per_gpu",
+    "critic.model.fsdp_config": "use critic.fsdp",
+    "critic.fsdp_config": "use critic.fsdp",
+    "critic.model.tokenizer_path": "remove it: actor and critic read the same tokens",
+    "critic.rollout_n": "remove it: actor_rollout_ref.rollout.n holds for the critic too",
+    "wrap_policy": "remove it: each transformer layer is one FSDP unit",
+    "hybrid_engine": "remove it: actor, reference and sampler always share their processes",
+    "reward_model": "use reward.* and custom_reward_function.*; rlx has no reward models",
+    "ref.strategy": "remove it: the reference uses actor_rollout_ref.actor.strategy",
+    "use_shm": _NO_NEED,
+    "external_lib": "remove it: install a package that registers its model with transformers, or use trust_remote_code",
+    "exclude_modules": "name the modules to adapt in actor_rollout_ref.model.target_modules",
+    "use_unpad": "remove it: rows are cut to the longest of a micro-batch",
+    "rollout.mode": "remove it: rollout and training take turns",
+    "rollout.load_format": "remove it: the actor's weights are sent before the first rollout",
+    "rollout.layered_summon": "remove it: weights are always sent one by one",
+    "rollout.max_model_len": "set data.max_prompt_length and data.max_response_length",
+    "rollout.prompt_length": "set data.max_prompt_length",
+    "rollout.response_length": "set data.max_response_length",
+    "rollout.do_sample": "remove it: training rollouts are always sampled",
+    "rollout.ignore_eos": "remove it: a response ends at EOS",
+    "rollout.disable_log_stats": _NO_NEED,
+    "rollout.multi_turn": "remove it: rollouts have one turn",
+    "rollout.agent": "remove it: rollouts have one turn",
+    "optim.total_training_steps": "set trainer.total_training_steps",
+    "optim.warmup_style": "use lr_scheduler_type",
+    "optim.lr_warmup_steps_per_epoch": "use lr_warmup_steps or lr_warmup_steps_ratio",
+    "checkpoint.load_contents": "remove it: what the checkpoint holds is loaded",
+    "checkpoint.contents": "use checkpoint.save_contents",
+    "checkpoint.async_save": "remove it: checkpoints are written before the next step",
+    "trainer.default_hdfs_dir": "use trainer.default_local_dir",
+    "trainer.remove_previous_ckpt_in_save": "use trainer.max_actor_ckpt_to_keep",
+    "trainer.del_local_ckpt_after_load": "use trainer.max_actor_ckpt_to_keep",
+    "trainer.ray_wait_register_center_timeout": _NO_NEED,
+    "trainer.nproc_per_node": "use trainer.n_gpus_per_node",
+    "trainer.val_generations_to_log_to_wandb": "use trainer.log_val_generations",
+    "ray_init": "use ray_kwargs.ray_init",
+}
+
+
+def remedy_for(key: str) -> str | None:
+    """What to do about a key of verl that rlx does not have; None for any other key."""
+    padded = f".{key}."
+    found = [pattern for pattern in REMEDIES if f".{pattern}." in padded]
+    return REMEDIES[max(found, key=len)] if found else None
