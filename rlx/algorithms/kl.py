@@ -1,0 +1,134 @@
+"""KL estimates from the log-probs of sampled tokens, and the controllers of the penalty's coefficient."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Estimates KL(policy || reference) at each sampled token.
+
+    With d = log_probs - ref_log_probs:
+
+    - `kl`, `k1`: d. Unbiased, may be negative.
+    - `abs`: |d|.
+    - `mse`, `k2`: d^2 / 2. Biased, low variance.
+    - `low_var_kl`, `k3`: exp(-d) - 1 + d. Unbiased, never negative. d is clamped to +-20 before exp and the result to at
+      most 10, as verl does; where a clamp holds there is no gradient.
+
+    Args:
+        log_probs: (B, T) of the policy.
+        ref_log_probs: (B, T) of the reference.
+        kind: one of the names above.
+
+    Returns:
+        (B, T), differentiable in both inputs.
+
+    Raises:
+        ValueError: unknown kind.
+
+    Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+    """
+    difference = log_probs - ref_log_probs
+    if kind in ("kl", "k1"):
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind in ("mse", "k2"):
+        return 0.5 * difference.square()
+    if kind in ("low_var_kl", "k3"):
+        difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        # expm1 keeps the digits that exp(-d) - 1 loses when the two policies nearly agree.
+        return ((-difference).expm1() + difference).clamp(max=K3_LIMIT)
+    raise ValueError(f"KL estimator: got {kind!r}, expected kl, k1, abs, mse, k2, low_var_kl or k3")
+
+
+class FixedKL:
+    """A coefficient that stays.
+
+    Args:
+        coef: the coefficient, >= 0.
+    """
+
+    def __init__(self, coef: float) -> None:
+        self.coef = _checked_coef(coef)
+
+    def update(self, kl: float, samples: int) -> None:
+        """Takes what AdaptiveKL takes and changes nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: only the type, since the coefficient is the configuration's."""
+        return {"type": "fixed"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the checkpoint was written by another controller."""
+        _check_type(state, "fixed")
+
+
+class AdaptiveKL:
+    """A coefficient that follows the measured KL towards a target.
+
+    Each update multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Deviation from the source:
+    samples counts at most as horizon, so that a batch larger than five horizons cannot turn the coefficient's sign.
+
+    Args:
+        coef: first coefficient, >= 0.
+        target: KL aimed at, > 0, in the unit in which `update` gets it.
+        horizon: samples over which the coefficient adapts, >= 1.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, with samples / horizon for its K_beta as in the code published with it.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        if not target > 0 or not horizon >= 1:
+            raise ValueError(f"target_kl: got {target}, expected > 0; horizon: got {horizon}, expected >= 1")
+        self.coef = _checked_coef(coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """Moves the coefficient.
+
+        Args:
+            kl: mean KL of the batch.
+            samples: samples in the batch.
+
+        Raises:
+            ValueError: kl is not finite; the coefficient is unchanged.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(
+                f"adaptive KL controller: got a measured KL of {kl}, expected a finite number; check the log-probs of actor and reference"
+            )
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * min(samples, self.horizon) / self.horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"type": "adaptive", "coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a checkpoint. Raises ValueError when it was written by another controller."""
+        _check_type(state, "adaptive")
+        self.coef = _checked_coef(state["coef"])
+
+
+def _checked_coef(coef: float) -> float:
+    if not (math.isfinite(coef) and coef >= 0):
+        raise ValueError(f"kl_coef: got {coef}, expected a finite number >= 0")
+    return coef
+
+
+def _check_type(state: dict[str, Any], expected: str) -> None:
+    if state["type"] != expected:
+        raise ValueError(
+            f"kl_ctrl.type: the checkpoint was written with {state['type']!r}, this run has {expected!r}; "
+            f"resume with algorithm.kl_ctrl.type={state['type']}"
+        )
