@@ -1,0 +1,1 @@
+"""Models and tokenizers of transformers, log-probs of tokens, LoRA."""
