@@ -1,0 +1,309 @@
+"""What the user sees at the console: the bar, one row per step, notices, generations, the summary.
+
+On a terminal a bar with the current phase stays at the bottom and the rows scroll above it. Elsewhere (a pipe, CI, the
+log of a Ray job) the same rows come as plain lines without control characters.
+"""
+
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from rlx.trainer.tracking import METRICS_FILE
+
+PLAIN_WIDTH = 120
+HEADER_EVERY = 15
+STEPS_PER_MEAN = 5  # the summary compares means over so many steps: the reward of a single batch is noise
+
+# The phases of a step in the order of the road, with the names that fit a row.
+PHASES = {
+    "rollout": "roll",
+    "reward": "rew",
+    "old_log_prob": "old",
+    "ref": "ref",
+    "values": "value",
+    "advantages": "adv",
+    "update_critic": "critic",
+    "update_actor": "actor",
+    "sync": "sync",
+    "validate": "val",
+    "checkpoint": "save",
+}
+
+
+def number(value: float, width: int) -> str:
+    """A float with at most three decimals, fewer where it would not fit; tiny ones as 1.2e-05 where that fits."""
+    if value != 0 and abs(value) < 0.0005 and width >= len("-1.2e-05"):
+        return f"{value:.1e}"
+    for decimals in (3, 2, 1, 0):
+        text = f"{value:.{decimals}f}"
+        if len(text) <= width:
+            return text
+    return f"{value:.0e}"
+
+
+def percent(value: float) -> str:
+    """A share as a percentage."""
+    return f"{100 * value:.1f}%"
+
+
+def tenths(value: float) -> str:
+    """A float with one decimal."""
+    return f"{value:.1f}"
+
+
+def count(value: float) -> str:
+    """A quantity without a fixed scale in five characters: 4.3, 9950, 12.3k, 123k, 4.5M."""
+    if abs(value) < 10:
+        return f"{value:.1f}"
+    if abs(value) < 10_000 or not math.isfinite(value):
+        return f"{value:.0f}"
+    scale, unit = next(((s, u) for s, u in ((1e3, "k"), (1e6, "M"), (1e9, "G")) if abs(value) < 1e3 * s), (1e12, "T"))
+    return f"{value / scale:.{1 if abs(value) < 100 * scale else 0}f}{unit}"
+
+
+def duration(value: float) -> str:
+    """A duration for people: 7.3s, 2m05s, 3h07m."""
+    if value < 60:
+        return f"{value:.1f}s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+class Column(NamedTuple):
+    """One column of the step table. The column with the highest `drop` goes first where the terminal is narrow."""
+
+    title: str
+    metric: str
+    width: int
+    form: Callable[[float], str]
+    drop: int
+
+
+COLUMNS = (
+    Column("reward", "reward/mean", 6, partial(number, width=6), 0),
+    Column("acc", "reward/accuracy", 6, percent, 1),
+    Column("len", "response_length/mean", 5, count, 6),
+    Column("KL", "actor/ppo_kl", 8, partial(number, width=8), 2),
+    Column("entropy", "actor/entropy", 7, partial(number, width=7), 5),
+    Column("clip", "actor/clip_fraction", 5, percent, 7),
+    Column("grad", "actor/grad_norm", 7, partial(number, width=7), 3),
+    Column("tok/s", "perf/tokens_per_second", 6, count, 8),
+    Column("sec", "timing_s/step", 6, tenths, 4),
+    Column("offMB", "perf/offloaded_mb", 5, count, 9),
+    Column("peakGB", "perf/peak_memory_gb", 6, partial(number, width=6), 10),
+)
+
+
+def printable(text: str, encoding: str) -> str:
+    """`text` with control characters (a model may write any) and what the stream cannot encode shown as escapes."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+class StepTable:
+    """Formats header and rows for a line of `width` characters."""
+
+    def __init__(self, width: int, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.step_width = len(f"{total_steps}/{total_steps}")
+        columns = list(COLUMNS)
+        while len(columns) > 1 and self._used(columns) > width:
+            columns.remove(max(columns, key=lambda column: column.drop))
+        self.columns = tuple(columns)
+        self.phase_width = width - self._used(columns) - 2
+
+    def _used(self, columns: Sequence[Column]) -> int:
+        return self.step_width + sum(column.width + 1 for column in columns)
+
+    def header(self) -> str:
+        """The titles."""
+        cells = ["step".rjust(self.step_width), *(column.title.rjust(column.width) for column in self.columns)]
+        return " ".join(cells) + ("  seconds by phase" if self.phase_width >= len("seconds by phase") else "")
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> str:
+        """One step; a metric that is missing shows as "-"."""
+        cells = [f"{step}/{self.total_steps}".rjust(self.step_width)]
+        for column in self.columns:
+            value = metrics.get(column.metric)
+            cells.append(("-" if value is None else column.form(value)).rjust(column.width))
+        return (" ".join(cells) + "  " + self._phases(metrics)).rstrip()
+
+    def _phases(self, metrics: Mapping[str, float]) -> str:
+        """The longest phases that fit, in the order of the road."""
+        spent = {k.removeprefix("timing_s/"): v for k, v in metrics.items() if k.startswith("timing_s/")}
+        spent.pop("step", None)
+        order = [*PHASES, *(name for name in spent if name not in PHASES)]
+        shown: dict[str, str] = {}
+        room = self.phase_width
+        for name in sorted(spent, key=lambda phase: -spent[phase]):
+            cell = f"{PHASES.get(name, name)} {spent[name]:.1f}"
+            if spent[name] < 0.05 or len(cell) > room:
+                break
+            shown[name] = cell
+            room -= len(cell) + 1
+        return " ".join(shown[name] for name in order if name in shown)
+
+
+class Progress:
+    """The console of one run. Inside `with progress:` the bar stands; rows, notices and summary may come at any time.
+
+    Args:
+        total_steps: steps of the whole run, those before a resume included.
+        console: False leaves out the row of each step; bar, notices and summary stay.
+        stream: where to write; None: standard output.
+    """
+
+    def __init__(self, total_steps: int, console: bool = True, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
+        # Asked of the stream itself: rich also listens to FORCE_COLOR, which CI systems set for their log files.
+        self._live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+        plain: dict[str, Any] = {"width": PLAIN_WIDTH, "force_terminal": False, "color_system": None}
+        self._console = Console(file=stream, highlight=False, markup=False, **({} if self._live else plain))
+        self._table = console
+        self._total_steps = total_steps
+        self._bar = RichProgress(
+            TextColumn("{task.description:<13}", style="cyan", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left", style="dim"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            transient=True,
+            disable=not self._live,
+            speed_estimate_period=3600.0,  # rich's 30 s would forget steps longer than that and show no estimate
+        )
+        self._task = self._bar.add_task("start", total=total_steps)
+        self._started = time.perf_counter()
+        self._first_step: int | None = None
+        self._first_step_began = 0.0
+        self._step = 0
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._failed_phase: str | None = None
+        self._rows = 0
+        self._rewards: list[float] = []
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._bar.stop()
+        if kind is not None and self._failed_phase is not None:
+            self.notice(f"stopped in step {self._step}, phase {self._failed_phase}")
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[dict[str, float]]:
+        """One step, from 1. Yields a dict that holds, once the step has ended, the seconds of each phase as
+        `timing_s/<phase>` and of the whole as `timing_s/step`."""
+        if self._first_step is None:  # bar and estimate count from here, not from the start-up or a resumed run's steps
+            self._first_step, self._first_step_began = number, time.perf_counter()
+            self._bar.reset(self._task, completed=number - 1)
+        self._step = number
+        self._seconds.clear()
+        timings: dict[str, float] = {}
+        began = time.perf_counter()
+        yield timings
+        timings |= {f"timing_s/{name}": spent for name, spent in self._seconds.items()}
+        timings["timing_s/step"] = time.perf_counter() - began
+        self._bar.update(self._task, completed=number)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show `name` beside the bar; the seconds inside count for the step around."""
+        began = time.perf_counter()
+        self._bar.update(self._task, description=name)
+        try:
+            yield
+        except BaseException:
+            self._failed_phase = self._failed_phase or name
+            raise
+        finally:
+            self._seconds[name] += time.perf_counter() - began
+
+    def row(self, metrics: Mapping[str, float], step: int) -> None:
+        """One row of the table, and a line of held-out results where `metrics` has them.
+
+        Args:
+            metrics: names as in COLUMNS, `timing_s/<phase>`, `val/accuracy`, `val/reward`.
+            step: number of the step; 0 for a validation before training.
+        """
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+            if self._table:
+                self._table_row(metrics, step)
+        if "val/accuracy" in metrics:
+            text = f"step {step}: held-out accuracy {percent(metrics['val/accuracy'])}"
+            if "val/reward" in metrics:
+                text += f", reward {metrics['val/reward']:.3f}"
+            self._line(text, "bold green")
+
+    def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
+        table = StepTable(self._console.width, self._total_steps)
+        if self._rows % HEADER_EVERY == 0:
+            if self._rows and not self._live and self._first_step is not None:
+                elapsed = time.perf_counter() - self._first_step_began
+                left = elapsed / (step - self._first_step + 1) * (self._total_steps - step)
+                self._line(f"elapsed {duration(elapsed)}, about {duration(left)} left")
+            self._line(table.header(), "bold")
+        self._rows += 1
+        self._line(table.row(step, metrics))
+
+    def notice(self, text: str) -> None:
+        """A remark that the user should read, above the bar."""
+        self._line(f"! {text}", "yellow")
+
+    def generations(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show some generations; each row maps a name (prompt, response, score, ...) to its value."""
+        for row in rows:
+            self._panel({name: str(value) for name, value in row.items()}, None)
+
+    def summary(
+        self, first_validation: Mapping[str, float], last_validation: Mapping[str, float], folder: Path, picture: Path
+    ) -> None:
+        """The closing panel: what was reached, how long it took, where things lie.
+
+        Args:
+            first_validation, last_validation: metrics with `val/accuracy`; empty where nothing was validated.
+            folder: of the run.
+            picture: the report.
+        """
+        facts: dict[str, str] = {}
+        if last_validation:
+            before, after = first_validation["val/accuracy"], last_validation["val/accuracy"]
+            change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
+            facts["held-out accuracy"] = change if first_validation != last_validation else percent(after)
+        if len(self._rewards) > 1:
+            steps = min(STEPS_PER_MEAN, len(self._rewards) // 2)
+            first, last = (sum(part) / steps for part in (self._rewards[:steps], self._rewards[-steps:]))
+            label = "sampled reward" if steps == 1 else f"sampled reward, mean of {steps} steps"
+            facts[label] = f"{first:.3f} -> {last:.3f}"
+        facts["wall time"] = duration(time.perf_counter() - self._started)
+        facts |= {"run": str(folder), "report": str(picture)}
+        for name, part in (("metrics", METRICS_FILE), ("generations", "validation"), ("checkpoints", "checkpoints")):
+            if (folder / part).exists():
+                facts[name] = str(folder / part)
+        self._panel(facts, "summary")
+
+    def _panel(self, facts: Mapping[str, str], title: str | None) -> None:
+        grid = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            grid.add_row(Text(name, "dim"), Text(printable(value, self._console.encoding), overflow="fold"))
+        self._console.print(Panel(grid, title=title, title_align="left", expand=False))
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._console.print(Text(printable(text, self._console.encoding), style), soft_wrap=True)

@@ -1,0 +1,303 @@
+"""Draws `report.png` from `metrics.jsonl`: reward, accuracy, KL and entropy, phase times, gradient norm, response length.
+
+`python -m rlx.trainer.report RUN_DIR` draws it anew, also while the run goes on.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from rlx.trainer.progress import PHASES
+from rlx.trainer.tracking import METRICS_FILE
+
+INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea7317", "#16966b", "#c8324a"
+PHASE_COLORS = {
+    "rollout": "#2563eb",
+    "reward": "#93b4f5",
+    "old_log_prob": "#f4b942",
+    "ref": "#ea7317",
+    "values": "#a78bda",
+    "advantages": "#cbd2d9",
+    "update_critic": "#6d3fb0",
+    "update_actor": "#16966b",
+    "sync": "#8fd3bb",
+    "validate": "#c8324a",
+    "checkpoint": "#52606d",
+}
+SMOOTH_FROM_STEPS = 24  # below that a smoothed line says no more than the points
+MOST_BARS = 60
+DPI = 130
+
+Series = tuple[list[int], list[float]]
+
+
+class ReportError(ValueError):
+    """The metrics cannot be read."""
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Metrics by step, in order. Nulls are left out, and so is a last line that is still being written.
+
+    Where the steps go back, a run was resumed from there: what had been written beyond is replaced.
+
+    Raises:
+        ReportError: a line is no JSON object with a `step`.
+    """
+    by_step: dict[int, dict[str, float]] = {}
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            step = int(row.pop("step"))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ReportError(
+                f"{path}, line {number}: expected a JSON object with `step`, got {line[:80]!r}"
+            ) from error
+        if by_step and step < next(reversed(by_step)):
+            by_step = {s: metrics for s, metrics in by_step.items() if s < step}
+        by_step.setdefault(step, {}).update({k: v for k, v in row.items() if k != "time" and v is not None})
+    return by_step
+
+
+def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -> Path:
+    """Draw the picture of a run and return `out_png`. Panels without numbers say so.
+
+    Args:
+        metrics_jsonl: what the JSONL logger wrote.
+        out_png: the picture; replaced if it exists.
+        title: first line; None: the last two parts of the run's folder.
+
+    Raises:
+        ReportError: a line of the file is no metrics.
+    """
+    metrics = read_metrics(metrics_jsonl)
+    title = title or " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
+    figure = Figure(figsize=(13.5, 7.6), facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 3, left=0.05, right=0.955, top=0.84, bottom=0.075, hspace=0.38, wspace=0.3)
+    panels = [figure.add_subplot(grid[row, column]) for row in range(2) for column in range(3)]
+    draw = (_reward, _accuracy, _kl_and_entropy, _phase_times, _grad_norm, _response_length)
+    for axes, panel in zip(panels, draw, strict=True):
+        _style(axes)
+        panel(axes, metrics)
+    figure.text(0.05, 0.955, title, fontsize=16, fontweight="bold", color=INK, va="center")
+    figure.text(0.05, 0.912, _headline(metrics), fontsize=11.5, color=GREY, va="center")
+    figure.savefig(out_png, dpi=DPI)
+    return out_png
+
+
+def _headline(metrics: Mapping[int, Mapping[str, float]]) -> str:
+    """Before -> after, in one line."""
+    _, accuracy = _series(metrics, "val/accuracy")
+    _, reward = _series(metrics, "reward/mean")
+    parts = []
+    if accuracy:
+        change = (
+            f" -> {accuracy[-1]:.1%} ({100 * (accuracy[-1] - accuracy[0]):+.1f} points)" if len(accuracy) > 1 else ""
+        )
+        parts.append(f"held-out accuracy {accuracy[0]:.1%}{change}")
+    if reward:
+        parts.append(f"sampled reward {reward[0]:.3f} -> {reward[-1]:.3f}")
+    step_s = _series(metrics, "timing_s/step")[1]
+    if step_s:
+        parts.append(f"{len(step_s)} steps, {sum(step_s) / len(step_s):.1f} s each")
+    return "   ·   ".join(parts)
+
+
+def _series(metrics: Mapping[int, Mapping[str, float]], name: str) -> Series:
+    steps = [step for step, row in metrics.items() if name in row]
+    return steps, [metrics[step][name] for step in steps]
+
+
+def _style(axes: Axes) -> None:
+    axes.set_facecolor("white")
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.tick_params(colors=GREY, labelsize=9, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.set_xlabel("step", color=GREY, fontsize=9)
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+
+
+def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
+    """The points, and over them their running mean once there are many."""
+    steps, values = series
+    if not steps:
+        return
+    if len(steps) < SMOOTH_FROM_STEPS:
+        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
+        return
+    axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.3)
+    axes.plot(steps, _running_mean(values), color=color, linewidth=2.0, label=label)
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """Mean over a window of a tenth of the run around each point, shorter at the ends."""
+    reach = max(1, len(values) // 20)
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _legend(axes: Axes, *others: Axes) -> None:
+    entries = [axes.get_legend_handles_labels(), *(other.get_legend_handles_labels() for other in others)]
+    handles = [handle for found, _ in entries for handle in found]
+    if handles:
+        labels = [label for _, found in entries for label in found]
+        axes.legend(
+            handles, labels, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=8.5,
+            labelcolor=GREY, borderaxespad=0.2, handlelength=1.4, columnspacing=1.0,
+        )  # fmt: skip
+    else:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY, fontsize=9)
+        axes.set_yticks([])
+
+
+def _reward(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    _title(axes, "Reward")
+    _curve(axes, _series(metrics, "reward/mean"), BLUE, "sampled")
+    steps, values = _series(metrics, "val/reward")
+    if steps:
+        axes.plot(steps, values, color=ORANGE, linewidth=1.8, marker=_marker(steps), markersize=5, label="held-out")
+    _legend(axes)
+
+
+def _accuracy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    _title(axes, "Accuracy")
+    _curve(axes, _series(metrics, "reward/accuracy"), BLUE, "sampled")
+    steps, values = _series(metrics, "val/accuracy")
+    if steps:
+        axes.plot(
+            steps, values, color=ORANGE, linewidth=1.8, marker=_marker(steps), markersize=6, label="held-out, greedy"
+        )
+        for place in {0, len(steps) - 1}:
+            axes.annotate(
+                f"{values[place]:.1%}", (steps[place], values[place]), xytext=(0, 8), textcoords="offset points",
+                ha="left" if place == 0 else "right", fontsize=9, fontweight="bold", color=ORANGE,
+                path_effects=[withStroke(linewidth=3, foreground="white")],
+            )  # fmt: skip
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.margins(y=0.14)
+    _legend(axes)
+
+
+def _kl_and_entropy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    _title(axes, "KL and entropy")
+    _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL (left)")
+    right = axes.twinx()
+    _style(right)
+    right.grid(visible=False)
+    _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy (right)")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    if not right.lines:
+        right.set_yticks([])
+    _legend(axes, right)
+
+
+def _marker(steps: Sequence[int]) -> str:
+    """Points while they can be told apart."""
+    return "o" if len(steps) <= 30 else ""
+
+
+def _phase_times(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    """Seconds of each phase, stacked; what takes less than a hundredth of the time goes into the rest."""
+    _title(axes, "Seconds per step")
+    rows = _binned({step: row for step, row in metrics.items() if "timing_s/step" in row})
+    names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
+    order = [*(name for name in PHASES if name in names), *sorted(names - PHASES.keys())]
+    spent = {name: [row.get(f"timing_s/{name}", 0.0) for row in rows.values()] for name in order}
+    totals = [row["timing_s/step"] for row in rows.values()]
+    shown = {name: values for name, values in spent.items() if sum(values) > 0.01 * sum(totals)}
+    rest = [max(0.0, total - sum(v[i] for v in shown.values())) for i, total in enumerate(totals)]
+    if sum(rest) > 0.01 * sum(totals):
+        shown["rest"] = rest
+    if not shown:
+        _legend(axes)
+        return
+    steps, bottom = list(rows), [0.0] * len(rows)
+    width = 0.8 * min((b - a for a, b in pairwise(steps)), default=1.0)
+    for name, values in shown.items():
+        axes.bar(
+            steps, values, bottom=bottom, width=width, color=PHASE_COLORS.get(name, GREY), label=name.replace("_", " ")
+        )
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    handles, labels = axes.get_legend_handles_labels()
+    axes.set_ylim(0, max(bottom) * (1.15 + 0.08 * math.ceil(len(shown) / 3)) or 1.0)
+    axes.legend(
+        handles[::-1], labels[::-1], loc="upper left", ncols=3, frameon=False, fontsize=8.5, labelcolor=GREY,
+        handlelength=0.9, columnspacing=1.2, borderaxespad=0.1,
+    )  # fmt: skip
+
+
+def _binned(rows: Mapping[int, Mapping[str, float]]) -> dict[float, dict[str, float]]:
+    """At most MOST_BARS rows: means over neighbours, at the mean of their steps. A metric that is missing counts as 0."""
+    items, size = list(rows.items()), math.ceil(len(rows) / MOST_BARS)
+    binned = {}
+    for start in range(0, len(items), max(1, size)):
+        chunk = items[start : start + size]
+        names = {name for _, row in chunk for name in row}
+        mean = {name: sum(row.get(name, 0.0) for _, row in chunk) / len(chunk) for name in names}
+        binned[sum(step for step, _ in chunk) / len(chunk)] = mean
+    return binned
+
+
+def _grad_norm(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    _title(axes, "Gradient norm")
+    _curve(axes, _series(metrics, "actor/grad_norm"), BLUE, "actor")
+    _curve(axes, _series(metrics, "critic/grad_norm"), ORANGE, "critic")
+    skipped = [step for step, row in metrics.items() if row.get("actor/skipped", 0) + row.get("critic/skipped", 0) > 0]
+    for index, step in enumerate(skipped):
+        axes.axvline(step, color=RED, linewidth=1.0, linestyle=":", label="skipped" if index == 0 else None)
+    norms = [v for name in ("actor/grad_norm", "critic/grad_norm") for v in _series(metrics, name)[1] if v > 0]
+    if norms and max(norms) / min(norms) > 100 and all(math.isfinite(v) for v in norms):
+        axes.set_yscale("log")
+    _legend(axes)
+
+
+def _response_length(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    _title(axes, "Response tokens")
+    _curve(axes, _series(metrics, "response_length/mean"), BLUE, "mean")
+    steps, cut = _series(metrics, "response_length/clip_ratio")
+    if steps and max(cut) > 0:
+        right = axes.twinx()
+        _style(right)
+        right.grid(visible=False)
+        _curve(right, (steps, cut), RED, "cut off (right)")
+        right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        right.set_ylim(0, max(1e-3, max(cut)) * 1.3)
+        _legend(axes, right)
+    else:
+        _legend(axes)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m rlx.trainer.report", description="Draw report.png of a run.")
+    parser.add_argument("run_dir", type=Path, help="the run's folder, which holds metrics.jsonl")
+    run_dir: Path = parser.parse_args().run_dir
+    if not (run_dir / METRICS_FILE).is_file():
+        parser.error(f"{run_dir} holds no {METRICS_FILE}; name the folder of a run made with `jsonl` in trainer.logger")
+    try:
+        write_report(run_dir / METRICS_FILE, run_dir / "report.png")
+    except ReportError as error:
+        parser.error(str(error))
+    print(run_dir / "report.png")
+
+
+if __name__ == "__main__":
+    main()

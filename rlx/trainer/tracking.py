@@ -1,0 +1,216 @@
+"""Where metrics go beside the console: a JSONL file, tensorboard, wandb, each behind one small protocol."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class TrackingError(ValueError):
+    """A logger cannot start."""
+
+
+class Logger(Protocol):
+    """A place that keeps metrics."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep the metrics of one step."""
+
+    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Keep some generations of the validation at `step`; each row maps a name to its value."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+class JsonlLogger:
+    """`metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics; NaN and infinity, which
+    JSON lacks, become null. Generations are left out: the dump of the validation holds them all."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / METRICS_FILE
+        if path.exists():
+            _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append a line and flush it, so that a run that dies leaves all its steps."""
+        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        row |= {name: _json_number(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Nothing: see the class."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorboardLogger:
+    """Event files in `tensorboard/`. After a resume, what the former run wrote beyond `resume_step` is hidden."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """One text per generation."""
+        for index, row in enumerate(rows):
+            text = "\n\n".join(f"**{name}**\n\n{_indented(str(value))}" for name, value in row.items())
+            self._writer.add_text(f"val/generation_{index}", text, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbLogger:
+    """A wandb run with the configuration. Its id is kept in the run's folder, so that a resumed run continues it."""
+
+    def __init__(self, run_dir: Path, config_yaml: str, project: str, experiment: str) -> None:
+        import wandb
+
+        self._wandb = wandb
+        id_file = run_dir / "wandb_run_id"
+        run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
+        config = yaml.safe_load(config_yaml)
+        self._run = wandb.init(
+            project=project, name=experiment, dir=str(run_dir), config=config, id=run_id, resume="allow"
+        )
+        # wandb's own step may only grow, and a resumed run repeats some: the steps are an axis of their own.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        id_file.write_text(self._run.id, encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One history row."""
+        self._run.log({"step": step, **metrics})
+
+    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """One table per validation."""
+        if rows:
+            names = list(rows[0])
+            table = self._wandb.Table(columns=names, data=[[str(row.get(name)) for name in names] for row in rows])
+            self._run.log({"step": step, "val/generations": table})
+
+    def close(self) -> None:
+        """Upload the rest and end the wandb run."""
+        self._run.finish()
+
+
+class Tracker:
+    """Sends metrics to every logger the user asked for, and always to `metrics.jsonl`, which the report is drawn from.
+    A context that closes them.
+
+    Args:
+        loggers: names from `jsonl`, `tensorboard`, `wandb`; `console` is the progress display's and skipped here.
+        run_dir: folder of the run; it must exist. What lies there is appended to.
+        config_yaml: the whole configuration, for loggers that keep it.
+        project: wandb's project.
+        experiment: wandb's name of the run.
+        resume_step: the step the run was resumed at; None: a new run.
+
+    Raises:
+        TrackingError: a name is unknown, or a logger cannot start.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[str],
+        run_dir: Path,
+        config_yaml: str,
+        project: str,
+        experiment: str,
+        resume_step: int | None = None,
+    ) -> None:
+        makers: dict[str, Callable[[], Logger]] = {
+            "jsonl": lambda: JsonlLogger(run_dir),
+            "tensorboard": lambda: TensorboardLogger(run_dir, resume_step),
+            "wandb": lambda: WandbLogger(run_dir, config_yaml, project, experiment),
+        }
+        self._loggers: list[Logger] = []
+        for name in dict.fromkeys(("jsonl", *loggers)):
+            if name == "console":
+                continue
+            if name not in makers:
+                raise TrackingError(f"trainer.logger names {name!r}; known are console, {', '.join(makers)}")
+            self._loggers.append(_start(name, makers[name], self))
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send one step's metrics to all."""
+        for logger in self._loggers:
+            logger.log(metrics, step)
+
+    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Send some generations of a validation to all."""
+        for logger in self._loggers:
+            logger.generations(rows, step)
+
+    def close(self) -> None:
+        """Close all; the first that fails is raised after the others are closed."""
+        errors: list[Exception] = []
+        for logger in self._loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                errors.append(error)
+        self._loggers = []
+        if errors:
+            raise errors[0]
+
+
+def _start(name: str, make: Callable[[], Logger], tracker: Tracker) -> Logger:
+    remedy = f"or remove {name} from trainer.logger"
+    try:
+        return make()
+    except ModuleNotFoundError as error:
+        tracker.close()
+        package = (error.name or name).partition(".")[0]
+        raise TrackingError(
+            f"logger {name}: the package {package} is not installed; run `pip install {package}`, {remedy}"
+        ) from error
+    except Exception as error:
+        tracker.close()
+        raise TrackingError(
+            f"logger {name} cannot start ({type(error).__name__}: {error}); mend that, {remedy}"
+        ) from error
+
+
+def _json_number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a last line without its end: the run that wrote it was killed in the middle."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def _indented(text: str) -> str:
+    """Markdown that shows `text` as it is."""
+    return "\n".join("    " + line for line in text.splitlines())

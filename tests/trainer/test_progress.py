@@ -1,0 +1,186 @@
+import io
+import time
+from pathlib import Path
+
+import pytest
+
+from rlx.trainer.progress import (
+    COLUMNS,
+    HEADER_EVERY,
+    PLAIN_WIDTH,
+    Progress,
+    StepTable,
+    count,
+    duration,
+    number,
+    printable,
+)
+
+METRICS = {
+    "reward/mean": 0.375,
+    "reward/accuracy": 0.4125,
+    "response_length/mean": 141.2,
+    "actor/ppo_kl": -3.12e-05,
+    "actor/entropy": 0.512,
+    "actor/clip_fraction": 0.0123,
+    "actor/grad_norm": 123.456,
+    "perf/tokens_per_second": 123456.0,
+    "perf/offloaded_mb": 1234567.0,
+    "perf/peak_memory_gb": 71.25,
+    "timing_s/rollout": 12.34,
+    "timing_s/reward": 0.01,
+    "timing_s/update_actor": 7.5,
+    "timing_s/sync": 1.04,
+    "timing_s/step": 20.9,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def plain(total_steps: int = 100, **kwargs: object) -> tuple[Progress, io.StringIO]:
+    stream = io.StringIO()
+    return Progress(total_steps, stream=stream, **kwargs), stream
+
+
+def test_a_row_stands_under_its_header_and_holds_every_column_within_120_characters():
+    table = StepTable(PLAIN_WIDTH, total_steps=9999)
+    header, row = table.header(), table.row(9999, METRICS)
+    assert table.columns == COLUMNS
+    assert max(len(header), len(row)) <= PLAIN_WIDTH
+    assert row.split()[:12] == [
+        "9999/9999", "0.375", "41.2%", "141", "-3.1e-05", "0.512", "1.2%", "123.456", "123k", "20.9", "1.2M", "71.250",
+    ]  # fmt: skip
+    end = 0
+    for column in COLUMNS:
+        end = header.index(column.title, end) + len(column.title)
+        assert row[end - 1] != " " and row[end] == " ", f"{column.title} is not aligned: {row!r}"
+
+
+def test_phases_are_the_longest_that_fit_in_the_order_of_the_road():
+    wide = StepTable(200, 10).row(3, METRICS)
+    assert wide.endswith("roll 12.3 actor 7.5 sync 1.0")  # 0.01 s of reward would read as 0.0
+    narrow = StepTable(len(wide) - 1, 10).row(3, METRICS)
+    assert narrow.endswith("roll 12.3 actor 7.5")
+
+
+def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
+    cells = StepTable(PLAIN_WIDTH, 10).row(1, {"reward/mean": float("nan"), "actor/grad_norm": float("inf")}).split()
+    assert cells[0] == "1/10" and cells[1] == "nan" and cells[7] == "inf"
+    assert cells.count("-") == len(COLUMNS) - 2
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 100])
+def test_a_narrow_terminal_drops_columns_but_not_the_reward(width: int):
+    table = StepTable(width, 1000)
+    assert max(len(table.header()), len(table.row(7, METRICS))) <= width
+    assert table.header().split()[:2] == ["step", "reward"]
+
+
+def test_numbers_keep_to_their_width():
+    assert [number(v, 6) for v in (0.0, 0.1234, -12.3456, 12345.6, 1e9)] == [
+        "0.000",
+        "0.123",
+        "-12.35",
+        "12346",
+        "1e+09",
+    ]
+    assert number(2e-7, 8) == "2.0e-07"
+    assert [count(v) for v in (4.26, 9950.0, 12345.6, 123456.7, 4.5e6)] == ["4.3", "9950", "12.3k", "123k", "4.5M"]
+    assert [duration(s) for s in (7.31, 59.99, 125, 11225)] == ["7.3s", "60.0s", "2m05s", "3h07m"]
+
+
+def test_a_pipe_gets_plain_lines_with_a_header_every_few_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    progress, stream = plain(HEADER_EVERY + 1)
+    with progress:
+        for number_ in range(1, HEADER_EVERY + 2):
+            with progress.step(number_), progress.phase("rollout"):
+                pass
+            progress.row(METRICS, number_)
+    text = stream.getvalue()
+    assert all(c.isprintable() or c == "\n" for c in text)
+    lines = text.splitlines()
+    assert sum(line.lstrip().startswith("step reward") for line in lines) == 2
+    assert sum("0.375" in line for line in lines) == HEADER_EVERY + 1
+    assert any(line.startswith("elapsed ") and line.endswith(" left") for line in lines)
+
+
+def test_step_yields_the_seconds_of_its_own_phases():
+    progress, _ = plain()
+    with progress.phase("validate"):
+        time.sleep(0.01)
+    with progress.step(1) as first:
+        with progress.phase("rollout"):
+            time.sleep(0.02)
+        with progress.phase("rollout"):
+            time.sleep(0.02)
+    with progress.step(2) as second, progress.phase("update_actor"):
+        pass
+    assert set(first) == {"timing_s/rollout", "timing_s/step"}
+    assert first["timing_s/step"] >= first["timing_s/rollout"] >= 0.04
+    assert set(second) == {"timing_s/update_actor", "timing_s/step"}
+
+
+def test_a_failure_names_the_step_and_the_innermost_phase_and_goes_on():
+    progress, stream = plain()
+    with pytest.raises(RuntimeError, match="boom"), progress, progress.step(7), progress.phase("update_actor"):
+        raise RuntimeError("boom")
+    assert stream.getvalue() == "! stopped in step 7, phase update_actor\n"
+
+
+def test_held_out_results_are_shown_with_and_without_a_training_row():
+    progress, stream = plain(console=False)
+    progress.row({"val/accuracy": 0.3125, "val/reward": 0.25}, 0)
+    progress.row(METRICS | {"val/accuracy": 0.5}, 5)
+    assert stream.getvalue().splitlines() == [
+        "step 0: held-out accuracy 31.2%, reward 0.250",
+        "step 5: held-out accuracy 50.0%",
+    ]
+
+
+def test_generations_cannot_control_the_terminal():
+    progress, stream = plain()
+    progress.generations([{"prompt": "1+1?\nSay", "response": "\x1b[2J\x07 [bold]2[/bold]", "score": 1.0}])
+    text = stream.getvalue()
+    assert "\\x1b[2J\\x07 [bold]2[/bold]" in text and "\x1b" not in text and "\x07" not in text
+    assert printable("é→", "ascii") == "\\xe9\\u2192"
+
+
+def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").touch()
+    progress, stream = plain()
+    for step, reward in enumerate((0.1, 0.3, 0.4, 0.6), 1):
+        progress.row({"reward/mean": reward}, step)
+    progress.summary({"val/accuracy": 0.3}, {"val/accuracy": 0.45}, tmp_path, tmp_path / "report.png")
+    text = stream.getvalue()
+    assert "30.0% -> 45.0% (+15.0 points)" in text
+    assert "mean of 2 steps" in text and "0.200 -> 0.500" in text
+    joined = "".join(line.strip("│ ") for line in text.splitlines())  # long paths fold
+    assert str(tmp_path / "report.png") in joined and str(tmp_path / "metrics.jsonl") in joined
+    assert "checkpoints" not in text
+
+
+def test_the_summary_of_a_run_that_only_validated(tmp_path: Path):
+    progress, stream = plain(0)
+    progress.summary({"val/accuracy": 0.3}, {"val/accuracy": 0.3}, tmp_path, tmp_path / "report.png")
+    assert "held-out accuracy" in stream.getvalue() and "->" not in stream.getvalue()
+    progress.summary({}, {}, tmp_path, tmp_path / "report.png")
+
+
+def test_a_terminal_gets_a_bar_with_the_phase_and_is_left_clean(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "130")
+    stream = Terminal()
+    progress = Progress(3, stream=stream)
+    with progress:
+        for step in (2, 3):  # resumed after step 1
+            with progress.step(step), progress.phase("rollout"):
+                pass
+            progress.row(METRICS, step)
+    text = stream.getvalue()
+    assert "rollout" in text and "1/3" in text and "2/3" in text
+    assert "reward" in text and "0.375" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor must come back"

@@ -1,0 +1,83 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlx.trainer.tracking import Tracker, TrackingError
+
+
+def tracker(run_dir: Path, *loggers: str, resume_step: int | None = None) -> Tracker:
+    return Tracker(loggers, run_dir, "trainer:\n  seed: 1\n", "project", "experiment", resume_step=resume_step)
+
+
+def rows(run_dir: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_jsonl_is_written_whatever_the_user_asked_for_and_is_valid_with_nan(tmp_path: Path):
+    with tracker(tmp_path, "console") as tracking:
+        tracking.log({"a": 1.5, "b": float("nan"), "c": float("-inf")}, 1)
+        assert len(rows(tmp_path)) == 1, "a step must be on disk before the next begins"
+        tracking.log({"a": 2}, 2)
+    first, second = rows(tmp_path)
+    assert first["time"] > 0 and {k: first[k] for k in "abc"} == {"a": 1.5, "b": None, "c": None} and first["step"] == 1
+    assert (second["step"], second["a"]) == (2, 2.0)
+
+
+def test_a_resumed_run_appends_and_drops_a_line_torn_by_a_kill(tmp_path: Path):
+    with tracker(tmp_path) as tracking:
+        tracking.log({"a": 1.0}, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "a": 0.')
+    with tracker(tmp_path, resume_step=1) as tracking:
+        tracking.log({"a": 2.0}, 2)
+    assert [(row["step"], row["a"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0)]
+
+
+def test_tensorboard_keeps_scalars_and_texts_and_hides_what_a_resume_replaces(tmp_path: Path):
+    with tracker(tmp_path, "tensorboard") as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"reward/mean": step / 10, "actor/grad_norm": float("inf")}, step)
+        tracking.generations([{"prompt": "1+1?", "response": "#### 2", "score": 1.0}], 3)
+    with tracker(tmp_path, "tensorboard", resume_step=1) as tracking:
+        tracking.log({"reward/mean": 0.9}, 2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.9)]
+    assert "val/generation_0/text_summary" in events.Tags()["tensors"]
+
+
+def test_an_unknown_logger_is_named_with_those_that_exist(tmp_path: Path):
+    with pytest.raises(TrackingError, match=r"'mlflow'.*console, jsonl, tensorboard, wandb"):
+        tracker(tmp_path, "mlflow")
+
+
+def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TrackingError, match=r"wandb.*not installed.*pip install wandb.*trainer\.logger"):
+        tracker(tmp_path, "wandb")
+
+
+def test_a_logger_that_cannot_start_is_named_with_the_cause(tmp_path: Path):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    with pytest.raises(TrackingError, match=r"tensorboard cannot start \(FileExistsError.*remove tensorboard"):
+        tracker(tmp_path, "tensorboard")
+
+
+def test_wandb_keeps_metrics_and_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb", reason="wandb is optional and not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with tracker(tmp_path, "wandb") as tracking:
+        tracking.log({"reward/mean": 0.5}, 1)
+        tracking.generations([{"prompt": "1+1?", "response": "2"}], 1)
+    run_id = (tmp_path / "wandb_run_id").read_text()
+    with tracker(tmp_path, "wandb", resume_step=1) as tracking:
+        tracking.log({"reward/mean": 0.6}, 2)
+    assert (tmp_path / "wandb_run_id").read_text() == run_id
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1
