@@ -14,6 +14,8 @@ from torch import Tensor
 
 
 class Column(NamedTuple):
+    """What a column is: a letter per dimension, its dtype, who writes it, what it means."""
+
     shape: str
     dtype: torch.dtype
     writer: str
@@ -72,8 +74,12 @@ class Batch:
     @classmethod
     def of(cls, tensors: dict[str, Tensor], info: dict[str, list[Any]] | None = None) -> "Batch":
         """Checks the columns and wraps them. Raises BatchError."""
-        rows = len(next(iter(tensors.values())))
-        batch = cls(TensorDict(tensors, batch_size=[rows]), dict(info or {}))
+        rows = {name: tuple(tensor.shape[:1]) for name, tensor in tensors.items()}
+        if len(set(rows.values())) != 1 or () in rows.values():
+            raise BatchError(
+                f"got columns with these numbers of rows: {rows}; expected at least one column, all of one number"
+            )
+        batch = cls(TensorDict(tensors, batch_size=[*rows.popitem()[1]]), dict(info or {}))
         batch.check()
         return batch
 
@@ -81,12 +87,14 @@ class Batch:
         return int(self.tensors.batch_size[0])
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.tensors.keys():
-            raise BatchError(f"the batch has no column {name!r} ({self._written_by(name)}); it has {sorted(self.tensors.keys())}")
+        if name not in self:
+            raise BatchError(
+                f"the batch has no column {name!r} ({self._written_by(name)}); it has {sorted(self.tensors.keys())}"
+            )
         return self.tensors[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tensors.keys()
+        return name in self.tensors
 
     @staticmethod
     def _written_by(name: str) -> str:
@@ -129,7 +137,10 @@ class Batch:
         """The rows named, in that order; a row may be named more than once and `index` may be empty."""
         take = torch.as_tensor(list(index), dtype=torch.int64)
         tensors = {name: tensor[take] for name, tensor in self.tensors.items()}
-        return Batch(TensorDict(tensors, batch_size=[len(take)]), {k: [v[i] for i in take.tolist()] for k, v in self.info.items()})
+        return Batch(
+            TensorDict(tensors, batch_size=[len(take)]),
+            {k: [v[i] for i in take.tolist()] for k, v in self.info.items()},
+        )
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Each column through `change`, which keeps rows and shape (a move to a device, say)."""
@@ -158,9 +169,15 @@ def concat(batches: Sequence[Batch]) -> Batch:
     full = [b for b in batches if len(b)] or list(batches[:1])
     if not full:
         raise BatchError("no batch to join")
-    names = set(full[0].tensors.keys())
+    shapes, info = _shapes_of_rows(full[0]), full[0].info.keys()
     for other in full[1:]:
-        if set(other.tensors.keys()) != names:
-            raise BatchError(f"batches differ in columns: {sorted(names ^ set(other.tensors.keys()))}")
-    tensors = {name: torch.cat([b[name] for b in full]) for name in names}
-    return Batch.of(tensors, {k: [v for b in full for v in b.info[k]] for k in full[0].info})
+        if _shapes_of_rows(other) != shapes:
+            raise BatchError(f"batches differ in columns or widths: {shapes} and {_shapes_of_rows(other)}")
+        if other.info.keys() != info:
+            raise BatchError(f"batches differ in info: {sorted(info)} and {sorted(other.info)}")
+    tensors = {name: torch.cat([b[name] for b in full]) for name in shapes}
+    return Batch.of(tensors, {k: [v for b in full for v in b.info[k]] for k in info})
+
+
+def _shapes_of_rows(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {str(name): tuple(tensor.shape[1:]) for name, tensor in batch.tensors.items()}

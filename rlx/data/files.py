@@ -1,0 +1,105 @@
+"""Rows from Parquet and JSONL files, with faults that name the file and the row."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+class DataError(ValueError):
+    """A prompt file, or a row of it, is not what was expected."""
+
+
+class Rows(Protocol):
+    """Rows by position; `columns` are those of the file (JSONL: of its first row)."""
+
+    columns: list[str]
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """The rows start..stop-1."""
+        ...
+
+
+class ParquetRows:
+    """A Parquet file held as an Arrow table; rows become Python objects when they are read."""
+
+    def __init__(self, path: Path):
+        try:
+            self._table = pq.read_table(path, memory_map=True)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as fault:
+            raise DataError(f"{path}: cannot be read as Parquet ({fault})") from fault
+        self.columns = list(self._table.column_names)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """The rows start..stop-1."""
+        return list(self._table.slice(start, stop - start).to_pylist())
+
+
+class ListRows:
+    """Rows already in memory."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        self._rows = rows
+        self.columns = list(rows[0]) if rows else []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """The rows start..stop-1."""
+        return self._rows[start:stop]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file, blank lines skipped.
+
+    Raises:
+        DataError: names the line that is not a JSON object.
+    """
+    rows = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_parse_line(line, f"{path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as fault:
+        raise DataError(f"{path}: cannot be read as UTF-8 text ({fault})") from fault
+    return rows
+
+
+def _parse_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as fault:
+        raise DataError(f"{where}: got {line.strip()[:80]!r}, expected one JSON object per line ({fault})") from fault
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: got a JSON {type(row).__name__}, expected an object")
+    return row
+
+
+def open_rows(file: str) -> Rows:
+    """The rows of a `.parquet` or `.jsonl` file.
+
+    Raises:
+        DataError: the file is missing, empty, of another kind, or cannot be read.
+    """
+    path = Path(file).expanduser()
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise DataError(
+            f"{file}: got a file of kind {path.suffix!r}, expected .parquet, .jsonl or `builtin:arithmetic`"
+        )
+    if not path.is_file():
+        raise DataError(
+            f"{file}: no such file (looked for {path.absolute()}); correct data.train_files or data.val_files"
+        )
+    rows: Rows = ParquetRows(path) if path.suffix == ".parquet" else ListRows(read_jsonl(path))
+    if not len(rows):
+        raise DataError(f"{file}: the file has no rows, expected at least one")
+    return rows

@@ -1,0 +1,126 @@
+"""GSM8K (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168): official rows into rows in verl's schema.
+
+python -m rlx.data.gsm8k --out DIR                              from the hub
+python -m rlx.data.gsm8k --train train.jsonl --test test.jsonl --out DIR
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import track
+
+from rlx.data.files import DataError, read_jsonl
+
+SOURCE = "openai/gsm8k"
+COLUMNS = ("question", "answer")
+INSTRUCTION = "Work through this step by step. Then give the final answer alone on the last line, as `#### <number>`."
+
+
+def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """An official row ({question, answer}) in verl's schema, with a chat prompt.
+
+    Args:
+        row: `answer` is the worked solution, its last line `#### <number>`.
+        split: "train", "val" or "test": kept in extra_info, as is
+        index: the row's number.
+
+    Raises:
+        ValueError: question or answer is no text, or the answer has no `####`.
+    """
+    question, answer = (row.get(name) for name in COLUMNS)
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise ValueError(f"got question {question!r:.80} and answer {answer!r:.80}, expected two texts")
+    working, mark, final = answer.rpartition("####")
+    ground_truth = final.strip().replace(",", "")
+    if not mark or not ground_truth:
+        raise ValueError(
+            f"got an answer that ends in {working[-40:] + mark + final!r:.80}, expected `#### <number>` at its end"
+        )
+    return {
+        "data_source": SOURCE,
+        "prompt": [{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"index": index, "split": split, "question": question, "answer": answer},
+    }
+
+
+def read_official(source: str, split: str) -> list[dict[str, Any]]:
+    """The official rows of a split.
+
+    Args:
+        source: a local JSONL file, or a data set's name on the Hugging Face hub.
+        split: "train" or "test".
+
+    Raises:
+        DataError: the file or the hub cannot be read.
+    """
+    path = Path(source).expanduser()
+    if path.suffix == ".jsonl" or path.exists():
+        return read_jsonl(path)
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset(source, "main", split=split))
+    except (OSError, ValueError) as fault:
+        raise DataError(
+            f"{source}: no such file, and the hub did not give it as a data set ({type(fault).__name__}: {fault}); "
+            f"go online, or pass a downloaded file with --{split}"
+        ) from fault
+
+
+def convert(source: str, split: str, out: Path, console: Console) -> Path:
+    """Writes `out`/<split>.parquet from an official file or the hub.
+
+    Raises:
+        DataError: names the source and the row at fault.
+    """
+    official = read_official(source, split)
+    if not official:
+        raise DataError(f"{source}: no rows, expected GSM8K's {split} split")
+    rows = []
+    for index, row in enumerate(track(official, f"{split:5}", console=console)):
+        try:
+            rows.append(to_row(row, split, index))
+        except ValueError as fault:
+            raise DataError(f"{source}, row {index}: {fault}") from fault
+    out.mkdir(parents=True, exist_ok=True)
+    target = out / f"{split}.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), target)
+    console.print(f"{len(rows):,} rows in {target}")
+    return target
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rlx.data.gsm8k", description="Turn GSM8K into Parquet with chat prompts."
+    )
+    for split in ("train", "test"):
+        parser.add_argument(
+            f"--{split}",
+            default=SOURCE,
+            metavar="FILE",
+            help=f"official {split}.jsonl, or a hub name (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="folder for train.parquet and test.parquet"
+    )
+    given = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        for split in ("train", "test"):
+            convert(getattr(given, split), split, given.out, console)
+    except (DataError, OSError) as fault:
+        console.print(f"error: {fault}", style="red", markup=False, highlight=False)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

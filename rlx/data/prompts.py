@@ -1,0 +1,271 @@
+"""Prompts from files: read, checked and tokenised once at the start, handed out by index."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+
+from rlx.config.schema import DataConfig
+from rlx.data import gsm8k
+from rlx.data.arithmetic import make_problems
+from rlx.data.batch import Batch
+from rlx.data.files import DataError, ListRows, Rows, open_rows
+from rlx.user_code import UserCodeError, load_name
+
+ARITHMETIC = "builtin:arithmetic"
+INTERFACE = ("__len__", "batch", "report")
+"""What a data set of the user's own class must have."""
+CHUNK_ROWS = 512
+BAR_FROM_ROWS = 20_000
+
+Content: TypeAlias = str | list[dict[str, Any]]
+
+
+class Prompt(NamedTuple):
+    """A row, whatever file it came from; `content` is text, or chat messages {role, content}."""
+
+    content: Content
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+class _File(NamedTuple):
+    name: str
+    rows: Rows
+    to_prompt: Callable[[dict[str, Any], int], Prompt]
+    """From a row and its number; raises ValueError with what is wrong in the row."""
+
+
+class PromptDataset:
+    """The prompts of several files, one after the other.
+
+    Args:
+        files: Parquet or JSONL in verl's schema or GSM8K's own, or `builtin:arithmetic`.
+        config: columns, lengths, truncation.
+        tokenizer: with a chat template where prompts are chats.
+        split: "train" or "val": which generated problems, and which max_samples.
+
+    `report` says what was dropped or cut, and is empty when nothing was.
+
+    Raises:
+        DataError: names file, row, got, expected, remedy.
+    """
+
+    def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str):
+        self._config, self._tokenizer, self._split = config, tokenizer, split
+        self._pad_token_id = _pad_token_id(tokenizer)
+        self._files = [self._open(file) for file in files]
+        self._ends = np.cumsum([len(file.rows) for file in self._files])
+        self._lengths = self._measure()
+        overlong = self._lengths > config.max_prompt_length
+        self._kept = np.flatnonzero(~overlong) if config.filter_overlong_prompts else np.arange(len(overlong))
+        self.report = self._describe(int(overlong.sum()))
+        if not len(self._kept):
+            raise DataError(f"{', '.join(files)}: no prompt is left; {self.report}; raise data.max_prompt_length")
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The prompts at these positions, in this order.
+
+        Returns:
+            prompt_ids (B, P) int64 and prompt_mask (B, P) bool, left padded to the longest of them; info data_source,
+            ground_truth, extra_info and prompt_text, the text of the ids.
+        """
+        prompts = []
+        for position in self._kept[list(indices)].tolist():
+            file, row = self._locate(position)
+            prompts += self._read(file, row, row + 1)
+        ids = [self._cut(tokens) for tokens in self._tokenise([prompt.content for prompt in prompts])]
+        width = max(map(len, ids))
+        prompt_ids = torch.full((len(ids), width), self._pad_token_id, dtype=torch.int64)
+        prompt_mask = torch.zeros((len(ids), width), dtype=torch.bool)
+        for row, tokens in enumerate(ids):
+            prompt_ids[row, width - len(tokens) :] = torch.tensor(tokens)
+            prompt_mask[row, width - len(tokens) :] = True
+        info = {
+            "data_source": [prompt.data_source for prompt in prompts],
+            "ground_truth": [prompt.ground_truth for prompt in prompts],
+            "extra_info": [prompt.extra_info for prompt in prompts],
+            "prompt_text": self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False),
+        }
+        return Batch.of({"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}, info)
+
+    def _open(self, name: str) -> _File:
+        if name == ARITHMETIC:
+            rows: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
+            return _File(name, rows, lambda row, _: _from_verl(row, "prompt", "data_source"))
+        rows = open_rows(name)
+        keys = (self._config.prompt_key, self._config.reward_fn_key)
+        if keys[0] not in rows.columns and set(gsm8k.COLUMNS) <= set(rows.columns):
+            return _File(name, rows, self._from_gsm8k)
+        missing = [column for column in (*keys, "reward_model") if column not in rows.columns]
+        if missing:
+            raise DataError(
+                f"{name}: got the columns {rows.columns}, expected also {missing}; name the columns there are with "
+                "data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}"
+            )
+        return _File(name, rows, lambda row, _: _from_verl(row, *keys))
+
+    def _from_gsm8k(self, row: dict[str, Any], number: int) -> Prompt:
+        return _from_verl(gsm8k.to_row(row, self._split, number), "prompt", "data_source")
+
+    def _locate(self, position: int) -> tuple[_File, int]:
+        """The file, and the row in it, of a position among the rows of all files."""
+        number = int(np.searchsorted(self._ends, position, side="right"))
+        file = self._files[number]
+        return file, position - int(self._ends[number]) + len(file.rows)
+
+    def _read(self, file: _File, start: int, stop: int) -> list[Prompt]:
+        prompts = []
+        for number, row in enumerate(file.rows.read(start, stop), start):
+            try:
+                prompts.append(file.to_prompt(row, number))
+            except ValueError as fault:
+                raise DataError(f"{file.name}, row {number}: {fault}") from fault
+        return prompts
+
+    def _measure(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """The length in tokens of each row that may be used; faults of rows show up here, before anything is trained."""
+        most = {"train": self._config.train_max_samples, "val": self._config.val_max_samples}[self._split]
+        room = int(self._ends[-1]) if most < 0 else min(most, int(self._ends[-1]))
+        chunks, left = [], room
+        for file in self._files:
+            stop = min(len(file.rows), left)
+            chunks += [(file, start, min(start + CHUNK_ROWS, stop)) for start in range(0, stop, CHUNK_ROWS)]
+            left -= stop
+        lengths: list[int] = []
+        for file, start, stop in track(chunks, f"{self._split} prompts", disable=room < BAR_FROM_ROWS):
+            contents = [prompt.content for prompt in self._read(file, start, stop)]
+            for row, tokens in enumerate(self._tokenise_of(file, start, contents), start):
+                self._check_length(file, row, len(tokens))
+                lengths.append(len(tokens))
+        return np.array(lengths, dtype=np.int64)
+
+    def _check_length(self, file: _File, row: int, length: int) -> None:
+        limit = self._config.max_prompt_length
+        if not length:
+            raise DataError(f"{file.name}, row {row}: the prompt is empty, expected at least one token")
+        if length > limit and self._config.truncation == "error" and not self._config.filter_overlong_prompts:
+            raise DataError(
+                f"{file.name}, row {row}: the prompt has {length} tokens, data.max_prompt_length is {limit}; raise it, set "
+                "data.filter_overlong_prompts=True to drop such rows, or data.truncation=left, right or middle to cut them"
+            )
+
+    def _describe(self, overlong: int) -> str:
+        if not overlong:
+            return ""
+        done = "dropped" if self._config.filter_overlong_prompts else f"cut ({self._config.truncation})"
+        return (
+            f"{self._split} prompts: {done} {overlong:,} of {len(self._lengths):,}, which are longer than "
+            f"data.max_prompt_length={self._config.max_prompt_length} tokens (the longest has {int(self._lengths.max()):,})"
+        )
+
+    def _tokenise_of(self, file: _File, start: int, contents: list[Content]) -> list[list[int]]:
+        try:
+            return self._tokenise(contents)
+        except (TemplateError, ValueError):
+            for row, content in enumerate(contents, start):
+                try:
+                    self._tokenise([content])
+                except (TemplateError, ValueError) as fault:
+                    raise DataError(
+                        f"{file.name}, row {row}: the tokenizer's chat template does not take this prompt ({fault}); "
+                        "use an instruct model, whose template fits, or prompts of plain text"
+                    ) from fault
+            raise
+
+    def _tokenise(self, contents: list[Content]) -> list[list[int]]:
+        """Token ids of each prompt, uncut."""
+        chats = [content for content in contents if not isinstance(content, str)]
+        texts = [content for content in contents if isinstance(content, str)]
+        of_chats, of_texts = iter(self._tokenise_chats(chats)), iter(self._tokenise_texts(texts))
+        return [next(of_texts if isinstance(content, str) else of_chats) for content in contents]
+
+    def _tokenise_chats(self, chats: list[list[dict[str, Any]]]) -> list[list[int]]:
+        if not chats:
+            return []
+        ids: Any = self._tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)
+
+    def _tokenise_texts(self, texts: list[str]) -> list[list[int]]:
+        """Some tokenizers close every text with EOS, after which a model would have nothing to say."""
+        ids = self._tokenizer(texts)["input_ids"] if texts else []
+        end = self._tokenizer.eos_token_id
+        return [tokens[:-1] if tokens and tokens[-1] == end else tokens for tokens in ids]
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        limit = self._config.max_prompt_length
+        if len(tokens) <= limit:
+            return tokens
+        from_start = {"left": 0, "right": limit, "middle": limit // 2}[self._config.truncation]
+        return tokens[:from_start] + tokens[len(tokens) - limit + from_start :]
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    raise DataError(
+        f"{type(tokenizer).__name__} has neither pad_token nor eos_token, expected one of them to pad prompts with"
+    )
+
+
+def _from_verl(row: dict[str, Any], prompt_key: str, source_key: str) -> Prompt:
+    content, source, reward_model = row.get(prompt_key), row.get(source_key), row.get("reward_model")
+    extra_info = row.get("extra_info") or {}
+    if not isinstance(source, str):
+        raise ValueError(f"{source_key} is {source!r:.80}, expected the name of a data source")
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise ValueError(f"reward_model is {reward_model!r:.80}, expected {{style, ground_truth}}")
+    if not isinstance(extra_info, dict):
+        raise ValueError(f"extra_info is {extra_info!r:.80}, expected an object or nothing")
+    return Prompt(_checked_content(content, prompt_key), source, reward_model["ground_truth"], extra_info)
+
+
+def _checked_content(content: Any, key: str) -> Content:
+    if isinstance(content, str):
+        return content
+    is_chat = isinstance(content, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in content
+    )
+    if not content or not is_chat:
+        raise ValueError(
+            f"{key} is {content!r:.120}, expected text or a list of messages {{role: text, content: text}}"
+        )
+    # Arrow fills the fields that other rows' messages have with None; templates would take them as given.
+    return [{name: value for name, value in message.items() if value is not None} for message in content]
+
+
+def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PromptDataset:
+    """The data set of a split, of the user's own class where data.custom_cls names one.
+
+    Raises:
+        DataError: a file or a row is not what was expected.
+        UserCodeError: the user's class cannot be loaded or lacks part of the interface.
+    """
+    files = {"train": config.train_files, "val": config.val_files}[split]
+    custom = config.custom_cls
+    if custom.path is None:
+        return PromptDataset(files, config, tokenizer, split)
+    key = "data.custom_cls"
+    if custom.name is None:
+        raise UserCodeError(
+            f"{key}.path is {custom.path!r}, but {key}.name is not set; expected the name of the class in it"
+        )
+    dataset: PromptDataset = load_name(custom.path, custom.name, key)(files, config, tokenizer, split)
+    missing = [name for name in INTERFACE if not hasattr(dataset, name)]
+    if missing:
+        raise UserCodeError(
+            f"{key}: {custom.name} in {custom.path} lacks {missing}, expected {list(INTERFACE)} as in PromptDataset"
+        )
+    return dataset

@@ -1,0 +1,79 @@
+"""Which prompts come next: an order that depends on (seed, epoch) alone, and a position in it."""
+
+from typing import Any
+
+import numpy as np
+
+from rlx.data.seeding import seed_for
+
+
+class PromptSampler:
+    """Endless batches of prompt indices, epoch after epoch; the driver owns it and saves it with a checkpoint.
+
+    Args:
+        size: prompts in the data set.
+        batch_size: indices per batch; what is left at the end of an epoch is dropped.
+        shuffle: a fresh permutation each epoch; otherwise 0, 1, 2, …
+        seed: of the permutations.
+
+    Raises:
+        ValueError: batch_size is larger than size.
+    """
+
+    def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int):
+        if not 1 <= batch_size <= size:
+            raise ValueError(
+                f"data.train_batch_size is {batch_size}, but there are {size} prompts; "
+                f"expected 1 to {size}: lower data.train_batch_size or add prompts"
+            )
+        self._size, self._batch_size, self._shuffle, self._seed = size, batch_size, shuffle, seed
+        self._epoch, self._position = 0, 0
+        self._order = self._order_of(0)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches in one pass over the prompts."""
+        return self._size // self._batch_size
+
+    @property
+    def epoch(self) -> int:
+        """Number of the pass that the next batch belongs to, from 0."""
+        return self._epoch + (self._position + self._batch_size > self._size)
+
+    def next(self) -> list[int]:
+        """The indices of the next batch, all different."""
+        if self._position + self._batch_size > self._size:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        batch = self._order[self._position : self._position + self._batch_size]
+        self._position += self._batch_size
+        return [int(index) for index in batch]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands, in plain numbers, and what its order depends on."""
+        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues exactly where `state` was taken; the batch size may differ, the order may not.
+
+        Raises:
+            ValueError: the state comes from another data set, seed or kind of order.
+        """
+        saved = {name: state[name] for name in self._identity()}
+        if saved != self._identity():
+            raise ValueError(
+                f"the checkpoint's sampler had {saved}, this run has {self._identity()}: it cannot continue in the same "
+                "order; use the same data files, data.seed and data.shuffle, or start anew with trainer.resume_mode=disable"
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._order_of(self._epoch)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"size": self._size, "shuffle": self._shuffle, "seed": self._seed}
+
+    def _order_of(self, epoch: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        if not self._shuffle:
+            return np.arange(self._size)
+        # Ranking raw PCG64 numbers: numpy keeps that stream the same in all versions, its permutations it may change.
+        keys = np.random.PCG64(seed_for("prompts", self._seed, epoch)).random_raw(self._size)
+        return np.argsort(keys, kind="stable")

@@ -1,0 +1,53 @@
+"""GSM8K's rule: the number after the last `####` is compared with the reference."""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+SOURCES = ("openai/gsm8k", "rlx/arithmetic")
+TAIL_CHARACTERS = 300
+"""The answer must stand this close to the end, as in verl's rule for GSM8K."""
+
+_NUMBER = r"(?P<minus>-?)[ \t]*\$?[ \t]*(?P<minus_after>-?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+# What follows must not continue the number or an expression: in `3/4` and `3+4` no 3 was answered.
+_ANSWER = re.compile(r"####[ \t]*" + _NUMBER + r"(?![0-9]|\.[0-9]|[ \t]*[-+*/^=][ \t]*[0-9])")
+_WHOLE = re.compile(r"\s*" + _NUMBER + r"\s*%?\.?\s*")
+
+
+def extract_answer(solution: str) -> Decimal | None:
+    """The number after the last `####` in the last 300 characters; `$`, `%`, commas and a full stop do not count."""
+    matches = list(_ANSWER.finditer(solution[-TAIL_CHARACTERS:]))
+    return _value(matches[-1]) if matches else None
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    size = Decimal(match["digits"].replace(",", ""))
+    return -size if match["minus"] or match["minus_after"] else size
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    format_score: float = 0.0,
+) -> float:
+    """1.0 for the right number, `format_score` for another number in the right form, else 0.0.
+
+    Args:
+        data_source: not used; part of the signature all reward functions share.
+        solution_str: the response.
+        ground_truth: a number, or text that is one ("1,200", "$18").
+        extra_info: not used.
+        format_score: for `#### <a wrong number>`.
+
+    Raises:
+        ValueError: the ground truth is no number.
+    """
+    want = _WHOLE.fullmatch(str(ground_truth))
+    if want is None:
+        raise ValueError(f"ground_truth is {ground_truth!r}, expected a number such as '72' or '1,200'")
+    got = extract_answer(solution_str)
+    if got is None:
+        return 0.0
+    return 1.0 if got == _value(want) else format_score
