@@ -1,0 +1,129 @@
+"""Where a run's folder is, which checkpoint it starts from, and what the driver itself must remember.
+
+<default_local_dir>/<time>/            the run: config.yaml, metrics.jsonl, report.png, validation/
+    checkpoints/global_step_N/
+        actor/  critic/                written by the workers (torch.distributed.checkpoint)
+        driver.json                    written last: a checkpoint without it is unfinished and never resumed from
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rlx.config.schema import PPOConfig
+
+STEP_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+class ResumeError(ValueError):
+    """The checkpoint asked for cannot be used."""
+
+
+@dataclass(frozen=True)
+class DriverState:
+    """What the driver needs to go on exactly where it stopped."""
+
+    step: int
+    seed: int
+    policy_version: int
+    sampler: dict[str, Any]
+    kl_controller: dict[str, Any]
+    skipped_steps: int
+    first_validation: dict[str, float]
+
+
+def runs_folder(config: PPOConfig) -> Path:
+    """The folder that holds the runs of this experiment."""
+    trainer = config.trainer
+    chosen = trainer.default_local_dir or Path("outputs") / trainer.project_name / trainer.experiment_name
+    return Path(chosen).expanduser().absolute()
+
+
+def finished(checkpoint: Path) -> bool:
+    """Whether the checkpoint was written to its end."""
+    return (checkpoint / "driver.json").is_file()
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of global_step_N."""
+    match = STEP_FOLDER.fullmatch(checkpoint.name)
+    if match is None:
+        raise ResumeError(
+            f"got {checkpoint}, expected a folder named global_step_N; it lies in a run's checkpoints folder"
+        )
+    return int(match[1])
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest step first."""
+    found = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and finished(c)]
+    return sorted(found, key=step_of)
+
+
+def starting_checkpoint(config: PPOConfig) -> Path | None:
+    """The checkpoint that the run goes on from; None to start anew.
+
+    Raises:
+        ResumeError: resume_from_path is no finished checkpoint.
+    """
+    mode = config.trainer.resume_mode
+    if mode == "disable":
+        return None
+    if mode == "resume_path":
+        path = Path(config.trainer.resume_from_path or "").expanduser().absolute()
+        step_of(path)
+        if not finished(path):
+            raise ResumeError(
+                f"trainer.resume_from_path={path} is no finished checkpoint: driver.json is missing; "
+                f"finished ones there: {[c.name for c in checkpoints_in(path.parent)]}"
+            )
+        return path
+    candidates = [c for run in runs_folder(config).glob("*/checkpoints") for c in checkpoints_in(run)]
+    return max(candidates, key=lambda c: (c / "driver.json").stat().st_mtime_ns, default=None)
+
+
+def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
+    """The folder of this run, made if need be: the resumed run's own, else a new one named by the time."""
+    if checkpoint is not None:
+        return checkpoint.parent.parent
+    base = runs_folder(config)
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"_{i}" for i in range(1, 1000))):
+        folder = base / (stamp + suffix)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise ResumeError(f"a thousand runs started in the same second in {base}")
+
+
+def write_driver_state(checkpoint: Path, state: DriverState) -> None:
+    """Marks the checkpoint as finished, by writing driver.json whole or not at all."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    half = checkpoint / "driver.json.part"
+    half.write_text(json.dumps(asdict(state), indent=1))
+    os.replace(half, checkpoint / "driver.json")
+
+
+def read_driver_state(checkpoint: Path) -> DriverState:
+    """What `write_driver_state` wrote."""
+    return DriverState(**json.loads((checkpoint / "driver.json").read_text()))
+
+
+def keep_newest(folder: Path, role: str, keep: int | None) -> None:
+    """Removes the role's part of all but its newest `keep` checkpoints, and folders left with no part; None keeps all."""
+    if keep is None:
+        return
+    holders = sorted((c for c in folder.glob("global_step_*") if (c / role).is_dir()), key=step_of)
+    for old in holders[:-keep]:
+        # The marker goes first: a crash in between must not leave a checkpoint that looks whole.
+        (old / "driver.json").unlink(missing_ok=True)
+        shutil.rmtree(old / role)
+        if not any(child.is_dir() for child in old.iterdir()):
+            shutil.rmtree(old)

@@ -1,0 +1,291 @@
+"""The loop: prompts, rollout, rewards, log-probs and values, advantages, updates, weights to rollout, and again."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rlx.algorithms.kl import AdaptiveKL, FixedKL
+from rlx.cluster.group import WorkerGroup
+from rlx.config.schema import PPOConfig
+from rlx.data.batch import Batch
+from rlx.data.prompts import PromptDataset
+from rlx.data.sampler import PromptSampler
+from rlx.data.seeding import seed_for
+from rlx.rewards.manager import RewardManager, Scores
+from rlx.trainer import steps, validation
+from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, write_driver_state
+from rlx.trainer.progress import Progress
+from rlx.trainer.tracking import Tracker
+
+Metrics = dict[str, float]
+
+SEQUENCE = ("input_ids", "attention_mask", "response_mask")
+ACTOR_UPDATE = (*SEQUENCE, "old_log_probs", "advantages")
+CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
+
+
+def has_critic(config: PPOConfig) -> bool:
+    """Whether the advantage estimator needs values."""
+    return config.algorithm.adv_estimator == "gae"
+
+
+def has_reference(config: PPOConfig) -> bool:
+    """Whether anything is compared with the reference policy."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def roles_of(config: PPOConfig) -> list[str]:
+    """The roles that this run needs, in the order in which they are built."""
+    roles = ["actor", "rollout"]
+    if has_reference(config):
+        roles.append("ref")
+    if has_critic(config):
+        roles.append("critic")
+    return roles
+
+
+def kl_controller(config: PPOConfig) -> FixedKL | AdaptiveKL:
+    """Who sets the weight of the KL in the reward."""
+    control = config.algorithm.kl_ctrl
+    if control.type == "adaptive":
+        return AdaptiveKL(control.kl_coef, control.target_kl, control.horizon)
+    return FixedKL(control.kl_coef)
+
+
+def due(frequency: int, step: int, last: int) -> bool:
+    """Whether something done every `frequency` steps, and after the last one, is done at `step`; -1 is never."""
+    return frequency > 0 and (step % frequency == 0 or step == last)
+
+
+class Trainer:
+    """Runs PPO or GRPO on a started worker group.
+
+    Args:
+        config: resolved: total_training_steps is set, model paths are folders.
+        workers: hosts the roles that `roles_of(config)` names.
+        tokenizer: of the actor's model.
+        train, val: prompts.
+        folder: of the run; validation and checkpoints go there.
+        progress, tracker: who shows and who keeps the numbers.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        workers: WorkerGroup,
+        tokenizer: PreTrainedTokenizerBase,
+        train: PromptDataset,
+        val: PromptDataset,
+        folder: Path,
+        progress: Progress,
+        tracker: Tracker,
+    ):
+        self.config, self.workers, self.tokenizer = config, workers, tokenizer
+        self.train, self.val, self.folder = train, val, folder
+        self.progress, self.tracker = progress, tracker
+        self.rewards = RewardManager(config.reward, config.custom_reward_function)
+        self.sampler = PromptSampler(len(train), config.data.train_batch_size, config.data.shuffle, config.data.seed)
+        self.kl_controller = kl_controller(config)
+        self.seed = config.trainer.seed
+        self.last_step = config.trainer.total_training_steps or 0
+        self.finished_steps = 0
+        self.policy_version = 0
+        self.skipped_steps = 0
+        self.first_validation: Metrics = {}
+        self.last_validation: Metrics = {}
+
+    # The road ---------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Trains to the last step; validates and saves on the way as configured."""
+        trainer = self.config.trainer
+        self.sync_weights(self.policy_version)
+        if trainer.val_only or (trainer.val_before_train and self.finished_steps == 0):
+            self.report(self.validate())
+        while self.finished_steps < self.last_step and not trainer.val_only:
+            with self.progress.step(self.finished_steps + 1) as timings:
+                metrics = self.step(self.finished_steps + 1)
+                self.finished_steps += 1
+                if due(trainer.test_freq, self.finished_steps, self.last_step):
+                    metrics |= self.validate()
+                if due(trainer.save_freq, self.finished_steps, self.last_step):
+                    self.save()
+            metrics |= timings
+            metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / metrics["timing_s/step"]
+            self.report(metrics)
+
+    def step(self, step: int) -> Metrics:
+        """One turn of the road: a batch of prompts and the optimizer steps it gives. Returns the step's metrics."""
+        phase, config = self.progress.phase, self.config
+        with phase("rollout"):
+            prompts = self.train.batch(self.sampler.next())
+            batch = self.generate(prompts, config.actor_rollout_ref.rollout.n, "train", step)
+        with phase("reward"):
+            scores = self.score(batch)
+            batch = batch.with_(scores=scores.scores)
+        if config.trainer.rollout_data_dir:
+            validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
+        if config.trainer.balance_batch:
+            batch = steps.balance(batch, self.workers.size)
+        with phase("old_log_prob"):
+            batch = self.extend(batch, "actor", "log_probs")
+        if has_reference(config):
+            with phase("ref"):
+                batch = self.extend(batch, "ref", "log_probs")
+        if has_critic(config):
+            with phase("values"):
+                batch = self.extend(batch, "critic", "values")
+        with phase("advantages"):
+            batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
+            batch = steps.add_advantages(batch, config.algorithm)
+        metrics = steps.describe(batch) | {"reward/accuracy": steps.accuracy(scores.scores, scores.extra)}
+        if reward_kl is not None:
+            metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
+            self.kl_controller.update(reward_kl, len(batch))
+        if has_critic(config):
+            with phase("update_critic"):
+                metrics |= self.update_critic(batch, step)
+        if step > config.trainer.critic_warmup:
+            with phase("update_actor"):
+                metrics |= self.update_actor(batch, step)
+            with phase("sync"):
+                self.sync_weights(self.policy_version + 1)
+        return metrics | self.account(step, batch, metrics)
+
+    # What a step is made of ---------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Batch, samples: int, purpose: str, step: int) -> Batch:
+        """`samples` responses to each prompt, sampled as `purpose` ("train" or "val") is configured."""
+        spread = steps.spread(prompts, samples, self.seed, purpose, step)
+        sent = spread.select("prompt_ids", "prompt_mask", "seed")
+        written = self.workers.split("rollout", "generate", sent, purpose)
+        responses = written.responses().masked_fill(~written["response_mask"], self.tokenizer.pad_token_id)
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        batch = Batch(written.tensors, {**spread.info, "response_text": texts})
+        return batch.with_(group_id=spread["group_id"])
+
+    def score(self, batch: Batch) -> Scores:
+        """The reward functions' verdict on each response."""
+        return self.rewards.score(batch, self.folder / "failed_rewards")
+
+    def extend(self, batch: Batch, role: str, method: str) -> Batch:
+        """The batch with the columns that the role computes from the sequences."""
+        answer = self.workers.split(role, method, batch.select(*SEQUENCE))
+        return batch.with_(**dict(answer.tensors.items()))
+
+    def update_actor(self, batch: Batch, step: int) -> Metrics:
+        """The policy's optimizer steps on this batch."""
+        actor = self.config.actor_rollout_ref.actor
+        columns = (*ACTOR_UPDATE, "ref_log_probs") if actor.use_kl_loss else ACTOR_UPDATE
+        cut = (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle)
+        return self.update("actor", batch, columns, step, *cut)
+
+    def update_critic(self, batch: Batch, step: int) -> Metrics:
+        """The critic's optimizer steps on this batch."""
+        critic, actor = self.config.critic, self.config.actor_rollout_ref.actor
+        cut = (
+            critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
+            critic.ppo_epochs or actor.ppo_epochs,
+            actor.shuffle if critic.shuffle is None else critic.shuffle,
+        )
+        return self.update("critic", batch, CRITIC_UPDATE, step, *cut)
+
+    def update(
+        self, role: str, batch: Batch, columns: tuple[str, ...], step: int, prompts: int, epochs: int, shuffle: bool
+    ) -> Metrics:
+        """One optimizer step per mini-batch and epoch; the mean of their metrics, and how many were skipped."""
+        seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
+        each: list[Metrics] = []
+        for part in steps.mini_batches(batch, prompts, epochs, seed):
+            if self.config.trainer.balance_batch:
+                part = steps.balance(part, self.workers.size)
+            each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
+        means = {name: sum(m[name] for m in each) / len(each) for name in each[0]}
+        means[f"{role}/skipped"] = sum(m[f"{role}/skipped"] for m in each)
+        return means
+
+    def sync_weights(self, version: int) -> None:
+        """Gives the sampler the actor's weights; `version` counts the updates it has received."""
+        self.workers.broadcast("rollout", "sync", version)
+        self.policy_version = version
+
+    def account(self, step: int, batch: Batch, metrics: Metrics) -> Metrics:
+        """Counters, notices and resource use at the end of a step."""
+        skipped = sum(metrics.get(f"{role}/skipped", 0) for role in ("actor", "critic"))
+        self.skipped_steps += int(skipped)
+        if skipped:
+            self.progress.notice(f"step {step}: {skipped:.0f} optimizer step(s) skipped: the gradient was not finite")
+        if not batch["advantages"].any():
+            self.progress.notice(f"step {step}: all advantages are zero (every group's rewards are equal)")
+        usage = self.workers.broadcast("actor", "usage")
+        return {
+            "train/skipped_steps": float(self.skipped_steps),
+            "train/policy_version": float(self.policy_version),
+            "train/epoch": float(self.sampler.epoch),
+            "perf/tokens": float(batch["attention_mask"].sum()),
+            "perf/offloaded_mb": sum(u["offloaded_mb"] for u in usage),
+            "perf/peak_memory_gb": max(u["peak_memory_gb"] for u in usage),
+        }
+
+    def report(self, metrics: Metrics) -> None:
+        """Shows and keeps the numbers of the last finished step."""
+        self.progress.row(metrics, self.finished_steps)
+        self.tracker.log(metrics, self.finished_steps)
+
+    # Beside the road ----------------------------------------------------------------------------------------------
+
+    def validate(self) -> Metrics:
+        """Scores the policy on the held-out prompts and keeps what it wrote."""
+        samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        parts: list[tuple[Batch, Scores]] = []
+        with self.progress.phase("validate"):
+            for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):
+                batch = self.generate(self.val.batch(rows), samples, "val", rows[0])
+                parts.append((batch, self.score(batch)))
+        batch, scores = validation.join(parts)
+        records = validation.generations(batch, scores)
+        folder = self.config.trainer.validation_data_dir
+        validation.dump(records, Path(folder) if folder else self.folder / "validation", self.finished_steps)
+        shown = records[: self.config.trainer.log_val_generations]
+        if shown:
+            self.progress.generations(shown)
+            self.tracker.generations(shown, self.finished_steps)
+        self.last_validation = validation.summarise(batch, scores)
+        self.first_validation = self.first_validation or self.last_validation
+        return self.last_validation
+
+    def save(self) -> None:
+        """Writes a checkpoint from which an unbroken run could not be told."""
+        folder = self.folder / "checkpoints"
+        checkpoint = folder / f"global_step_{self.finished_steps}"
+        with self.progress.phase("checkpoint"):
+            self.workers.broadcast("actor", "save", str(checkpoint / "actor"))
+            if has_critic(self.config):
+                self.workers.broadcast("critic", "save", str(checkpoint / "critic"))
+            write_driver_state(checkpoint, self.state())
+            keep_newest(folder, "actor", self.config.trainer.max_actor_ckpt_to_keep)
+            keep_newest(folder, "critic", self.config.trainer.max_critic_ckpt_to_keep)
+
+    def load(self, checkpoint: Path) -> None:
+        """Goes on from a checkpoint that `save` wrote."""
+        state = read_driver_state(checkpoint)
+        self.workers.broadcast("actor", "load", str(checkpoint / "actor"))
+        if has_critic(self.config):
+            self.workers.broadcast("critic", "load", str(checkpoint / "critic"))
+        self.sampler.load_state_dict(state.sampler)
+        self.kl_controller.load_state_dict(state.kl_controller)
+        self.finished_steps, self.seed = state.step, state.seed
+        self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps
+        self.first_validation = state.first_validation
+
+    def state(self) -> DriverState:
+        """What the driver itself must remember."""
+        return DriverState(
+            step=self.finished_steps,
+            seed=self.seed,
+            policy_version=self.policy_version,
+            sampler=self.sampler.state_dict(),
+            kl_controller=self.kl_controller.state_dict(),
+            skipped_steps=self.skipped_steps,
+            first_validation=self.first_validation,
+        )

@@ -1,0 +1,74 @@
+"""One run from a checked configuration to its report: what `rlx.main_ppo` calls."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rlx.cluster.group import WorkerGroup
+from rlx.cluster.runtime import session
+from rlx.config.schema import PPOConfig
+from rlx.data.prompts import PromptDataset, load_prompts
+from rlx.models.loading import load_tokenizer
+from rlx.trainer.checkpoints import read_driver_state, run_folder, starting_checkpoint
+from rlx.trainer.loop import Trainer, has_critic, roles_of
+from rlx.trainer.progress import Progress
+from rlx.trainer.report import write_report
+from rlx.trainer.tracking import Tracker
+from rlx.trainer.warm_start import warm_start
+from rlx.workers.worker import Worker
+
+
+def run(config: PPOConfig, yaml: str) -> Path:
+    """Trains as configured and returns the folder of the run.
+
+    Args:
+        config: composed and checked.
+        yaml: the same as text, kept in the run's folder.
+
+    Raises:
+        DataError, RewardError, ResumeError, WorkerFailure: each says what to do about it.
+    """
+    checkpoint = starting_checkpoint(config)
+    folder = run_folder(config, checkpoint)
+    (folder / "config.yaml").write_text(yaml)
+    config = with_models(config)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.trust_remote_code)
+    train = load_prompts(config.data, tokenizer, "train")
+    val = load_prompts(config.data, tokenizer, "val")
+    config = with_steps(config, train)
+    step = read_driver_state(checkpoint).step if checkpoint else 0
+    progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
+    for report in (train.report, val.report):
+        if report:
+            progress.notice(report)
+    names = config.trainer.project_name, config.trainer.experiment_name
+    with (
+        progress,
+        Tracker(config.trainer.logger, folder, yaml, *names, resume_step=step if checkpoint else None) as tracker,
+        session(config) as cluster,
+    ):
+        workers = WorkerGroup.start(cluster, Worker, config, roles_of(config))
+        trainer = Trainer(config, workers, tokenizer, train, val, folder, progress, tracker)
+        if checkpoint is not None:
+            trainer.load(checkpoint)
+        trainer.fit()
+    picture = write_report(folder / "metrics.jsonl", folder / "report.png")
+    progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)
+    return folder
+
+
+def with_models(config: PPOConfig) -> PPOConfig:
+    """The configuration with `builtin:tiny` replaced by the folder of the warm-started model, and null by its meaning."""
+    policy = config.actor_rollout_ref
+    if policy.model.path == "builtin:tiny":
+        policy = replace(policy, model=replace(policy.model, path=str(warm_start(config))))
+    critic = config.critic
+    if has_critic(config) and critic.model.path in (None, "builtin:tiny"):
+        critic = replace(critic, model=replace(critic.model, path=policy.model.path))
+    return replace(config, actor_rollout_ref=policy, critic=critic)
+
+
+def with_steps(config: PPOConfig, train: PromptDataset) -> PPOConfig:
+    """The configuration with the number of training steps set: the schedules of the optimizers need it."""
+    per_epoch = len(train) // config.data.train_batch_size
+    steps = config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
+    return replace(config, trainer=replace(config.trainer, total_training_steps=steps))

@@ -1,0 +1,164 @@
+"""The driver's own arithmetic: seeds, shares, mini-batches, advantages, numbers of a step.
+
+Pure functions from batches to batches; no worker is called here. Shape letters as in `rlx/data/batch.py`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlx.algorithms.advantages import gae, grpo, masked_whiten
+from rlx.algorithms.kl import kl_estimate
+from rlx.config.schema import AlgorithmConfig
+from rlx.data.batch import Batch
+from rlx.data.seeding import seed_for
+
+
+def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int) -> Batch:
+    """Each prompt `samples` times in a row, with its group and the seed of each sample.
+
+    Args:
+        prompts: one row per prompt.
+        samples: responses per prompt.
+        run_seed, purpose, step: what the sampling seeds are hashed from, beside the prompt's place and the sample's.
+
+    Returns:
+        A batch of len(prompts) * samples rows with group_id and seed written.
+    """
+    index = [p for p in range(len(prompts)) for _ in range(samples)]
+    seeds = [seed_for(run_seed, purpose, step, p, s) for p in range(len(prompts)) for s in range(samples)]
+    return prompts.rows(index).with_(group_id=torch.tensor(index), seed=torch.tensor(seeds))
+
+
+def share_sizes(rows: int, parts: int) -> list[int]:
+    """Sizes of `parts` nearly equal contiguous shares of `rows`; the first ones get the remainder."""
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def balance(batch: Batch, parts: int) -> Batch:
+    """Rows reordered so that contiguous shares hold about the same number of tokens.
+
+    Longest processing time first (Graham 1969): the longest row left goes to the share with the fewest tokens that still
+    has room, so shares keep the row counts that a plain cut gives them.
+    """
+    counts = batch.token_counts()
+    room = share_sizes(len(batch), parts)
+    load = [0] * parts
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for row in sorted(range(len(batch)), key=lambda i: -counts[i]):
+        part = min((p for p in range(parts) if len(shares[p]) < room[p]), key=lambda p: load[p])
+        shares[part].append(row)
+        load[part] += counts[row]
+    return batch.rows([row for share in shares for row in sorted(share)])
+
+
+def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:
+    """The batch, cut by whole prompts, once per epoch.
+
+    Args:
+        batch: with group_id.
+        prompts: prompts per mini-batch; divides the number of prompts in the batch.
+        epochs: passes over the batch.
+        seed: shuffles the prompts of every epoch; None keeps their order.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_id"].tolist()):
+        members.setdefault(group, []).append(row)
+    groups = sorted(members)
+    for epoch in range(epochs):
+        order = groups
+        if seed is not None:
+            shuffler = torch.Generator().manual_seed(seed_for(seed, epoch))
+            order = [groups[i] for i in torch.randperm(len(groups), generator=shuffler).tolist()]
+        for first in range(0, len(order), prompts):
+            yield batch.rows([row for group in order[first : first + prompts] for row in members[group]])
+
+
+def place_scores(scores_B: Tensor, mask_BR: Tensor) -> Tensor:
+    """Each score on the last token of its response, zero elsewhere: (B, R). An empty response gets no reward."""
+    positions = torch.arange(mask_BR.shape[1], device=mask_BR.device)
+    last = torch.where(mask_BR, positions, -1).max(dim=1, keepdim=True).values
+    return torch.where((positions == last) & mask_BR, scores_B[:, None], 0.0)
+
+
+def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Batch, float | None]:
+    """Writes token_rewards: the score, less `kl_coef` times the KL to the reference where asked.
+
+    Returns:
+        The batch, and the mean over samples of the per-token mean KL, or None where KL is not in the reward.
+    """
+    mask = batch["response_mask"]
+    rewards = place_scores(batch["scores"], mask)
+    if not algorithm.use_kl_in_reward:
+        return batch.with_(token_rewards=rewards), None
+    kl_BR = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_penalty) * mask
+    kl = (kl_BR.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()
+    return batch.with_(token_rewards=rewards - kl_coef * kl_BR), kl
+
+
+def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """Writes advantages, and returns where there is a critic."""
+    mask = batch["response_mask"]
+    if algorithm.adv_estimator == "grpo":
+        # Outcome supervision: a sample's reward is the sum over its tokens (the score, and the KL if it is in there).
+        outcome_B = batch["token_rewards"].sum(dim=1)
+        return batch.with_(advantages=grpo(outcome_B, mask, batch["group_id"], algorithm.norm_adv_by_std_in_grpo))
+    advantages, returns = gae(batch["token_rewards"], batch["values"], mask, algorithm.gamma, algorithm.lam)
+    return batch.with_(advantages=masked_whiten(advantages, mask), returns=returns)
+
+
+def accuracy(scores_B: Tensor, extra: dict[str, list[float]]) -> float:
+    """Share of right answers: the reward function's own `acc` where it gives one, else of scores of 1 or more."""
+    right = torch.tensor(extra["acc"]) if "acc" in extra else (scores_B >= 1.0).float()
+    return right.mean().item()
+
+
+def equal_groups_share(batch: Batch) -> float:
+    """Share of prompts whose samples all have the same score, so that they teach GRPO nothing."""
+    _, group = batch["group_id"].unique(return_inverse=True)
+    size = int(group.max()) + 1
+    low = torch.full((size,), float("inf")).scatter_reduce(0, group, batch["scores"], "amin")
+    high = torch.full((size,), float("-inf")).scatter_reduce(0, group, batch["scores"], "amax")
+    return (low == high).float().mean().item()
+
+
+def describe(batch: Batch) -> dict[str, float]:
+    """Numbers of a finished batch for the step table and the trackers."""
+    mask = batch["response_mask"]
+    lengths = mask.sum(dim=1).float()
+    numbers = {
+        "reward/mean": batch["scores"].mean().item(),
+        "reward/std": batch["scores"].std(correction=0).item(),
+        "reward/max": batch["scores"].max().item(),
+        "reward/min": batch["scores"].min().item(),
+        "response_length/mean": lengths.mean().item(),
+        "response_length/max": lengths.max().item(),
+        "response_length/clip_ratio": (lengths == mask.shape[1]).float().mean().item(),
+        "train/zero_advantage_share": equal_groups_share(batch),
+        "advantages/abs_mean": masked_mean(batch["advantages"].abs(), mask),
+    }
+    if "entropy" in batch:
+        numbers["actor/entropy"] = masked_mean(batch["entropy"], mask)
+    if "rollout_log_probs" in batch:
+        gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs()
+        numbers["mismatch/mean_abs_log_prob"] = masked_mean(gap, mask)
+        numbers["mismatch/max_abs_log_prob"] = (gap * mask).max().item()
+    if "ref_log_probs" in batch:
+        k3 = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], "k3")
+        numbers["actor/kl_ref"] = masked_mean(k3, mask)
+    if "values" in batch:
+        numbers["critic/values_mean"] = masked_mean(batch["values"], mask)
+        left = masked_variance(batch["returns"] - batch["values"], mask)
+        numbers["critic/explained_variance"] = 1 - left / max(masked_variance(batch["returns"], mask), 1e-8)
+    return numbers
+
+
+def masked_mean(x_BR: Tensor, mask_BR: Tensor) -> float:
+    """Mean over the tokens of the mask; 0 where there are none."""
+    return ((x_BR * mask_BR).sum() / mask_BR.sum().clamp(min=1)).item()
+
+
+def masked_variance(x_BR: Tensor, mask_BR: Tensor) -> float:
+    """Biased variance over the tokens of the mask."""
+    return masked_mean((x_BR - masked_mean(x_BR, mask_BR)) ** 2, mask_BR)

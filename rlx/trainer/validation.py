@@ -1,0 +1,71 @@
+"""Scoring the policy on held-out prompts, and keeping what it wrote."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlx.data.batch import Batch, concat
+from rlx.rewards.manager import Scores
+from rlx.trainer.steps import accuracy
+
+
+def chunks(size: int, step: int | None) -> Iterator[list[int]]:
+    """0..size-1 in order, `step` at a time; all at once for None."""
+    step = step or max(size, 1)
+    for first in range(0, size, step):
+        yield list(range(first, min(first + step, size)))
+
+
+def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
+    """Validation metrics: accuracy, reward and length, and accuracy by data source where there are several."""
+    lengths = batch["response_mask"].sum(dim=1).float()
+    metrics = {
+        "val/accuracy": accuracy(scores.scores, scores.extra),
+        "val/reward": scores.scores.mean().item(),
+        "val/response_length": lengths.mean().item(),
+    }
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, source in enumerate(batch.info["data_source"]):
+        rows_of[source].append(row)
+    if len(rows_of) > 1:
+        for source, rows in rows_of.items():
+            part = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
+            metrics[f"val/accuracy/{source}"] = accuracy(scores.scores[rows], part)
+    for name, values in scores.extra.items():
+        metrics[f"val/{name}"] = torch.tensor(values, dtype=torch.float64).mean().item()
+    return metrics
+
+
+def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
+    """One readable record per sample."""
+    return [
+        {
+            "prompt": batch.info["prompt_text"][i],
+            "response": batch.info["response_text"][i],
+            "ground_truth": batch.info["ground_truth"][i],
+            "data_source": batch.info["data_source"][i],
+            "score": score,
+            **{name: values[i] for name, values in scores.extra.items()},
+        }
+        for i, score in enumerate(scores.scores.tolist())
+    ]
+
+
+def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
+    """Writes <folder>/<step>.jsonl, one record a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
+    (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def join(parts: list[tuple[Batch, Scores]]) -> tuple[Batch, Scores]:
+    """Validation chunks as one."""
+    # Prompts are padded to the longest of their chunk, so only what has one width everywhere is kept.
+    batch = concat([part.drop("input_ids", "attention_mask") for part, _ in parts])
+    names = parts[0][1].extra.keys()
+    extra = {name: [v for _, scores in parts for v in scores.extra[name]] for name in names}
+    return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)

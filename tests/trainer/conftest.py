@@ -1,0 +1,57 @@
+"""Whole runs of the trainer in this process: real Ray, real FSDP with gloo, a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlx.config.compose import compose
+from rlx.config.schema import TinyModelConfig
+from rlx.models.tiny import make_tiny
+from rlx.trainer.run import run
+
+
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory) -> str:
+    """Folder of a tiny model with fresh weights, so that a run needs no warm start."""
+    folder = tmp_path_factory.mktemp("untrained")
+    model, tokenizer = make_tiny(TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def train(untrained, tmp_path):
+    """train(*overrides) runs the arithmetic experiment, cut short, and returns (run folder, metrics by step)."""
+
+    def start(*overrides: str) -> tuple[Path, dict[int, dict[str, float]]]:
+        short = [
+            "experiment=arithmetic",
+            f"actor_rollout_ref.model.path={untrained}",
+            f"trainer.default_local_dir={tmp_path / 'runs'}",
+            "data.train_batch_size=8",
+            "data.max_response_length=16",
+            "data.val_max_samples=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6",
+            "actor_rollout_ref.rollout.n=4",
+            "trainer.logger=[jsonl]",
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=False",
+        ]
+        composed = compose([*short, *overrides])
+        assert not composed.faults, composed.faults
+        folder = run(composed.config, composed.yaml)
+        return folder, metrics_of(folder)
+
+    return start
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
+    """metrics.jsonl by step, the last line of a step winning."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps: dict[int, dict[str, float]] = {}
+    for line in lines:
+        steps.setdefault(line["step"], {}).update(line)
+    return steps

@@ -1,0 +1,79 @@
+"""Run folders and checkpoints of the driver."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlx.config.schema import PPOConfig
+from rlx.trainer import checkpoints as ck
+
+STATE = ck.DriverState(
+    step=3,
+    seed=1,
+    policy_version=4,
+    sampler={"epoch": 0, "position": 6},
+    kl_controller={"coef": 0.1},
+    skipped_steps=0,
+    first_validation={"val/accuracy": 0.25},
+)
+
+
+def config_in(folder, **trainer):
+    base = PPOConfig()
+    return replace(base, trainer=replace(base.trainer, default_local_dir=str(folder), **trainer))
+
+
+def make(run, step, *roles):
+    folder = run / "checkpoints" / f"global_step_{step}"
+    for role in roles:
+        (folder / role).mkdir(parents=True)
+    ck.write_driver_state(folder, replace(STATE, step=step))
+    return folder
+
+
+def test_state_comes_back_as_written(tmp_path):
+    folder = make(tmp_path, 3, "actor")
+    assert ck.read_driver_state(folder) == STATE
+    assert not list(folder.glob("*.part"))
+
+
+def test_each_run_gets_a_folder_of_its_own_and_resuming_is_asked_for(tmp_path):
+    config = config_in(tmp_path)
+    first, second = ck.run_folder(config, None), ck.run_folder(config, None)
+    assert first != second and first.parent == second.parent == tmp_path
+    make(first, 2, "actor")
+    assert ck.starting_checkpoint(config) is None
+    auto = ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
+    assert auto == first / "checkpoints" / "global_step_2"
+    assert ck.run_folder(config, auto) == first
+
+
+def test_auto_takes_the_newest_finished_one_and_starts_anew_without_any(tmp_path):
+    config = config_in(tmp_path, resume_mode="auto")
+    assert ck.starting_checkpoint(config) is None
+    make(tmp_path / "a", 2, "actor")
+    newest = make(tmp_path / "a", 10, "actor")
+    (tmp_path / "a/checkpoints/global_step_12/actor").mkdir(parents=True)
+    assert ck.starting_checkpoint(config) == newest
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("elsewhere", "global_step_N"), ("global_step_7", "driver.json is missing")]
+)
+def test_a_path_that_is_no_finished_checkpoint_is_refused(tmp_path, name, words):
+    (tmp_path / name).mkdir()
+    config = config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / name))
+    with pytest.raises(ck.ResumeError, match=words):
+        ck.starting_checkpoint(config)
+
+
+def test_only_the_newest_are_kept_for_each_role(tmp_path):
+    made = [make(tmp_path, step, "actor", "critic") for step in (1, 2, 10)]
+    ck.keep_newest(tmp_path / "checkpoints", "actor", 1)
+    assert [(m / "actor").exists() for m in made] == [False, False, True]
+    assert [ck.finished(m) for m in made] == [False, False, True]
+    assert all((m / "critic").exists() for m in made)
+    ck.keep_newest(tmp_path / "checkpoints", "critic", 2)
+    assert [m.exists() for m in made] == [False, True, True]
+    ck.keep_newest(tmp_path / "checkpoints", "critic", None)
+    assert made[1].exists()

@@ -1,0 +1,178 @@
+"""Whole runs: what must not change a result, what must survive a stop, what must be refused."""
+
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlx.cluster.errors import WorkerFailure
+from rlx.rewards.manager import RewardError
+
+pytestmark = pytest.mark.e2e
+
+# Numbers of a step that say what was computed, not how long it took or what it took.
+MACHINE = ("timing_s/", "perf/", "time")
+
+
+def results(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
+
+
+def four_steps(*overrides: str) -> list[str]:
+    return ["trainer.total_training_steps=4", "trainer.save_freq=2", *overrides]
+
+
+def resume_from(folder, step: int) -> list[str]:
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_{step}"]
+
+
+def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(train):
+    options = four_steps("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=True")
+    folder, with_offload = train(*options, "actor_rollout_ref.model.activation_offload.min_bytes=0")
+    assert with_offload[4]["perf/offloaded_mb"] > 0
+    assert with_offload[4]["actor/grad_norm"] > 0
+
+    _, without = train(*options, "actor_rollout_ref.model.enable_activation_offload=False")
+    assert without[4]["perf/offloaded_mb"] == 0
+    for step in (1, 2, 3, 4):
+        assert results(without[step]) == results(with_offload[step])
+
+    again, resumed = train(*options, *resume_from(folder, 2), "actor_rollout_ref.model.activation_offload.min_bytes=0")
+    assert again == folder
+    for step in (3, 4):
+        assert results(resumed[step]) == results(with_offload[step])
+
+
+def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train):
+    options = four_steps(
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "trainer.n_gpus_per_node=2",
+        "trainer.critic_warmup=1",
+        "actor_rollout_ref.actor.strategy=fsdp",
+        "critic.model.activation_offload.min_bytes=0",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
+        "trainer.max_actor_ckpt_to_keep=2",
+    )
+    folder, unbroken = train(*options)
+    assert "actor/grad_norm" not in unbroken[1], "only the critic learns in its warm-up"
+    assert unbroken[2]["actor/grad_norm"] > 0 and unbroken[1]["critic/grad_norm"] > 0
+    assert unbroken[4]["actor/reward_kl_coef"] != unbroken[1]["actor/reward_kl_coef"]
+    _, resumed = train(*options, *resume_from(folder, 2))
+    for step in (3, 4):
+        assert results(resumed[step]) == results(unbroken[step])
+
+
+def test_real_gsm8k_trains_and_the_model_leaves(train, tmp_path):
+    source = os.environ.get("RLX_GSM8K_DIR")
+    if not source:
+        pytest.skip("RLX_GSM8K_DIR names no folder with GSM8K's train.jsonl and test.jsonl")
+    folder, metrics = train(
+        f"data.train_files={source}/train.jsonl",
+        f"data.val_files={source}/test.jsonl",
+        "data.max_prompt_length=512",
+        "data.max_response_length=32",
+        "data.filter_overlong_prompts=True",
+        "data.val_max_samples=4",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=3",
+        "trainer.test_freq=3",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    )
+    assert set(metrics) == {1, 2, 3}
+    assert all(torch.isfinite(torch.tensor(m["actor/loss"])) for m in metrics.values())
+    assert "val/accuracy" in metrics[3]
+    exported = next((folder / "checkpoints/global_step_3/actor").glob("h*"))
+    assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 0
+    only, validated = train(
+        f"actor_rollout_ref.model.path={exported}",
+        f"data.val_files={source}/test.jsonl",
+        "data.max_prompt_length=512",
+        "data.max_response_length=32",
+        "data.filter_overlong_prompts=True",
+        "data.val_max_samples=4",
+        "trainer.val_only=True",
+    )
+    assert only != folder
+    assert validated[0]["val/response_length"] == metrics[3]["val/response_length"]
+
+
+REWARDS = """
+import os, signal, psutil
+
+def constant(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.5, "seen": 1.0}
+
+def broken(data_source, solution_str, ground_truth, extra_info=None):
+    return float("nan")
+
+def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
+    for process in psutil.Process().children(recursive=True):
+        if "ray::Worker" in " ".join(process.cmdline()):
+            os.kill(process.pid, signal.SIGKILL)
+    return 0.0
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(REWARDS)
+    return lambda name: (f"custom_reward_function.path={path}", f"custom_reward_function.name={name}")
+
+
+def test_equal_rewards_give_a_reported_step_without_nan(train, custom):
+    _, metrics = train(*custom("constant"), "trainer.total_training_steps=1")
+    assert metrics[1]["train/zero_advantage_share"] == 1.0
+    assert metrics[1]["reward/mean"] == 0.5
+    assert metrics[1]["advantages/abs_mean"] == 0.0
+    assert metrics[1]["train/skipped_steps"] == 0
+    assert torch.isfinite(torch.tensor([v for v in metrics[1].values() if isinstance(v, float)])).all()
+
+
+def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, custom, tmp_path):
+    with pytest.raises(RewardError, match="nan"):
+        train(*custom("broken"), "trainer.total_training_steps=1")
+    assert list((tmp_path / "runs").glob("*/failed_rewards/*.json"))
+
+
+def test_a_worker_that_dies_is_the_reported_cause_and_nothing_is_left(train, custom):
+    with pytest.raises(WorkerFailure, match="(?i)died|killed"):
+        train(*custom("kills_a_worker"), "trainer.total_training_steps=2")
+    left = [p for p in psutil.Process().children(recursive=True) if "raylet" in p.name()]
+    assert not left
+
+
+def test_ctrl_c_ends_a_run_cleanly(untrained, tmp_path):
+    import subprocess
+    import sys
+    import time
+
+    command = [
+        sys.executable,
+        "-m",
+        "rlx.main_ppo",
+        "experiment=arithmetic",
+        f"actor_rollout_ref.model.path={untrained}",
+    ]
+    options = [
+        "trainer.total_training_steps=1000",
+        "data.val_max_samples=8",
+        f"trainer.default_local_dir={tmp_path}/runs",
+    ]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not any(tmp_path.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.5)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output, output
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive, [p.cmdline() for p in alive]

@@ -1,0 +1,137 @@
+"""The driver's arithmetic, against numbers worked out by hand."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.config.schema import AlgorithmConfig
+from rlx.data.batch import Batch
+from rlx.trainer import steps
+
+
+def batch_of(lengths, response=4, **columns):
+    """Rows whose responses have the given lengths, after one-token prompts; group_id in pairs."""
+    rows = len(lengths)
+    mask = torch.arange(response)[None, :] < torch.tensor(lengths)[:, None]
+    attention = torch.cat([torch.ones(rows, 1, dtype=torch.bool), mask], dim=1)
+    return Batch.of(
+        {
+            "input_ids": torch.zeros(rows, 1 + response, dtype=torch.int64),
+            "attention_mask": attention,
+            "response_mask": mask,
+            "group_id": torch.arange(rows) // 2,
+            **columns,
+        }
+    )
+
+
+def test_spread_repeats_prompts_and_gives_each_sample_its_own_stable_seed():
+    prompts = Batch.of(
+        {"prompt_ids": torch.tensor([[5, 6], [0, 7]]), "prompt_mask": torch.tensor([[True, True], [False, True]])},
+        {"ground_truth": ["a", "b"]},
+    )
+    spread = steps.spread(prompts, 3, run_seed=1, purpose="train", step=4)
+    assert spread["prompt_ids"].tolist() == [[5, 6]] * 3 + [[0, 7]] * 3
+    assert spread["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert spread.info["ground_truth"] == ["a"] * 3 + ["b"] * 3
+    seeds = spread["seed"].tolist()
+    assert len(set(seeds)) == 6 and min(seeds) >= 0
+    again = steps.spread(prompts, 2, run_seed=1, purpose="train", step=4)["seed"].tolist()
+    assert again == [*seeds[:2], *seeds[3:5]], "a sample's seed must not depend on how many samples there are"
+    assert steps.spread(prompts, 3, 1, "train", 5)["seed"].tolist() != seeds
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(1, 6))
+def test_balance_keeps_every_row_and_never_beats_the_plain_cut_by_being_worse(lengths, parts):
+    batch = batch_of(lengths, response=30, scores=torch.arange(len(lengths), dtype=torch.float32))
+
+    def loads(b):
+        counts, first, sums = b.token_counts(), 0, []
+        for size in steps.share_sizes(len(b), parts):
+            sums.append(sum(counts[first : first + size]))
+            first += size
+        return sums
+
+    balanced = steps.balance(batch, parts)
+    assert sorted(balanced["scores"].tolist()) == batch["scores"].tolist()
+    # Longest-first with bounded room: no share exceeds the mean by more than one longest row per row it holds.
+    assert max(loads(balanced)) <= sum(loads(batch)) / parts + 31 * max(steps.share_sizes(len(batch), parts))
+    assert steps.share_sizes(len(lengths), parts) == sorted(steps.share_sizes(len(lengths), parts), reverse=True)
+
+
+def test_balance_evens_out_a_sorted_batch():
+    balanced = steps.balance(batch_of([8, 8, 1, 1], response=8), 2)
+    counts = balanced.token_counts()
+    assert sum(counts[:2]) == sum(counts[2:]) == 11
+
+
+def test_mini_batches_are_cut_by_whole_prompts_and_shuffled_by_seed():
+    batch = batch_of([1] * 8, scores=torch.arange(8, dtype=torch.float32))
+    mixed = batch.rows([7, 0, 3, 4, 1, 2, 5, 6])
+    plain = list(steps.mini_batches(mixed, 2, epochs=2, seed=None))
+    assert [sorted(p["scores"].tolist()) for p in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    first, second = (list(steps.mini_batches(mixed, 1, 2, seed=s)) for s in (3, 3))
+    groups = [p["group_id"].unique().tolist() for p in first]
+    assert groups == [p["group_id"].unique().tolist() for p in second]
+    assert sorted(groups[:4]) == sorted(groups[4:]) == [[0], [1], [2], [3]]
+    assert groups[:4] != groups[4:], "each epoch has its own order"
+
+
+def test_scores_go_to_the_last_token_and_kl_is_taken_off_each():
+    log_probs = torch.zeros(2, 4)
+    batch = batch_of(
+        [2, 0],
+        scores=torch.tensor([1.0, 5.0]),
+        old_log_probs=log_probs,
+        ref_log_probs=log_probs - 0.5,
+    )
+    plain, kl = steps.add_rewards(batch, AlgorithmConfig(), kl_coef=0.1)
+    assert kl is None
+    assert plain["token_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
+    with_kl, kl = steps.add_rewards(batch, AlgorithmConfig(use_kl_in_reward=True, kl_penalty="kl"), kl_coef=0.1)
+    torch.testing.assert_close(with_kl["token_rewards"], torch.tensor([[-0.05, 0.95, 0, 0], [0, 0, 0, 0]]))
+    assert kl == pytest.approx(0.25), "mean over samples: (0.5 + 0) / 2"
+
+
+def test_grpo_advantages_are_the_standardised_scores_of_each_group():
+    batch = batch_of([1, 2, 3, 4], scores=torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    batch, _ = steps.add_rewards(batch, AlgorithmConfig(adv_estimator="grpo"), 0.0)
+    config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+    advantages = steps.add_advantages(batch, config)["advantages"]
+    expected = torch.tensor([[0.5, 0, 0, 0], [-0.5, -0.5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_gae_advantages_are_whitened_over_the_batch():
+    batch = batch_of([4, 3, 2, 1], scores=torch.tensor([1.0, 0.0, 1.0, 0.0]), values=torch.rand(4, 4))
+    batch, _ = steps.add_rewards(batch, AlgorithmConfig(), 0.0)
+    batch = steps.add_advantages(batch, AlgorithmConfig(gamma=1.0, lam=1.0))
+    mask = batch["response_mask"]
+    assert steps.masked_mean(batch["advantages"], mask) == pytest.approx(0, abs=1e-5)
+    assert steps.masked_variance(batch["advantages"], mask) == pytest.approx(1, abs=0.15)
+    torch.testing.assert_close(batch["returns"][0], torch.ones(4)), "with gamma = lam = 1 each return is the score"
+
+
+def test_accuracy_prefers_the_reward_functions_own():
+    scores = torch.tensor([1.0, 0.1, 2.0, 0.0])
+    assert steps.accuracy(scores, {}) == 0.5
+    assert steps.accuracy(scores, {"acc": [0.0, 0.0, 1.0, 0.0]}) == 0.25
+
+
+def test_equal_groups_and_description():
+    batch = batch_of(
+        [4, 2, 1, 1],
+        scores=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        advantages=torch.ones(4, 4),
+        old_log_probs=torch.full((4, 4), -1.0),
+        rollout_log_probs=torch.full((4, 4), -1.25),
+    )
+    assert steps.equal_groups_share(batch) == 0.5
+    numbers = steps.describe(batch)
+    assert numbers["reward/mean"] == 0.75
+    assert numbers["response_length/mean"] == 2.0
+    assert numbers["response_length/clip_ratio"] == 0.25
+    assert numbers["mismatch/mean_abs_log_prob"] == 0.25
+    assert numbers["train/zero_advantage_share"] == 0.5
