@@ -1,0 +1,190 @@
+"""Keys that have no effect under the other options: a table of when, which, and why."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from rlx.config.machine import on_accelerator, processes
+from rlx.config.roles import TINY, has_critic, has_reference, is_tiny
+from rlx.config.schema import ARITHMETIC
+from rlx.config.setting import Setting
+
+
+class Idle(NamedTuple):
+    """Keys (patterns, `*` stands for anything) that have no effect when `when` holds, and the reason in words."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Setting], bool]
+    why: str
+
+
+ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+
+
+def _below(prefix: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{name}" for name in names)
+
+
+def _of_models(*names: str) -> tuple[str, ...]:
+    return _below(MODEL, *names) + _below("critic.model", *names)
+
+
+def _is_off(key: str) -> Callable[[Setting], bool]:
+    """Whether the value of a key is False, None, 0 or empty."""
+    return lambda s: not s.value(key)
+
+
+def _is_set(key: str) -> Callable[[Setting], bool]:
+    """Whether a number that may be absent, null or -1, is given."""
+    return lambda s: s.value(key) not in (None, -1)
+
+
+def _is(key: str, value: object) -> Callable[[Setting], bool]:
+    return lambda s: s.value(key) == value
+
+
+def _no_files_of_the_task(s: Setting) -> bool:
+    return ARITHMETIC not in (*s.config.data.train_files, *s.config.data.val_files)
+
+
+def _never_validates(s: Setting) -> bool:
+    trainer = s.config.trainer
+    return trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only
+
+
+def _on_cpu(s: Setting) -> bool:
+    return not on_accelerator(s.config, s.machine)
+
+
+def _flagged(flag: str, *keys: str) -> Idle:
+    """Keys that are read only with a flag."""
+    return Idle(keys, _is_off(flag), f"{flag} is not set")
+
+
+IDLE = (
+    # Data and models
+    Idle(("data.truncation",), _is("data.filter_overlong_prompts", True), "overlong prompts are dropped, not cut"),
+    Idle(("data.arithmetic.*",), _no_files_of_the_task, f"no data file is {ARITHMETIC}"),
+    _flagged("data.shuffle", "data.seed"),
+    Idle((f"{MODEL}.tiny.*", "warm_start.*"), lambda s: not is_tiny(s.config), f"{MODEL}.path is not {TINY}"),
+    Idle(("critic.model.tiny.*",), lambda s: True, f"the critic has the policy's shape, {MODEL}.tiny"),
+    Idle(_of_models("use_remove_padding"), lambda s: True, "rows are cut to the longest of a micro-batch"),
+    _flagged(f"{MODEL}.enable_activation_offload", f"{MODEL}.activation_offload.*"),
+    _flagged("critic.model.enable_activation_offload", "critic.model.activation_offload.*"),
+    *(
+        Idle((f"{model}.activation_offload.directory",), _is(f"{model}.activation_offload.tier", "cpu"), "tier is cpu")
+        for model in (MODEL, "critic.model")
+    ),
+    Idle(
+        _of_models("activation_offload.max_device_bytes"), lambda s: True, "save=auto, which reads it, is not built yet"
+    ),
+    Idle(
+        _of_models("activation_offload.pin_memory", "activation_offload.use_streams"), _on_cpu, "copies are synchronous"
+    ),
+    _flagged(f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"),
+    _flagged("critic.model.lora_rank", "critic.model.lora_alpha", "critic.model.target_modules"),
+    # Updates
+    _flagged(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    _flagged("critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu"),
+    _flagged(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+    _flagged(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
+    _flagged(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+    Idle((f"{REF}.*",), lambda s: not has_reference(s.config), "neither use_kl_loss nor use_kl_in_reward is set"),
+    Idle(
+        (f"{ACTOR}.clip_ratio",),
+        lambda s: None not in (s.value(f"{ACTOR}.clip_ratio_low"), s.value(f"{ACTOR}.clip_ratio_high")),
+        "clip_ratio_low and clip_ratio_high are both set",
+    ),
+    *(
+        Idle((f"{role}.optim.min_lr_ratio",), _is(f"{role}.optim.lr_scheduler_type", "constant"), "lr is constant")
+        for role in (ACTOR, "critic")
+    ),
+    *(
+        Idle(
+            (f"{role}.optim.lr_warmup_steps_ratio",), _is_set(f"{role}.optim.lr_warmup_steps"), "lr_warmup_steps is set"
+        )
+        for role in (ACTOR, "critic")
+    ),
+    Idle(
+        tuple(
+            f"{fsdp}.{name}"
+            for fsdp in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+            for name in ("param_offload", "optimizer_offload", "offload_policy")
+        ),
+        _on_cpu,
+        "on CPU everything is in host memory",
+    ),
+    Idle((f"{REF}.fsdp_config.optimizer_offload",), lambda s: True, "the reference has no optimizer"),
+    Idle(
+        ("trainer.balance_batch", *(f"{fsdp}.forward_prefetch" for fsdp in (f"{ACTOR}.fsdp_config", "critic.fsdp"))),
+        lambda s: processes(s.config) == 1,
+        "there is one process",
+    ),
+    # Generation
+    Idle(
+        _below(
+            ROLLOUT,
+            "gpu_memory_utilization",
+            "max_num_batched_tokens",
+            "enforce_eager",
+            "free_cache_engine",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "engine_kwargs.vllm",
+        ),
+        _is(f"{ROLLOUT}.name", "hf"),
+        f"{ROLLOUT}.name is hf",
+    ),
+    Idle(
+        _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n"),
+        _is_off(f"{ROLLOUT}.val_kwargs.do_sample"),
+        "validation is greedy: val_kwargs.do_sample is not set",
+    ),
+    # Rewards and algorithm
+    _flagged("custom_reward_function.path", "custom_reward_function.name"),
+    Idle(
+        ("reward.format_score",),
+        _is_set("custom_reward_function.path"),
+        "a custom_reward_function scores every response",
+    ),
+    _flagged("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
+    Idle(
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        _is("algorithm.kl_ctrl.type", "fixed"),
+        "algorithm.kl_ctrl.type is fixed",
+    ),
+    Idle(("algorithm.gamma", "algorithm.lam"), lambda s: not has_critic(s.config), "grpo discounts nothing"),
+    Idle(("algorithm.norm_adv_by_std_in_grpo",), _is("algorithm.adv_estimator", "gae"), "adv_estimator is gae"),
+    Idle(("trainer.critic_warmup",), lambda s: not has_critic(s.config), "grpo has no critic"),
+    # The loop
+    Idle(
+        ("trainer.total_epochs",),
+        _is_set("trainer.total_training_steps"),
+        "trainer.total_training_steps is set",
+    ),
+    Idle(
+        ("trainer.resume_from_path",),
+        lambda s: s.config.trainer.resume_mode != "resume_path",
+        "resume_mode is not resume_path",
+    ),
+    Idle(
+        ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.save_contents"),
+        lambda s: s.config.trainer.save_freq <= 0,
+        "trainer.save_freq is not set: nothing is saved",
+    ),
+    Idle(("trainer.max_critic_ckpt_to_keep",), lambda s: not has_critic(s.config), "grpo has no critic"),
+    Idle(("trainer.validation_data_dir", "trainer.log_val_generations"), _never_validates, "the run never validates"),
+)
+
+
+def idle_keys(s: Setting) -> dict[str, str]:
+    """The keys that the user changed without effect, each with the reason."""
+    found: dict[str, str] = {}
+    for key in s.changed_keys:
+        if key.startswith("critic.") and not has_critic(s.config):
+            continue  # a fault of its own
+        for idle in IDLE:
+            if any(fnmatchcase(key, pattern) for pattern in idle.keys) and idle.when(s):
+                found[key] = idle.why
+                break
+    return found

@@ -1,0 +1,75 @@
+"""What the machine offers, as data, so that the rules about it are pure."""
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlx.config.schema import PPOConfig
+
+OPTIONAL_PACKAGES = ("vllm", "peft", "wandb", "flash_attn")
+# Any of these exists where a driver for CUDA devices is loaded (the last one under WSL).
+DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster to join.
+
+    Args:
+        address: as given by RAY_ADDRESS.
+        node_gpus: GPUs of each machine in it.
+        error: why it could not be reached; None when it answered.
+    """
+
+    address: str
+    node_gpus: tuple[int, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run can use.
+
+    Args:
+        gpus: CUDA devices of this machine.
+        cpus: cores that this process may use.
+        packages: which of OPTIONAL_PACKAGES are installed.
+        cluster: the cluster to join; None starts Ray on this machine alone.
+    """
+
+    gpus: int
+    cpus: int
+    packages: frozenset[str]
+    cluster: Cluster | None = None
+
+    @property
+    def node_gpus(self) -> tuple[int, ...]:
+        """GPUs of each machine that the run can use."""
+        return (self.gpus,) if self.cluster is None else self.cluster.node_gpus
+
+
+def inspect_machine(cluster: Cluster | None = None) -> Machine:
+    """This machine as it is."""
+    packages = frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
+    return Machine(count_gpus(), len(os.sched_getaffinity(0)), packages, cluster)
+
+
+def count_gpus() -> int:
+    """CUDA devices that torch can use; torch, slow to import, is asked only where a driver is loaded."""
+    if not any(Path(file).exists() for file in DRIVER_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def on_accelerator(config: PPOConfig, machine: Machine) -> bool:
+    """Whether the run uses accelerators: as `trainer.device` says, auto meaning if there are any."""
+    device = config.trainer.device
+    return any(machine.node_gpus) if device == "auto" else device != "cpu"
+
+
+def processes(config: PPOConfig) -> int:
+    """Worker processes of the run."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node

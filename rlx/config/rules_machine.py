@@ -1,0 +1,218 @@
+"""What a run needs of the machine: devices, packages, files. Each rule yields the faults it finds."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlx.config.faults import Fault
+from rlx.config.machine import on_accelerator
+from rlx.config.roles import TINY, has_critic, is_tiny, trained_roles
+from rlx.config.schema import ARITHMETIC
+from rlx.config.setting import Setting
+
+Faults = Iterator[Fault]
+
+GPUS, NODES, MODEL = "trainer.n_gpus_per_node", "trainer.nnodes", "actor_rollout_ref.model.path"
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DATA_KINDS = (".parquet", ".jsonl")
+
+
+# Devices and cluster
+
+
+def cluster_answers(s: Setting) -> Faults:
+    """The cluster named by RAY_ADDRESS can be joined."""
+    cluster = s.machine.cluster
+    if cluster is not None and cluster.error is not None:
+        remedy = "start the cluster (docs/cluster.md), or unset RAY_ADDRESS to run on this machine alone"
+        got = f"RAY_ADDRESS={cluster.address}: {cluster.error}"
+        yield Fault("the Ray cluster cannot be joined", got, "a running cluster", remedy)
+
+
+def nodes_need_a_cluster(s: Setting) -> Faults:
+    """More than one machine means a cluster to join."""
+    nodes = s.config.trainer.nnodes
+    if nodes > 1 and s.machine.cluster is None:
+        remedy = f"start Ray on each machine and set RAY_ADDRESS (docs/cluster.md), or set {NODES}=1"
+        got = f"{NODES}={nodes}, RAY_ADDRESS not set"
+        yield Fault("several machines need a Ray cluster to join", got, "RAY_ADDRESS=<host>:<port>", remedy, (NODES,))
+
+
+def gpus_suffice(s: Setting) -> Faults:
+    """Each process on an accelerator has one of its own; on CPU the number of processes is free."""
+    trainer, cluster = s.config.trainer, s.machine.cluster
+    if not on_accelerator(s.config, s.machine) or (cluster is not None and cluster.error):
+        return
+    nodes, per_node, offered = trainer.nnodes, trainer.n_gpus_per_node, s.machine.node_gpus
+    if nodes > 1 and cluster is None:
+        nodes = 1  # the missing cluster is a fault of its own
+    if sum(gpus >= per_node for gpus in offered) >= nodes:
+        return
+    where = "this machine has" if cluster is None else f"the cluster at {cluster.address} has"
+    best = max(offered, default=0)
+    remedy = f"set {GPUS}={best}" if best and nodes == 1 else f"lower {GPUS} or {NODES}, or set trainer.device=cpu"
+    yield Fault(
+        "more GPUs are asked for than there are",
+        f"{GPUS}={per_node} on {nodes} machine(s); {where} {_per_machine(offered)}",
+        f"at least {per_node} GPU(s) on each of {nodes} machine(s)",
+        remedy,
+        (GPUS, NODES, "trainer.device"),
+    )
+
+
+def _per_machine(gpus: tuple[int, ...]) -> str:
+    """`2 GPUs`, or `4 + 4 + 0 GPUs` for several machines."""
+    return f"{' + '.join(str(n) for n in gpus) or '0'} GPU(s)"
+
+
+# Packages
+
+
+def sampler_is_there(s: Setting) -> Faults:
+    """The generation engine is installed and supported."""
+    if s.config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    key = "actor_rollout_ref.rollout.name"
+    if "vllm" not in s.machine.packages:
+        remedy = f"install it with `pip install vllm` (it pins its own torch), or set {key}=hf"
+        yield Fault("vLLM is not installed", f"{key}=vllm", "the package vllm", remedy, (key,))
+    else:
+        yield Fault("this version of rlx generates with hf only", f"{key}=vllm", f"{key}=hf", f"set {key}=hf", (key,))
+
+
+def hf_samples_in_one_process(s: Setting) -> Faults:
+    """Tensor parallelism in generation is vLLM's."""
+    rollout, prefix = s.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        keys = (f"{prefix}.tensor_model_parallel_size", f"{prefix}.name")
+        got = f"{keys[0]}={rollout.tensor_model_parallel_size} with {keys[1]}=hf"
+        yield Fault("the hf sampler keeps the whole model in each process", got, "1", f"set {keys[0]}=1", keys)
+
+
+def packages_are_installed(s: Setting) -> Faults:
+    """Optional packages that the configuration needs are there."""
+    adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
+    flash = [
+        f"{role.model_key}.attn_implementation"
+        for role in trained_roles(s.config)
+        if role.model.attn_implementation == "flash_attention_2"
+    ]
+    trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
+    needs = (
+        ("peft", adapters, "`pip install peft`, or set it to 0"),
+        ("wandb", trackers, "`pip install wandb`, or take wandb out of the list"),
+        ("flash_attn", flash, "`pip install flash-attn --no-build-isolation`, or set it to sdpa"),
+    )
+    for package, keys, remedy in needs:
+        for key in keys:
+            if package not in s.machine.packages:
+                got = f"{key}={s.value(key)}"
+                yield Fault(f"the package {package} is not installed", got, f"the package {package}", remedy, (key,))
+
+
+# Files
+
+
+def models_exist(s: Setting) -> Faults:
+    """A model is named, and one that is a folder is there."""
+    paths = {MODEL: s.config.actor_rollout_ref.model.path}
+    if has_critic(s.config) and s.config.critic.model.path is not None:
+        paths["critic.model.path"] = s.config.critic.model.path
+    for key, path in paths.items():
+        keys = (key,)
+        expected = f"a Hugging Face folder, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
+        if path is None:
+            yield Fault("there is no model", f"{key}=null", expected, f"set {key}", keys)
+        elif path.startswith("builtin:") and path != TINY:
+            yield Fault("there is no such built-in model", f"{key}={path}", expected, f"set {key}={TINY}", keys)
+        elif path == TINY and not is_tiny(s.config):
+            remedy = f"set {key}=null: the critic starts from the actor's model"
+            yield Fault("the built-in critic judges the built-in policy only", f"{key}={path}", expected, remedy, keys)
+        elif path != TINY and not _is_model(path):
+            remedy = f"correct {key}; relative paths start at {Path.cwd()}"
+            yield Fault(
+                "the model folder does not exist or has no config.json", f"{key}={path}", expected, remedy, keys
+            )
+
+
+def _is_model(path: str) -> bool:
+    """Whether this is a folder with a model or may be a name on the hub (which only the hub can tell)."""
+    if Path(path).exists():
+        return (Path(path) / "config.json").is_file()
+    return HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
+
+
+def data_files_exist(s: Setting) -> Faults:
+    """Prompts are there."""
+    for name in ("train_files", "val_files"):
+        key = f"data.{name}"
+        files: tuple[str, ...] = s.value(key)
+        expected = f"files ending in {' or '.join(DATA_KINDS)}, or {ARITHMETIC}"
+        if not files:
+            yield Fault(f"{key} is empty", f"{key}=[]", expected, f"name at least one file in {key}", (key,))
+        for file in files:
+            if file == ARITHMETIC:
+                continue
+            if file.startswith("builtin:"):
+                yield Fault(
+                    "there is no such built-in task", f"{key}={file}", expected, f"set {key}={ARITHMETIC}", (key,)
+                )
+            elif not Path(file).expanduser().is_file():
+                remedy = f"correct {key}; relative paths start at {Path.cwd()}"
+                yield Fault("a data file does not exist", f"{key}={file}", expected, remedy, (key,))
+            elif Path(file).suffix not in DATA_KINDS:
+                remedy = "convert it to Parquet or JSON lines"
+                yield Fault("a data file is of an unknown kind", f"{key}={file}", expected, remedy, (key,))
+
+
+def user_code_exists(s: Setting) -> Faults:
+    """A dataset class or reward function of the user's is in a file that is there."""
+    custom = s.config.data.custom_cls
+    if (custom.path is None) != (custom.name is None):
+        keys = ("data.custom_cls.path", "data.custom_cls.name")
+        got = f"{keys[0]}={custom.path}, {keys[1]}={custom.name}"
+        yield Fault("a dataset class needs file and name", got, "both or neither", f"set {' and '.join(keys)}", keys)
+    for key in ("data.custom_cls.path", "custom_reward_function.path"):
+        path = s.value(key)
+        if path is not None and not (Path(path).expanduser().is_file() and Path(path).suffix == ".py"):
+            remedy = f"correct {key}; relative paths start at {Path.cwd()}"
+            yield Fault("a file of your own does not exist", f"{key}={path}", "a Python file", remedy, (key,))
+
+
+def checkpoint_exists(s: Setting) -> Faults:
+    """The checkpoint to resume from is there."""
+    trainer, key = s.config.trainer, "trainer.resume_from_path"
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
+        folder = Path(trainer.resume_from_path).expanduser()
+        if not folder.is_dir() or not re.fullmatch(r"global_step_\d+", folder.name):
+            remedy = f"correct {key}; checkpoints lie in <run folder>/checkpoints"
+            got, expected = f"{key}={trainer.resume_from_path}", "a folder named global_step_N"
+            yield Fault("the checkpoint to resume from does not exist", got, expected, remedy, (key,))
+
+
+def folders_can_be_written(s: Setting) -> Faults:
+    """Where a folder is to be made there is no file."""
+    for key in (
+        "trainer.default_local_dir",
+        "trainer.rollout_data_dir",
+        "trainer.validation_data_dir",
+        "warm_start.cache_dir",
+    ):
+        path = s.value(key)
+        if path is not None and Path(path).expanduser().is_file():
+            yield Fault("a folder is needed where a file is", f"{key}={path}", "a folder", f"change {key}", (key,))
+
+
+MACHINE_RULES = (
+    cluster_answers,
+    nodes_need_a_cluster,
+    gpus_suffice,
+    sampler_is_there,
+    hf_samples_in_one_process,
+    packages_are_installed,
+    models_exist,
+    data_files_exist,
+    user_code_exists,
+    checkpoint_exists,
+    folders_can_be_written,
+)

@@ -1,0 +1,247 @@
+"""Combinations that cannot train: batches, offloading, sharding, algorithm. Each rule yields the faults it finds."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlx.config.faults import Fault
+from rlx.config.machine import processes
+from rlx.config.roles import has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.config.setting import Setting
+
+Faults = Iterator[Fault]
+
+MICRO_KEYS = (
+    ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+    ("critic", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+    ("actor_rollout_ref.rollout", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+    ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+)
+
+
+# Batches
+
+
+def mini_batch_divides_batch(s: Setting) -> Faults:
+    """Every optimizer step of a batch sees the same number of prompts."""
+    batch = s.config.data.train_batch_size
+    for role in trained_roles(s.config):
+        mini, key = role.mini_batch_prompts, f"{role.key}.ppo_mini_batch_size"
+        if batch % mini:
+            divisors = [n for n in range(1, min(batch, mini) + 1) if batch % n == 0]
+            yield Fault(
+                "the mini-batch does not divide the batch (both count prompts)",
+                f"{key}={mini}, data.train_batch_size={batch}",
+                f"a divisor of {batch}",
+                f"set {key}={divisors[-1]}",
+                (key, "data.train_batch_size"),
+            )
+
+
+def micro_batch_has_one_size(s: Setting) -> Faults:
+    """Micro-batches are cut by samples or by tokens; only the actor must say which, the others follow it."""
+    for key, rows, flag in MICRO_KEYS:
+        size, dynamic = s.value(f"{key}.{rows}"), s.value(f"{key}.{flag}")
+        keys = (f"{key}.{rows}", f"{key}.{flag}")
+        got = f"{keys[0]}={'null' if size is None else size}, {keys[1]}={dynamic}"
+        if dynamic and size is not None and not (key == "critic" and not has_critic(s.config)):
+            remedy = f"set {keys[0]}=null to cut by tokens, or {keys[1]}=False to cut by samples"
+            yield Fault(f"{key} sets both ways of cutting micro-batches", got, "one of the two", remedy, keys)
+        elif key == "actor_rollout_ref.actor" and not dynamic and size is None:
+            remedy = f"set {keys[0]}=4, say, or {keys[1]}=True"
+            yield Fault(f"{key} sets no way of cutting micro-batches", got, "one of the two", remedy, keys)
+
+
+def tokens_hold_the_longest_row(s: Setting) -> Faults:
+    """A micro-batch cut by tokens holds at least one row."""
+    data = s.config.data
+    longest = data.max_prompt_length + data.max_response_length
+    for key, rows, flag in MICRO_KEYS:
+        tokens = f"{key}.{rows.replace('micro_batch_size', 'max_token_len')}"
+        limit = s.value(tokens)
+        if s.value(f"{key}.{flag}") and limit < longest and (key != "critic" or has_critic(s.config)):
+            yield Fault(
+                f"{tokens} is less than one row",
+                f"{limit} tokens; the longest row has {longest} (data.max_prompt_length + data.max_response_length)",
+                f"at least {longest}",
+                f"set {tokens}={longest}, or lower data.max_prompt_length or data.max_response_length",
+                (tokens, f"{key}.{flag}", "data.max_prompt_length", "data.max_response_length"),
+            )
+
+
+# Algorithm
+
+
+def grpo_compares_samples(s: Setting) -> Faults:
+    """A group of one has no advantage."""
+    if s.config.algorithm.adv_estimator == "grpo" and s.config.actor_rollout_ref.rollout.n == 1:
+        keys = ("actor_rollout_ref.rollout.n", "algorithm.adv_estimator")
+        remedy = "set actor_rollout_ref.rollout.n=5, say, or algorithm.adv_estimator=gae"
+        yield Fault("grpo compares the responses to one prompt", f"{keys[0]}=1", "at least 2", remedy, keys)
+
+
+def critic_is_used(s: Setting) -> Faults:
+    """A critic that is configured is trained."""
+    keys = tuple(key for key in s.changed_keys if key.startswith("critic."))
+    if keys and not has_critic(s.config):
+        estimator = s.config.algorithm.adv_estimator
+        remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set algorithm.adv_estimator=gae"
+        yield Fault(f"{estimator} has no critic", ", ".join(keys), "no key below critic", remedy, keys)
+
+
+def validation_samples_at_a_temperature(s: Setting) -> Faults:
+    """Sampling needs a temperature above 0."""
+    val, key = s.config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
+    if val.do_sample and val.temperature == 0:
+        keys = (f"{key}.do_sample", f"{key}.temperature")
+        remedy = f"set {keys[1]}=1.0, say, or {keys[0]}=False for greedy validation"
+        yield Fault("validation samples at temperature 0", f"{keys[0]}=True, {keys[1]}=0", "> 0", remedy, keys)
+
+
+def betas_are_two(s: Setting) -> Faults:
+    """AdamW has two decay rates below 1."""
+    for role in trained_roles(s.config):
+        key = f"{role.key}.optim.betas"
+        betas = s.value(key)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            got, remedy = f"{key}={list(betas)}", f"set {key}=[0.9,0.999]"
+            yield Fault("AdamW's decay rates are not usable", got, "two numbers in [0, 1)", remedy, (key,))
+
+
+def tiny_heads_fit(s: Setting) -> Faults:
+    """The built-in model's shape is one that attention can compute."""
+    tiny, key = s.config.actor_rollout_ref.model.tiny, "actor_rollout_ref.model.tiny"
+    heads, groups = tiny.num_attention_heads, tiny.num_key_value_heads
+    if is_tiny(s.config) and heads % groups:
+        keys = (f"{key}.num_attention_heads", f"{key}.num_key_value_heads")
+        got = f"{heads} attention heads, {groups} key/value heads"
+        remedy = f"set {keys[1]}={next(n for n in range(groups, 0, -1) if heads % n == 0)}"
+        yield Fault("key/value heads do not divide the attention heads", got, f"a divisor of {heads}", remedy, keys)
+
+
+# Activation offloading
+
+
+def offload_needs_fsdp(s: Setting) -> Faults:
+    """The engine hooks into layers that FSDP wraps."""
+    for role in trained_roles(s.config):
+        if role.model.enable_activation_offload and role.strategy not in ("fsdp", "fsdp2"):
+            key = f"{role.model_key}.enable_activation_offload"
+            remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
+            got = f"{role.key}.strategy={role.strategy}, {key}=True"
+            yield Fault("activation offloading needs FSDP", got, "strategy fsdp or fsdp2", remedy, (key,))
+
+
+def offload_without_compile(s: Setting) -> Faults:
+    """A compiled layer saves its activations where the engine cannot see them."""
+    if (
+        s.config.actor_rollout_ref.model.enable_activation_offload
+        and s.config.actor_rollout_ref.actor.use_torch_compile
+    ):
+        keys = ("actor_rollout_ref.model.enable_activation_offload", "actor_rollout_ref.actor.use_torch_compile")
+        remedy = f"set {keys[1]}=False, or {keys[0]}=False"
+        yield Fault(
+            "activation offloading cannot be combined with compiled layers",
+            ", ".join(f"{key}=True" for key in keys),
+            "one of the two",
+            remedy,
+            keys,
+        )
+
+
+def offload_saves_what_is_there(s: Setting) -> Faults:
+    """What is offloaded agrees with what is recomputed, and is built."""
+    for role in trained_roles(s.config):
+        save, recompute = role.model.activation_offload.save, role.model.enable_gradient_checkpointing
+        key, flag = f"{role.model_key}.activation_offload.save", f"{role.model_key}.enable_gradient_checkpointing"
+        if not role.model.enable_activation_offload:
+            continue
+        if save in ("attention", "auto"):
+            remedy = f"set {key}=null: boundary with gradient checkpointing, all without"
+            yield Fault("this way of offloading is not built yet", f"{key}={save}", "boundary or all", remedy, (key,))
+        elif save is not None and (save == "boundary") != recompute:
+            remedy = f"set {flag}={not recompute}, or {key}={'boundary' if recompute else 'all'}"
+            what = "boundary recomputes what lies between the layers, all recomputes nothing"
+            yield Fault(what, f"{key}={save}, {flag}={recompute}", "both to agree", remedy, (key, flag))
+
+
+def disk_tier_has_a_directory(s: Setting) -> Faults:
+    """The disk tier writes to a folder that is there."""
+    for role in trained_roles(s.config):
+        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
+        if not role.model.enable_activation_offload or options.tier != "disk":
+            continue
+        folder, keys = options.directory, (f"{prefix}.directory", f"{prefix}.tier")
+        if folder is None or not Path(folder).is_dir() or not os.access(folder, os.W_OK):
+            got = "no directory" if folder is None else f"{folder}, which is no writable folder"
+            remedy = f"make a folder on a fast disk and set {keys[0]} to it, or set {keys[1]}=cpu"
+            yield Fault("the disk tier has no usable directory", got, "a writable folder that exists", remedy, keys)
+        remedy = f"set {keys[1]}=cpu"
+        yield Fault("the disk tier is not built yet", f"{keys[1]}=disk", f"{keys[1]}=cpu", remedy, keys[1:])
+
+
+# Sharding
+
+
+def sharding_group_divides_processes(s: Setting) -> Faults:
+    """Every process belongs to one sharding group."""
+    world = processes(s.config)
+    for role in sharded_roles(s.config):
+        size, key = role.fsdp.fsdp_size, f"{role.fsdp_key}.fsdp_size"
+        if size != -1 and (size == 0 or world % size):
+            divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+            keys = (key, "trainer.n_gpus_per_node", "trainer.nnodes")
+            got = f"{key}={size} with {world} process(es)"
+            yield Fault("sharding groups do not divide the processes", got, f"-1 or {divisors}", f"set {key}=-1", keys)
+
+
+def one_way_to_the_host(s: Setting) -> Faults:
+    """FSDP's own CPU offload and rlx's between the roles exclude each other."""
+    for role in sharded_roles(s.config):
+        own = [name for name in ("param_offload", "optimizer_offload") if getattr(role.fsdp, name)]
+        if role.fsdp.offload_policy and own:
+            keys = (f"{role.fsdp_key}.offload_policy", *(f"{role.fsdp_key}.{name}" for name in own))
+            remedy = f"set {keys[0]}=False to move whole roles, or {' and '.join(keys[1:])} to False"
+            got = ", ".join(f"{key}=True" for key in keys)
+            yield Fault("parameters cannot be offloaded in two ways at once", got, "one of them", remedy, keys)
+
+
+# Resuming
+
+
+def resume_path_is_given(s: Setting) -> Faults:
+    """Resuming from a named checkpoint names it."""
+    trainer = s.config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        keys = ("trainer.resume_mode", "trainer.resume_from_path")
+        remedy = f"set {keys[1]} to a folder .../global_step_N, or {keys[0]}=auto for the newest"
+        yield Fault("there is no checkpoint to resume from", f"{keys[1]}=null", "a checkpoint folder", remedy, keys)
+
+
+def validation_has_a_model(s: Setting) -> Faults:
+    """Validating alone needs a model that was trained before."""
+    if s.config.trainer.val_only and is_tiny(s.config) and s.config.trainer.resume_mode == "disable":
+        keys = ("trainer.val_only", "actor_rollout_ref.model.path", "trainer.resume_mode")
+        remedy = f"set {keys[1]} to an exported model, or {keys[2]}=auto to validate the newest checkpoint"
+        got = f"{keys[1]}=builtin:tiny, {keys[2]}=disable"
+        yield Fault("trainer.val_only has nothing to load", got, "a trained model", remedy, keys)
+
+
+TRAINING_RULES = (
+    mini_batch_divides_batch,
+    micro_batch_has_one_size,
+    tokens_hold_the_longest_row,
+    grpo_compares_samples,
+    critic_is_used,
+    validation_samples_at_a_temperature,
+    betas_are_two,
+    tiny_heads_fit,
+    offload_needs_fsdp,
+    offload_without_compile,
+    offload_saves_what_is_there,
+    disk_tier_has_a_directory,
+    sharding_group_divides_processes,
+    one_way_to_the_host,
+    resume_path_is_given,
+    validation_has_a_model,
+)

@@ -1,0 +1,43 @@
+"""Whether a configuration can run on a machine: all faults at once, and what to be warned of."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rlx.config.compose import Composed
+from rlx.config.faults import Fault
+from rlx.config.idle import idle_keys
+from rlx.config.machine import Machine, on_accelerator
+from rlx.config.rules_machine import MACHINE_RULES
+from rlx.config.rules_training import TRAINING_RULES
+from rlx.config.setting import Setting
+
+RULES = (*TRAINING_RULES, *MACHINE_RULES)
+
+
+class Verdict(NamedTuple):
+    """Faults forbid the run, warnings do not."""
+
+    faults: tuple[Fault, ...]
+    warnings: tuple[str, ...]
+
+
+def check(composed: Composed, machine: Machine) -> Verdict:
+    """Applies every rule.
+
+    A rule about a key that could not be read in the first place says nothing: its fault is already listed.
+    """
+    setting = Setting(composed.partial, composed.set_keys, machine)
+    found = [fault for rule in RULES for fault in rule(setting)]
+    faults = [fault for fault in found if composed.broken.isdisjoint(fault.keys)]
+    return Verdict((*composed.faults, *faults), tuple(_warnings(setting, composed.broken)))
+
+
+def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:
+    idle = {key: why for key, why in idle_keys(s).items() if key not in broken}
+    if idle:
+        yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in idle.items())
+    if s.config.actor_rollout_ref.actor.use_kl_loss and s.config.algorithm.use_kl_in_reward:
+        yield "the KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both set"
+    per_machine = s.config.trainer.n_gpus_per_node
+    if not on_accelerator(s.config, s.machine) and per_machine > s.machine.cpus:
+        yield f"trainer.n_gpus_per_node={per_machine} processes share {s.machine.cpus} CPU cores: the run will be slow"
