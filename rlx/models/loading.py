@@ -1,0 +1,242 @@
+"""Tokenizers and models from Hugging Face folders or hub names."""
+
+import difflib
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from rlx.config.schema import ModelConfig
+
+# transformers takes seconds to import: the driver needs a tokenizer only, and tools that only plan need nothing of it.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+NOT_OVERRIDABLE = {
+    "dtype": "set fsdp_config.model_dtype instead",
+    "torch_dtype": "set fsdp_config.model_dtype instead",
+    "attn_implementation": "set model.attn_implementation instead",
+    "num_labels": "a value model has one output",
+    "use_cache": "training keeps no key/value cache",
+}
+DROPOUT = re.compile("dropout|pdrop")
+FRESH_HEAD_SCALE = 0.01
+
+
+def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model, with a pad token: its own, else its EOS token.
+
+    Args:
+        path: Hugging Face folder or hub name.
+        trust_remote_code: run code that the folder brings.
+
+    Raises:
+        ValueError: no tokenizer there, or one without EOS token.
+    """
+    from transformers import AutoTokenizer
+
+    source = _source(path)
+    folder = Path(source)
+    # transformers makes a tokenizer of one word from a folder that has none.
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer beside the model"
+        )
+    with _explained(f"the tokenizer of {path}"):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer of {path}: it has no EOS token, so no response could end; set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(config: ModelConfig) -> "PreTrainedConfig":
+    """The model's own config.json with `override_config` applied, dropout off and no key/value cache.
+
+    Every rate whose name holds `dropout` or `pdrop` becomes 0 unless overridden: with dropout the same tokens have other
+    log-probs at each forward, and the ratio of PPO would be noise.
+
+    Args:
+        config: reads path, trust_remote_code, override_config.
+
+    Raises:
+        ValueError: nothing loadable at the path, or an override that the model's config does not have or refuses.
+    """
+    from transformers import AutoConfig
+
+    source = _source(config.path)
+    with _explained(f"the config of {config.path}"):
+        loaded = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    for name, value in loaded.to_dict().items():
+        if DROPOUT.search(name) and isinstance(value, float):
+            setattr(loaded, name, 0.0)
+    loaded.use_cache = False
+    for name, value in config.override_config.items():
+        _override(loaded, name, value, f"model.override_config.{name}")
+    return loaded
+
+
+def load_model(
+    config: ModelConfig, head: Literal["lm", "value"], dtype: torch.dtype, seed: int = 0
+) -> "PreTrainedModel":
+    """A model on CPU in eval mode, all its weights from the checkpoint but a value head that the checkpoint lacks.
+
+    Args:
+        config: reads path, trust_remote_code, override_config, attn_implementation.
+        head: `lm`: next-token logits (B, T, V). `value`: one number per token, logits (B, T, 1).
+        dtype: of all parameters.
+        seed: of a fresh value head, whose weights are the same wherever they are made. They are small, so that first
+            values are near 0, but not 0, so that the backbone learns from the first step. The caller's random state stays
+            as it was.
+
+    Raises:
+        ValueError: no such model, a checkpoint that lacks weights or has them in other shapes, a kernel that is not there.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    loaded_config = load_config(config)
+    if head == "value":
+        loaded_config.num_labels = 1
+        loaded_config.classifier_dropout = 0.0
+    auto_class = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head]
+    with (
+        _explained(f"{config.path} as {head} model"),
+        torch.random.fork_rng(devices=[]),
+        _load_report(show=head == "lm"),
+    ):
+        model, report = auto_class.from_pretrained(
+            _source(config.path),
+            config=loaded_config,
+            dtype=dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below, with the shapes
+            output_loading_info=True,
+        )
+    _check_report(config.path, model, report, head)
+    if head == "value" and report["missing_keys"]:
+        _init_head(model, report["missing_keys"], seed)
+    return model.eval()
+
+
+def _source(path: str | None) -> str:
+    """A path or hub name as transformers takes it, or a ValueError that says why it cannot be one."""
+    if path is None or path.startswith("builtin:"):
+        raise ValueError(
+            f"model.path: got {path}, expected a Hugging Face folder or hub name; `builtin:tiny` has to be made and saved "
+            "first (rlx.models.tiny)"
+        )
+    folder = Path(path).expanduser()
+    looks_local = path.startswith(("/", "~", ".")) or path.count("/") > 1
+    if looks_local and not folder.is_dir():
+        raise ValueError(
+            f"model.path: {folder} is no folder; give a folder with config.json and weights, or a hub name"
+        )
+    return str(folder) if folder.is_dir() else path
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns whatever transformers raises into a ValueError that says what was being loaded."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"could not load {what}: {type(error).__name__}: {error}") from error
+
+
+def _override(loaded: "PreTrainedConfig", name: str, value: Any, key: str) -> None:
+    from transformers import PreTrainedConfig
+
+    if name in NOT_OVERRIDABLE:
+        raise ValueError(f"{key}: cannot be overridden; {NOT_OVERRIDABLE[name]}")
+    known = {**loaded.to_dict(), **loaded.attribute_map}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+        raise ValueError(f"{key}: {type(loaded).__name__} has no such key; {hint}")
+    part = getattr(loaded, name)
+    if isinstance(part, PreTrainedConfig) and isinstance(value, dict):
+        for inner, inner_value in value.items():
+            _override(part, inner, inner_value, f"{key}.{inner}")
+        return
+    try:
+        setattr(loaded, name, value)
+    except Exception as error:
+        raise ValueError(f"{key}: got {value!r}: {error}") from error
+
+
+@contextmanager
+def _load_report(show: bool) -> Iterator[None]:
+    """Keeps transformers' table of missing and unexpected weights off the log, and its progress bar off the terminal.
+
+    Of a value model the table says only what is meant: the language-model head unused, the value head fresh.
+    """
+    from transformers.utils import logging as hf_logging
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return show or "LOAD REPORT" not in record.getMessage()
+
+    hf_logger = logging.getLogger("transformers.modeling_utils")
+    had_bar = hf_logging.is_progress_bar_enabled()
+    hf_logger.addFilter(is_other)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logger.removeFilter(is_other)
+        if had_bar:
+            hf_logging.enable_progress_bar()
+
+
+def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, Any], head: str) -> None:
+    """Refuses a model with weights that are not the checkpoint's, and tells of weights that were left out."""
+    backbone = f"{model.base_model_prefix}."
+    if report["mismatched_keys"]:
+        wrong = [f"{n}: {tuple(got)} instead of {tuple(want)}" for n, got, want in sorted(report["mismatched_keys"])]
+        raise ValueError(
+            f"{path}: weights of other shapes than its config says: {_some(wrong)}; check model.override_config"
+        )
+    missing = sorted(k for k in report["missing_keys"] if head == "lm" or k.startswith(backbone))
+    if missing:
+        raise ValueError(
+            f"{path}: the checkpoint lacks {_some(missing)} of {type(model).__name__}; is it a {head} model, and does "
+            "model.override_config agree with it?"
+        )
+    if head == "value":
+        unused = sorted(k for k in report["unexpected_keys"] if k.startswith(backbone))
+        if unused:
+            logger.warning("%s: weights that %s does not use: %s", path, type(model).__name__, _some(unused))
+
+
+def _some(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _init_head(model: nn.Module, names: set[str], seed: int) -> None:
+    """Weights normal with deviation FRESH_HEAD_SCALE / sqrt(width), so that values start at about that size; biases 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(names):
+        parameter = model.get_parameter(name)
+        fresh = torch.zeros(parameter.shape)
+        if parameter.dim() > 1:
+            fresh.normal_(std=FRESH_HEAD_SCALE / parameter.shape[-1] ** 0.5, generator=generator)
+        parameter.data.copy_(fresh)
