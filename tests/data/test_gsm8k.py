@@ -1,0 +1,71 @@
+import json
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlx.data import gsm8k
+from rlx.data.files import DataError, read_jsonl
+
+
+def test_row():
+    row = gsm8k.to_row({"question": "How many? ", "answer": "2*600=1200\n#### 1,200"}, "train", 3)
+    (message,) = row["prompt"]
+    assert message["role"] == "user"
+    assert message["content"].startswith("How many?\n\n") and "####" in message["content"]
+    assert row["data_source"] == "openai/gsm8k"
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "1200"}
+    assert row["extra_info"] == {
+        **{"index": 3, "split": "train", "question": "How many? ", "answer": "2*600=1200\n#### 1,200"}
+    }
+
+
+@pytest.mark.parametrize(
+    "row, what",
+    [
+        ({"question": "q"}, "got question 'q' and answer None, expected two texts"),
+        ({"question": 5, "answer": "#### 5"}, "got question 5"),
+        ({"question": "q", "answer": "It is 5."}, "expected `#### <number>` at its end"),
+        ({"question": "q", "answer": "It is 5. ####  "}, "expected `#### <number>` at its end"),
+    ],
+)
+def test_row_faults(row, what):
+    with pytest.raises(ValueError, match=what):
+        gsm8k.to_row(row, "train", 0)
+
+
+def test_command(gsm8k_file, tmp_path):
+    out = tmp_path / "new" / "folder"
+    assert gsm8k.main(["--train", gsm8k_file, "--test", gsm8k_file, "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"train.parquet", "test.parquet"}
+    rows = pq.read_table(out / "test.parquet").to_pylist()
+    official = read_jsonl(Path(gsm8k_file))
+    assert rows == [gsm8k.to_row(row, "test", i) for i, row in enumerate(official)]
+
+
+def test_command_names_the_row_at_fault(write_jsonl, gsm8k_file, tmp_path, capsys):
+    bad = write_jsonl([{"question": "q", "answer": "#### 1"}, {"question": "q", "answer": "none"}])
+    assert gsm8k.main(["--train", gsm8k_file, "--test", bad, "--out", str(tmp_path)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "row 1: got an answer that ends in" in shown and "Traceback" not in shown
+
+
+def test_command_without_a_file(gsm8k_file, tmp_path, capsys):
+    assert gsm8k.main(["--train", str(tmp_path / "no.jsonl"), "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
+    assert "no.jsonl" in capsys.readouterr().err.replace("\n", "")
+    with pytest.raises(DataError, match=r"no such file, and the hub did not give it .* pass a downloaded file with --train"):
+        gsm8k.read_official("no/such/data", "train")
+
+
+@pytest.mark.skipif("RLX_GSM8K_DIR" not in os.environ, reason="RLX_GSM8K_DIR names no folder with GSM8K's train.jsonl and test.jsonl")
+def test_every_official_row_converts():
+    counts = {}
+    for split in ("train", "test"):
+        official = read_jsonl(Path(os.environ["RLX_GSM8K_DIR"]) / f"{split}.jsonl")
+        rows = [gsm8k.to_row(row, split, i) for i, row in enumerate(official)]
+        counts[split] = len(rows)
+        for row in rows:
+            assert float(row["reward_model"]["ground_truth"]) == int(row["reward_model"]["ground_truth"])
+            json.dumps(row)
+    assert counts == {"train": 7473, "test": 1319}
