@@ -1,0 +1,136 @@
+"""LoRA adapters of peft inside a model, and the model's weights with the adapters merged in."""
+
+import difflib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlx.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+
+
+class Adapter(NamedTuple):
+    """How one layer's adapter adds to its weight: weight += scale * B A, transposed where the layer stores (in, out)."""
+
+    scale: float
+    transposed: bool
+
+
+def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> dict[str, Adapter]:
+    """Puts adapters into the model's linear layers, in place, and freezes all else but a value head.
+
+    The model computes what it did before, since each B starts at 0. An adapted layer `x` keeps its own weight as
+    `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank), all of
+    the dtype of the weight.
+
+    Args:
+        model: a transformers model that is not yet sharded.
+        config: reads lora_rank, lora_alpha, target_modules. `all-linear` is every linear layer but the head.
+        seed: of the fresh adapters, which are the same wherever they are made. The caller's random state stays as it was.
+
+    Returns:
+        The adapted layers by name, for `merged_weights`.
+
+    Raises:
+        ValueError: peft is missing, no rank, or a target that does not exist, is not linear, or is tied to another weight.
+
+    Source: arXiv:2106.09685, section 4.1.
+    """
+    if config.lora_rank < 1:
+        raise ValueError(f"lora_rank: got {config.lora_rank}, expected at least 1 to add adapters")
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'rlx[lora]'") from error
+
+    head = _value_head(model)
+    targets = _targets(model, config.target_modules, head)
+    lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft finds out by itself, layer by layer
+        torch.manual_seed(seed)
+        inject_adapter_in_model(lora_config, model, ADAPTER)
+    for name in head:
+        model.get_submodule(name).requires_grad_(True)
+    layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
+    return {name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out) for name, layer in layers.items()}
+
+
+def merged_weights(
+    parameters: Mapping[str, Tensor],
+    adapters: Mapping[str, Adapter],
+    gather: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model without adapters that computes the same, one at a time.
+
+    Args:
+        parameters: by their names in the adapted model: all of it, or any part that holds the adapters of its layers.
+        adapters: what `add_lora` returned.
+        gather: makes the full tensor of a parameter, from its shards say. It is called in the same order everywhere, once
+            for each parameter.
+
+    Yields:
+        name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The product of the
+        adapter is taken and added in fp32 at least.
+    """
+    parts = {f"{layer}.lora_{side}.{ADAPTER}.weight" for layer in adapters for side in "AB"}
+    for name, parameter in parameters.items():
+        if name in parts:
+            continue
+        layer, base, leaf = name.rpartition(".base_layer.")
+        full = gather(parameter)
+        if base and leaf == "weight":
+            a, b = (gather(parameters[f"{layer}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
+            full = _merge(full, a, b, adapters[layer])
+        yield (f"{layer}.{leaf}" if base else name), full
+
+
+def _merge(weight: Tensor, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    product = b.to(wide) @ a.to(wide)
+    return (weight.to(wide) + adapter.scale * (product.T if adapter.transposed else product)).to(weight.dtype)
+
+
+def _value_head(model: "PreTrainedModel") -> list[str]:
+    """The modules beside the backbone of a value model; none for a language model, whose head is no new one."""
+    if model.get_output_embeddings() is not None:
+        return []
+    beside = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
+    return [name for name, module in beside if any(True for _ in module.parameters())]
+
+
+def _targets(model: "PreTrainedModel", text: str, head: list[str]) -> list[str]:
+    """The full names of the modules that get adapters: all linear ones, or those whose names end as asked for."""
+    from transformers.pytorch_utils import Conv1D
+
+    modules = {name: module for name, module in model.named_modules() if name}
+    if text == "all-linear":
+        output = model.get_output_embeddings()
+        linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+        return [name for name, module in linear.items() if module is not output and name not in head]
+    found: dict[str, None] = {}
+    for wanted in (name.strip() for name in text.split(",")):
+        matches = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
+        if not matches:
+            near = difflib.get_close_matches(wanted, {name.rpartition(".")[2] for name in modules})
+            hint = f"did you mean {' or '.join(near)}?" if near else "expected `all-linear` or names joined by commas"
+            raise ValueError(f"target_modules: the model has no module {wanted!r}; {hint}")
+        found.update(dict.fromkeys(matches))
+    weights = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    for name in found:
+        if not isinstance(modules[name], nn.Linear | Conv1D):
+            raise ValueError(f"target_modules: {name} is no linear layer but {type(modules[name]).__name__}")
+        if name in head:
+            raise ValueError(f"target_modules: {name} is the value head, which is trained as a whole; leave it out")
+        if sum(weight is modules[name].weight for weight in weights) > 1:
+            raise ValueError(
+                f"target_modules: {name} shares its weight with another module; an adapter would part them"
+            )
+    return list(found)

@@ -1,0 +1,163 @@
+import copy
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from torch import nn
+
+from rlx.config.schema import ModelConfig
+from rlx.models.loading import load_model
+from rlx.models.lora import Adapter, add_lora, merged_weights
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def adapted(folder, head="lm", dtype=torch.float32, targets="all-linear", seed=0):
+    """A model before adapters, the same with them, and what add_lora said; the adapters are no longer 0."""
+    config = ModelConfig(path=folder, lora_rank=3, lora_alpha=12, target_modules=targets)
+    plain = load_model(config, head, dtype)
+    model = copy.deepcopy(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapters = add_lora(model, config, seed)
+    assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(i))
+    return plain, model, adapters
+
+
+def parameters(model):
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_merged_model_computes_the_same(folder, head):
+    plain, model, adapters = adapted(folder, head, torch.float64)
+    merged = dict(merged_weights(parameters(model), adapters))
+    assert list(merged) == list(parameters(plain))
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, plain.get_parameter(name))}
+    assert changed == {f"{layer}.weight" for layer in adapters}
+    plain.load_state_dict(merged, strict=False)
+    logits = model(input_ids=IDS).logits
+    assert torch.allclose(plain(input_ids=IDS).logits, logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj, mlp.down_proj"])
+def test_equals_pefts_own_merge(folders, targets):
+    plain, model, adapters = adapted(folders["qwen3"], targets=targets)
+    names = "all-linear" if targets == "all-linear" else ["q_proj", "mlp.down_proj"]
+    theirs = get_peft_model(plain, LoraConfig(r=3, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM"))
+    state = {f"base_model.model.{n.replace('.default', '')}": p for n, p in parameters(model).items() if "lora_" in n}
+    assert not set_peft_model_state_dict(theirs, state).unexpected_keys
+    assert torch.allclose(theirs(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=1e-6)
+    expected = parameters(theirs.merge_and_unload())
+    merged = dict(merged_weights(parameters(model), adapters))
+    assert list(merged) == list(expected)
+    assert all(torch.allclose(merged[n], expected[n], rtol=0, atol=1e-7) for n in expected)
+
+
+def test_untied_head_can_be_a_target(folders):
+    assert "lm_head" in adapted(folders["llama"], targets="q_proj,lm_head")[2]
+
+
+def test_which_layers_get_adapters(folders):
+    _, _, adapters = adapted(folders["llama"])
+    kinds = {name.rpartition(".")[2] for name in adapters}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert len(adapters) == 14 and set(adapters.values()) == {Adapter(scale=4.0, transposed=False)}
+    _, _, adapters = adapted(folders["gpt2"])
+    assert set(adapters.values()) == {Adapter(scale=4.0, transposed=True)}
+    _, _, adapters = adapted(folders["llama"], targets="q_proj,mlp.down_proj")
+    assert {re.sub(r"\d", "*", name) for name in adapters} == {
+        "model.layers.*.self_attn.q_proj",
+        "model.layers.*.mlp.down_proj",
+    }
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_only_adapters_and_a_value_head_learn(folder, head):
+    _, model, _ = adapted(folder, head)
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    fresh = {n for n in learning if not re.search(r"\.lora_[AB]\.default\.weight$", n)}
+    kept = {"lm": [set()], "value": [{"score.weight", "score.bias"}, {"classifier.weight", "classifier.bias"}]}
+    assert fresh in kept[head] and len(learning) > len(fresh)
+    model(input_ids=IDS).logits.sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == learning
+
+
+def test_adapters_are_the_same_everywhere(folders):
+    state = torch.random.get_rng_state()
+    _, model, _ = adapted(folders["qwen3"])
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.manual_seed(99)
+    _, again, _ = adapted(folders["qwen3"])
+    _, other, _ = adapted(folders["qwen3"], seed=1)
+    same = {n: torch.equal(p, again.get_parameter(n)) for n, p in model.named_parameters()}
+    assert all(same.values())
+    different = {n for n, p in model.named_parameters() if not torch.equal(p, other.get_parameter(n))}
+    assert different == {n for n in same if "lora_A" in n}
+
+
+def test_gathers_each_parameter_once_in_order(folders):
+    _, model, adapters = adapted(folders["qwen3"])
+    shards = {name: torch.stack([p.detach(), torch.zeros_like(p)]) for name, p in model.named_parameters()}
+    calls = []
+
+    def gather(parameter):
+        calls.append(id(parameter))
+        return parameter.sum(dim=0)
+
+    merged = list(merged_weights(shards, adapters, gather))
+    assert sorted(calls) == sorted(map(id, shards.values()))
+    expected = list(merged_weights(parameters(model), adapters))
+    assert [n for n, _ in merged] == [n for n, _ in expected]
+    assert all(torch.equal(a, b) and not b.requires_grad for (_, a), (_, b) in zip(merged, expected, strict=True))
+
+
+def test_a_part_of_the_model_is_enough(folders):
+    _, model, adapters = adapted(folders["qwen3"])
+    whole = dict(merged_weights(parameters(model), adapters))
+    part = {n: p for n, p in parameters(model).items() if n.startswith("model.layers.1.")}
+    merged = dict(merged_weights(part, adapters))
+    assert list(merged) == [n for n in whole if n.startswith("model.layers.1.")]
+    assert all(torch.equal(merged[n], whole[n]) for n in merged)
+
+
+def test_bf16_is_merged_in_fp32(folders):
+    _, model, adapters = adapted(folders["qwen3"], dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    layer = "model.layers.0.mlp.up_proj"
+    part = {n: p.double() for n, p in parameters(model).items() if n.startswith(f"{layer}.")}
+    exact = dict(merged_weights(part, adapters))[f"{layer}.weight"]
+    merged = dict(merged_weights(parameters(model), adapters))[f"{layer}.weight"]
+    assert merged.dtype == torch.bfloat16
+    assert ((merged.double() - exact).abs() <= exact.abs() * 2**-8).all()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("q_porj", "the model has no module 'q_porj'; did you mean q_proj"),
+        ("q_proj,", "the model has no module ''; expected `all-linear` or names"),
+        ("embed_tokens", r"model\.embed_tokens is no linear layer but Embedding"),
+        ("lm_head", "lm_head shares its weight with another module"),
+        ("input_layernorm", r"layers\.0\.input_layernorm is no linear layer but Qwen3RMSNorm"),
+        ("score", "score is the value head, which is trained as a whole; leave it out"),
+    ],
+)
+def test_target_errors(folders, targets, message):
+    with pytest.raises(ValueError, match=message):
+        adapted(folders["qwen3"], "value" if targets == "score" else "lm", targets=targets)
+
+
+def test_other_errors(folders, monkeypatch):
+    model = load_model(ModelConfig(path=folders["qwen3"]), "lm", torch.float32)
+    with pytest.raises(ValueError, match="lora_rank: got 0, expected at least 1"):
+        add_lora(model, ModelConfig())
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"lora_rank=2 needs peft .*; pip install 'rlx\[lora\]'"):
+        add_lora(model, ModelConfig(lora_rank=2))
