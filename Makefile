@@ -1,0 +1,42 @@
+# make run    sets everything up, then trains the default task; ARGS="key=value ..." overrides the configuration
+# make test   sets everything up, then lints, checks types and runs the tests; PYTEST_ARGS="..." goes to pytest
+# make docs   writes docs/configuration.md anew
+# make setup  only sets up: rlx and what it needs, in .venv
+
+VENV := .venv
+STAMP := $(VENV)/.set-up-for-rlx
+PY := $(VENV)/bin/python
+# The first Python that is new enough and can make a virtual environment; PYTHON=... names another.
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.12 python3.13 python3.11; do \
+	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+endif
+
+.PHONY: run test docs setup
+
+run: $(STAMP)
+	$(PY) -m rlx.main_ppo $(ARGS)
+
+# All checks run even when one fails, and pytest comes last: its closing line is the last thing seen.
+test: $(STAMP)
+	@failed=0; \
+	$(PY) -m ruff check . || failed=1; \
+	$(PY) -m ruff format --check . || failed=1; \
+	$(PY) -m mypy || failed=1; \
+	$(PY) -m pytest --durations=15 $(PYTEST_ARGS) || failed=1; \
+	exit $$failed
+
+docs: $(STAMP)
+	$(PY) -m rlx.config.describe > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
+
+setup: $(STAMP)
+
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@test -n "$(PYTHON)" || { \
+	  echo "rlx needs Python 3.11 or newer with the venv module and found none." >&2; \
+	  echo "On Debian or Ubuntu: apt install python3.12-venv; or name one: make PYTHON=/path/to/python ..." >&2; exit 1; }
+	@echo "Installing rlx and what it needs into $(VENV); the first time takes some minutes."
+	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(PY) -m pip install --disable-pip-version-check -q -r requirements/cpu.txt
+	@touch $@
