@@ -84,7 +84,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
         return leaf.default
     if not _allowed(read, leaf):
-        remedy = f"set {key}={_text(leaf.default)} (the default), or another value that is allowed"
+        remedy = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
     return read
 
@@ -134,11 +134,11 @@ def _example(value: Any, leaf: Leaf) -> str:
         return f"\"'{value}'\" (quoted for Hydra and for the shell)"
     if kind is int and isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return f"{_text(leaf.default)} (the default), or another value of that type"
+    return f"{as_text(leaf.default)} (the default), or another value of that type"
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as the command line writes it."""
     if isinstance(value, tuple):
-        return "[" + ",".join(_text(item) for item in value) + "]"
+        return "[" + ",".join(as_text(item) for item in value) + "]"
     return "null" if value is None else str(value)

@@ -26,7 +26,7 @@ def cluster_answers(s: Setting) -> Faults:
     if cluster is not None and cluster.error is not None:
         remedy = "start the cluster (docs/cluster.md), or unset RAY_ADDRESS to run on this machine alone"
         got = f"RAY_ADDRESS={cluster.address}: {cluster.error}"
-        yield Fault("the Ray cluster cannot be joined", got, "a running cluster", remedy)
+        yield Fault("the Ray cluster cannot be joined", got, "RAY_ADDRESS=<host>:<port>, port 6379 by default", remedy)
 
 
 def nodes_need_a_cluster(s: Setting) -> Faults:

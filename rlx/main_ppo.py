@@ -1,0 +1,98 @@
+"""The entry: `python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]`."""
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+
+from rlx.config.compose import Composed, compose
+from rlx.config.describe import help_text
+from rlx.config.faults import numbered
+from rlx.config.machine import Cluster, inspect_machine
+from rlx.config.memory import table
+from rlx.config.validate import check
+
+CONNECT_TIMEOUT_S = 10.0
+DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Composes, checks and runs.
+
+    Args:
+        arguments: of the command line, without the program's name.
+
+    Returns:
+        the exit code: 0 done; 1 the run failed, its first cause on the last line of standard error; 2 faults in the
+        configuration, all of them listed; 130 after Ctrl-C.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text())
+        return DONE
+    try:
+        composed = compose([argument for argument in arguments if argument != "--check"])
+        return _check_and_run(composed, only_check="--check" in arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _check_and_run(composed: Composed, only_check: bool) -> int:
+    machine = inspect_machine(find_cluster())
+    verdict = check(composed, machine)
+    if only_check and not composed.faults:
+        print(composed.yaml)
+        print(table(composed.config, machine))
+    for warning in verdict.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if verdict.faults:
+        print(f"{len(verdict.faults)} fault(s) in the configuration:\n{numbered(verdict.faults)}", file=sys.stderr)
+        return FAULTY
+    return DONE if only_check else _run(composed)
+
+
+def _run(composed: Composed) -> int:
+    try:
+        # torch and Ray come with it: they take seconds to import, which --check and a fault need not wait for.
+        from rlx.trainer.run import run
+
+        run(composed.config, composed.yaml)
+    except Exception as error:
+        traceback.print_exception(error)
+        # A failed worker's message ends with the first cause; so does any other that fits on one line.
+        last_line = (str(error).strip().splitlines() or [""])[-1]
+        print(f"\nrlx stopped: {type(error).__name__}: {last_line}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def find_cluster() -> Cluster | None:
+    """The cluster that RAY_ADDRESS names, with the GPUs of its machines; None when Ray is to start here."""
+    address = os.environ.get("RAY_ADDRESS")
+    if not address or address == "local":
+        return None
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        # Ray itself would wait for minutes before it says that nobody is there.
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            return Cluster(address, error=str(error))
+    import ray
+
+    joined_before = ray.is_initialized()
+    try:
+        if not joined_before:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        return Cluster(address, error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+    finally:
+        if not joined_before:
+            ray.shutdown()
+    return Cluster(address, tuple(int(node["Resources"].get("GPU", 0)) for node in nodes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
