@@ -67,12 +67,14 @@ PAIRS = {
         "{name} and {friend} have {a} {things}. {b} are {friend}'s. How many are {name}'s?",
     ),
 }
-LARGEST = {1: 50, 2: 150, 3: 500}
+LARGEST = {1: 30, 2: 100, 3: 500}
 """The largest number that appears in a problem, by difficulty."""
 SMALLEST = 2
 """No number is smaller: the sentences are in the plural."""
 VAL_SHARE = 8
 """One question in so many belongs to validation."""
+MOST_REPEATS = 5000
+"""So many problems in a row that were all there already mean that hardly any is left to find."""
 
 
 class Problem(NamedTuple):
@@ -103,16 +105,17 @@ def make_problems(config: ArithmeticConfig, split: str) -> list[dict[str, Any]]:
     """
     size = {"train": config.train_size, "val": config.val_size}[split]
     rows: dict[str, dict[str, Any]] = {}
-    misses = 0
+    repeats = 0
     for problem in _stream(config, split):
         if problem.question in rows:
-            misses += 1
-            if misses > 20 * size + 1000:
+            repeats += 1
+            if repeats == MOST_REPEATS:
                 raise ValueError(
                     f"data.arithmetic: found {len(rows)} distinct {split} problems of difficulty {config.difficulty}, "
                     f"expected {split}_size={size}; lower {split}_size or raise difficulty"
                 )
             continue
+        repeats = 0
         rows[problem.question] = _row(problem, split, len(rows))
         if len(rows) == size:
             break

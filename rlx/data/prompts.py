@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
@@ -170,16 +169,19 @@ class PromptDataset:
     def _tokenise_of(self, file: _File, start: int, contents: list[Content]) -> list[list[int]]:
         try:
             return self._tokenise(contents)
-        except (TemplateError, ValueError):
+        except Exception:  # whatever a template or tokenizer raises: look for the row, else raise it as it is
             for row, content in enumerate(contents, start):
-                try:
-                    self._tokenise([content])
-                except (TemplateError, ValueError) as fault:
-                    raise DataError(
-                        f"{file.name}, row {row}: the tokenizer's chat template does not take this prompt ({fault}); "
-                        "use an instruct model, whose template fits, or prompts of plain text"
-                    ) from fault
+                self._try_to_tokenise(file, row, content)
             raise
+
+    def _try_to_tokenise(self, file: _File, row: int, content: Content) -> None:
+        try:
+            self._tokenise([content])
+        except Exception as fault:
+            raise DataError(
+                f"{file.name}, row {row}: the tokenizer or its chat template does not take this prompt "
+                f"({type(fault).__name__}: {fault}); use an instruct model, whose template fits, or prompts of plain text"
+            ) from fault
 
     def _tokenise(self, contents: list[Content]) -> list[list[int]]:
         """Token ids of each prompt, uncut."""

@@ -54,11 +54,15 @@ def test_command_names_the_row_at_fault(write_jsonl, gsm8k_file, tmp_path, capsy
 def test_command_without_a_file(gsm8k_file, tmp_path, capsys):
     assert gsm8k.main(["--train", str(tmp_path / "no.jsonl"), "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
     assert "no.jsonl" in capsys.readouterr().err.replace("\n", "")
-    with pytest.raises(DataError, match=r"no such file, and the hub did not give it .* pass a downloaded file with --train"):
+    with pytest.raises(
+        DataError, match=r"no such file, and the hub did not give it .* pass a downloaded file with --train"
+    ):
         gsm8k.read_official("no/such/data", "train")
 
 
-@pytest.mark.skipif("RLX_GSM8K_DIR" not in os.environ, reason="RLX_GSM8K_DIR names no folder with GSM8K's train.jsonl and test.jsonl")
+@pytest.mark.skipif(
+    "RLX_GSM8K_DIR" not in os.environ, reason="RLX_GSM8K_DIR names no folder with GSM8K's train.jsonl and test.jsonl"
+)
 def test_every_official_row_converts():
     counts = {}
     for split in ("train", "test"):

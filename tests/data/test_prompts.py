@@ -1,0 +1,269 @@
+import pickle
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import ByT5Tokenizer
+
+from rlx.config.schema import ArithmeticConfig, CustomClassConfig, DataConfig
+from rlx.data.arithmetic import make_problems
+from rlx.data.files import DataError
+from rlx.data.prompts import PromptDataset, load_prompts
+from rlx.user_code import UserCodeError
+
+
+def row(content="hi", index=0, **more):
+    chat = [{"role": "user", "content": content}]
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": chat,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"index": index},
+        **more,
+    }
+
+
+def load(tokenizer, *files, split="train", **options):
+    return PromptDataset(files, DataConfig(**options), tokenizer, split)
+
+
+def texts(dataset):
+    return dataset.batch(range(len(dataset))).info["prompt_text"]
+
+
+def test_batch(tokenizer, write_jsonl):
+    dataset = load(tokenizer, write_jsonl([row("hello", 0), row("é", 1), row("", 2)]))
+    assert len(dataset) == 3 and dataset.report == ""
+    batch = dataset.batch([1, 0, 1])
+    batch.check()
+    longest, shorter = list(b"user:hello;>"), list("user:é;>".encode())
+    width = len(longest)
+    assert batch["prompt_ids"].shape == batch["prompt_mask"].shape == (3, width)
+    assert batch["prompt_ids"][1].tolist() == [byte + 3 for byte in longest]
+    pad = width - len(shorter)
+    assert batch["prompt_ids"][0].tolist() == [tokenizer.pad_token_id] * pad + [byte + 3 for byte in shorter]
+    assert batch["prompt_mask"].tolist() == [
+        [False] * pad + [True] * (width - pad),
+        [True] * width,
+        [False] * pad + [True] * (width - pad),
+    ]
+    assert batch.info == {
+        "data_source": ["openai/gsm8k"] * 3,
+        "ground_truth": ["7"] * 3,
+        "extra_info": [{"index": 1}, {"index": 0}, {"index": 1}],
+        "prompt_text": ["user:é;>", "user:hello;>", "user:é;>"],
+    }
+
+
+def test_a_batch_is_as_wide_as_its_own_longest_prompt(tokenizer, write_jsonl):
+    dataset = load(tokenizer, write_jsonl([row("x" * 100), row("x"), row("xyz")]))
+    assert dataset.batch([1, 2])["prompt_ids"].shape[1] == len("user:xyz;>")
+
+
+def test_pads_with_eos_where_there_is_no_pad_token(write_jsonl):
+    tokenizer = ByT5Tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer.pad_token = None
+    batch = load(tokenizer, write_jsonl([row("abc"), row("a")])).batch([0, 1])
+    assert batch["prompt_ids"][1].tolist() == [tokenizer.eos_token_id] * 2 + [ord("a") + 3]
+    assert batch["prompt_mask"][1].tolist() == [False, False, True]
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="neither pad_token nor eos_token"):
+        load(tokenizer, write_jsonl([row()]))
+
+
+def test_parquet_of_verl_rows(tokenizer, tmp_path):
+    # Messages of different fields: Arrow gives each message all of them, None where it had none.
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi", "name": "Ann"}]
+    rows = [row(prompt=chat), row("hello", reward_model={"style": "rule", "ground_truth": "8", "more": 1})]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    batch = load(tokenizer, str(path)).batch([0, 1])
+    assert batch.info["prompt_text"] == ["system:be kind;user:hi;>", "user:hello;>"]
+    assert batch.info["ground_truth"] == ["7", "8"]
+
+
+def test_text_prompts_are_not_closed_with_eos(tokenizer, write_jsonl):
+    dataset = load(tokenizer, write_jsonl([row(prompt="Once"), row("chat")]))
+    batch = dataset.batch([0, 1])
+    assert batch.info["prompt_text"] == ["Once", "user:chat;>"]
+    assert tokenizer("Once").input_ids[-1] == tokenizer.eos_token_id
+    assert batch["prompt_ids"][0][batch["prompt_mask"][0]].tolist() == [byte + 3 for byte in b"Once"]
+
+
+def test_columns_by_other_names_and_no_extra_info(tokenizer, write_jsonl):
+    rows = [{"q": "hi", "source": "a", "reward_model": {"ground_truth": 5}}]
+    batch = load(tokenizer, write_jsonl(rows), prompt_key="q", reward_fn_key="source").batch([0])
+    assert batch.info == {"data_source": ["a"], "ground_truth": [5], "extra_info": [{}], "prompt_text": ["hi"]}
+
+
+def test_official_gsm8k_file(tokenizer, gsm8k_file):
+    batch = load(tokenizer, gsm8k_file, split="val").batch([1, 3])
+    assert batch.info["ground_truth"] == ["1200", "-8"]
+    assert batch.info["data_source"] == ["openai/gsm8k"] * 2
+    assert batch.info["extra_info"][0]["index"] == 1 and batch.info["extra_info"][0]["split"] == "val"
+    assert "####" in batch.info["prompt_text"][0]
+
+
+def test_generated_problems_and_files_one_after_the_other(tokenizer, gsm8k_file, write_jsonl):
+    arithmetic = ArithmeticConfig(train_size=30, val_size=20)
+    files = (gsm8k_file, "builtin:arithmetic", write_jsonl([row("last")]))
+    dataset = load(tokenizer, *files, arithmetic=arithmetic)
+    assert len(dataset) == 6 + 30 + 1
+    assert dataset.batch([5]).info["ground_truth"] == ["25000"]
+    first, last = make_problems(arithmetic, "train")[0], make_problems(arithmetic, "train")[29]
+    assert dataset.batch([35, 6]).info["extra_info"] == [last["extra_info"], first["extra_info"]]
+    assert dataset.batch([36]).info["prompt_text"] == ["user:last;>"]
+    assert len(load(tokenizer, "builtin:arithmetic", split="val", arithmetic=arithmetic)) == 20
+
+
+def test_many_rows_over_several_chunks(tokenizer, write_jsonl):
+    dataset = load(tokenizer, write_jsonl([row(str(i)) for i in range(1300)]))
+    assert dataset.batch([0, 511, 512, 1299]).info["prompt_text"] == [f"user:{i};>" for i in (0, 511, 512, 1299)]
+
+
+def test_max_samples(tokenizer, gsm8k_file, write_jsonl):
+    files = gsm8k_file, write_jsonl([row("a"), row("b")])
+    dataset = load(tokenizer, *files, train_max_samples=7, val_max_samples=2)
+    assert len(dataset) == 7 and dataset.batch([6]).info["prompt_text"] == ["user:a;>"]
+    assert len(load(tokenizer, *files, split="val", val_max_samples=2)) == 2
+    assert len(load(tokenizer, *files, train_max_samples=100)) == 8
+
+
+# ---------------------------------------------------------------------------------------------- prompts too long
+
+
+@pytest.fixture
+def uneven(write_jsonl):
+    return write_jsonl([row(prompt="x" * 9), row(prompt="0123456789a"), row(prompt="y" * 10)])
+
+
+def test_overlong_is_an_error_that_names_the_row(tokenizer, uneven):
+    with pytest.raises(DataError) as caught:
+        load(tokenizer, uneven, max_prompt_length=10)
+    message = str(caught.value)
+    assert uneven in message
+    for part in ("row 1:", "11 tokens", "max_prompt_length is 10", "filter_overlong_prompts=True", "data.truncation="):
+        assert part in message
+
+
+def test_overlong_is_dropped_and_counted(tokenizer, uneven):
+    dataset = load(tokenizer, uneven, max_prompt_length=10, filter_overlong_prompts=True)
+    assert texts(dataset) == ["x" * 9, "y" * 10]
+    assert dataset.report == (
+        "train prompts: dropped 1 of 3, which are longer than data.max_prompt_length=10 tokens (the longest has 11)"
+    )
+    with pytest.raises(DataError, match="no prompt is left; train prompts: dropped 3 of 3"):
+        load(tokenizer, uneven, max_prompt_length=8, filter_overlong_prompts=True)
+
+
+@pytest.mark.parametrize(
+    "truncation, length, left",
+    [("left", 4, "789a"), ("right", 4, "0123"), ("middle", 4, "019a"), ("middle", 5, "0189a"), ("middle", 1, "a")],
+)
+def test_overlong_is_cut(tokenizer, uneven, truncation, length, left):
+    dataset = load(tokenizer, uneven, max_prompt_length=length, truncation=truncation)
+    assert texts(dataset)[1] == left
+    assert f"cut ({truncation}) 3 of 3" in dataset.report
+    assert dataset.batch([0, 1])["prompt_ids"].shape == (2, length)
+
+
+# -------------------------------------------------------------------------------------------------------- faults
+
+
+def test_missing_columns(tokenizer, write_jsonl):
+    with pytest.raises(DataError) as caught:
+        load(tokenizer, write_jsonl([{"text": "hi", "reward_model": {"ground_truth": 1}}]))
+    message = str(caught.value)
+    for part in ("['text', 'reward_model']", "['prompt', 'data_source']", "data.prompt_key", "data.reward_fn_key"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        ({"prompt": None}, "prompt is None, expected text or a list of messages"),
+        ({"prompt": []}, r"prompt is \[\], expected"),
+        ({"prompt": {"role": "user", "content": "hi"}}, "prompt is {'role'"),
+        ({"prompt": ["hi"]}, r"prompt is \['hi'\]"),
+        ({"prompt": [{"role": "user"}]}, "prompt is"),
+        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "prompt is"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"data_source": None}, "data_source is None, expected the name of a data source"),
+        ({"reward_model": None}, "reward_model is None, expected {style, ground_truth}"),
+        ({"reward_model": {"style": "rule"}}, "reward_model is {'style': 'rule'}"),
+        ({"extra_info": [1]}, r"extra_info is \[1\]"),
+        (
+            {"prompt": [{"role": "critic", "content": "hi"}]},
+            r"the tokenizer or its chat template does not take this prompt \(TemplateError: no role critic",
+        ),
+    ],
+)
+def test_bad_row_is_named_at_the_start(tokenizer, write_jsonl, change, what):
+    file = write_jsonl([row(), row(), row(**change), row()])
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 2: {what}"):
+        load(tokenizer, file)
+
+
+def test_bad_gsm8k_row_is_named(tokenizer, write_jsonl):
+    file = write_jsonl([{"question": "q", "answer": "#### 1"}, {"question": "q", "answer": "1"}])
+    with pytest.raises(DataError, match=r"row 1: got an answer that ends in '1'"):
+        load(tokenizer, file)
+
+
+def test_tokenizer_without_chat_template(write_jsonl):
+    with pytest.raises(DataError, match=r"row 0: the tokenizer or its chat template does not take .* instruct model"):
+        load(ByT5Tokenizer(), write_jsonl([row()]))
+    assert len(load(ByT5Tokenizer(), write_jsonl([row(prompt="plain")]))) == 1
+
+
+def test_fault_survives_a_process_boundary():
+    assert str(pickle.loads(pickle.dumps(DataError("x")))) == "x"
+
+
+# ------------------------------------------------------------------------------------------------- a user's class
+
+CUSTOM = """
+from rlx.data.prompts import PromptDataset
+
+class Loud(PromptDataset):
+    def batch(self, indices):
+        batch = super().batch(indices)
+        return batch.with_(info={"ground_truth": [f"{truth}!" for truth in batch.info["ground_truth"]]})
+
+class Poor:
+    def __init__(self, files, config, tokenizer, split):
+        self.report = f"{files} {split}"
+"""
+
+
+@pytest.fixture
+def custom(tmp_path, gsm8k_file):
+    path = tmp_path / "mine.py"
+    path.write_text(CUSTOM)
+
+    def config(name):
+        return DataConfig(train_files=(gsm8k_file,), custom_cls=CustomClassConfig(path=str(path), name=name))
+
+    return config
+
+
+def test_load_prompts_takes_the_files_of_the_split(tokenizer, gsm8k_file):
+    config = DataConfig(train_files=(gsm8k_file,), arithmetic=ArithmeticConfig(val_size=9))
+    assert type(load_prompts(config, tokenizer, "train")) is PromptDataset
+    assert len(load_prompts(config, tokenizer, "train")) == 6
+    assert len(load_prompts(config, tokenizer, "val")) == 9
+
+
+def test_custom_class(tokenizer, custom):
+    dataset = load_prompts(custom("Loud"), tokenizer, "train")
+    assert dataset.batch([0]).info["ground_truth"] == ["300!"]
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [("Poor", r"Poor in .* lacks \['__len__', 'batch'\]"), ("Rich", "has no 'Rich'"), (None, "name is not set")],
+)
+def test_custom_class_faults(tokenizer, custom, name, what):
+    with pytest.raises(UserCodeError, match=what):
+        load_prompts(custom(name), tokenizer, "train")
