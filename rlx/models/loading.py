@@ -110,13 +110,7 @@ def load_model(
     Raises:
         ValueError: no such model, a checkpoint that lacks weights or has them in other shapes, a kernel that is not there.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-    loaded_config = load_config(config)
-    if head == "value":
-        loaded_config.num_labels = 1
-        loaded_config.classifier_dropout = 0.0
-    auto_class = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head]
+    auto_class, loaded_config = _class_and_config(config, head)
     with (
         _explained(f"{config.path} as {head} model"),
         torch.random.fork_rng(devices=[]),
@@ -135,6 +129,33 @@ def load_model(
     if head == "value" and report["missing_keys"]:
         _init_head(model, report["missing_keys"], seed)
     return model.eval()
+
+
+def load_skeleton(config: ModelConfig, head: Literal["lm", "value"], dtype: torch.dtype) -> "PreTrainedModel":
+    """What `load_model` gives, on the meta device: shapes without weights, for processes that receive them from another.
+
+    Raises:
+        ValueError: no such model, or a kernel that is not there.
+    """
+    auto_class, loaded_config = _class_and_config(config, head)
+    with _explained(f"{config.path} as {head} model"), torch.device("meta"):
+        model = auto_class.from_config(
+            loaded_config,
+            dtype=dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+    return model.eval()
+
+
+def _class_and_config(config: ModelConfig, head: Literal["lm", "value"]) -> tuple[Any, "PreTrainedConfig"]:
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    loaded = load_config(config)
+    if head == "value":
+        loaded.num_labels = 1
+        loaded.classifier_dropout = 0.0
+    return {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head], loaded
 
 
 def _source(path: str | None) -> str:

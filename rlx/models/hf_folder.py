@@ -1,0 +1,79 @@
+"""What a Hugging Face folder holds beside the weights, and writing such a folder from plain tensors."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+# transformers takes seconds to import.
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Everything that a model folder holds but the weights.
+
+    Attributes:
+        head: what the model ends in.
+        config: its architecture.
+        generation: its sampling defaults and stop tokens; None for a value model.
+        tokenizer: None when the folder shall hold none.
+    """
+
+    head: Literal["lm", "value"]
+    config: "PreTrainedConfig"
+    generation: "GenerationConfig | None"
+    tokenizer: "PreTrainedTokenizerBase | None"
+
+    @classmethod
+    def of(
+        cls, model: "PreTrainedModel", head: Literal["lm", "value"], tokenizer: "PreTrainedTokenizerBase | None"
+    ) -> "ModelCard":
+        """The card of a loaded model."""
+        config = copy.deepcopy(model.config)
+        config.use_cache = True  # training has no use for the key/value cache, whoever loads the folder has
+        return cls(head, config, model.generation_config if head == "lm" else None, tokenizer)
+
+    @classmethod
+    def read(cls, folder: Path, head: Literal["lm", "value"], trust_remote_code: bool) -> "ModelCard":
+        """The card that `write` left. Raises OSError when there is none."""
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        generation = tokenizer = None
+        if (folder / "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(folder)
+        if (folder / "tokenizer_config.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return cls(head, config, generation, tokenizer)
+
+    def write(self, folder: Path) -> None:
+        """Writes config, generation config and tokenizer, no weights."""
+        self.config.save_pretrained(folder)
+        for part in (self.generation, self.tokenizer):
+            if part is not None:
+                part.save_pretrained(folder)
+
+    def write_with_weights(self, folder: Path, weights: dict[str, Tensor], trust_remote_code: bool) -> None:
+        """Writes a folder that `from_pretrained` loads.
+
+        Args:
+            folder: made if missing.
+            weights: full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough.
+            trust_remote_code: the model's class may come with its folder.
+        """
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+        auto_class = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[self.head]
+        dtype = next(iter(weights.values())).dtype
+        with torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(self.config), dtype=dtype, trust_remote_code=trust_remote_code)
+        if self.generation is not None:
+            model.generation_config = self.generation
+        model.save_pretrained(folder, state_dict=weights)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
