@@ -1,0 +1,144 @@
+"""What went wrong in which worker, and which of several errors came first."""
+
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["error", "died", "collective"]
+
+_DISTRIBUTED_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_DISTRIBUTED_MARKS = (
+    "gloo",
+    "NCCL",
+    "nccl",
+    "TCPStore",
+    "c10d",
+    "Connection closed by peer",
+    "Connection reset by peer",
+)
+_LOG_LINES_SHOWN = 20
+_OTHERS_SHOWN = 3
+_RAY_MARKS = (":job_id:", ":actor_name:")
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be reached, or does not have what is asked of it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker lives.
+
+    Args:
+        rank: its rank in the group.
+        node_id: Ray's name of the node.
+        node_ip: address of the node.
+        pid: its process id.
+        interface: network interface that has this address, where known.
+        log: file on that node with the process's standard error, where known.
+    """
+
+    rank: int
+    node_id: str
+    node_ip: str
+    pid: int
+    interface: str | None = None
+    log: str | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rank's failure.
+
+    Args:
+        rank: the rank that failed.
+        kind: `error`: an exception of its own; `died`: its process is gone; `collective`: an exception of
+            torch.distributed, which as a rule follows from another rank's failure.
+        summary: one line.
+        detail: traceback or Ray's report; may be empty.
+        time_s: wall-clock time at which it was seen [s].
+    """
+
+    rank: int
+    kind: Kind
+    summary: str
+    detail: str = ""
+    time_s: float = field(default_factory=time.time)
+
+
+def fault_of(rank: int, error: BaseException) -> Fault:
+    """The picklable account of an exception caught in a worker."""
+    kind: Kind = "collective" if _is_collective(error) else "error"
+    detail = "".join(traceback.format_exception(error)).rstrip()
+    return Fault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail)
+
+
+def death_of(rank: int, report: str) -> Fault:
+    """The account of a process that is gone, from Ray's report on its actor."""
+    reason = one_line(report).rpartition("The actor is dead because ")[2].partition(" Some common causes")[0]
+    summary = f"the worker process died: {reason}"
+    if "SYSTEM_ERROR" in reason:
+        summary += " It was killed (out of memory, or by hand) or crashed."
+    return Fault(rank, "died", summary)
+
+
+def one_line(text: str) -> str:
+    """`text` with each run of white space as one blank."""
+    return " ".join(text.split())
+
+
+def _is_collective(error: BaseException) -> bool:
+    """Whether torch.distributed raised it. Gloo and the stores raise plain RuntimeErrors, known by their text."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & _DISTRIBUTED_TYPES:
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _DISTRIBUTED_MARKS)
+
+
+def first_cause(faults: Sequence[Fault]) -> Fault:
+    """The failure that the others follow from: the earliest that is no collective's, else the earliest."""
+    return min(faults, key=lambda fault: (fault.kind == "collective", fault.time_s))
+
+
+class WorkerFailure(RuntimeError):
+    """A call on a worker group failed; the last line of its text is the first cause.
+
+    Args:
+        role: the role called.
+        method: the method called.
+        fault: the first cause.
+        place: where the worker that failed lives; None when it never came up.
+        others: what other ranks reported meanwhile.
+    """
+
+    def __init__(
+        self, role: str, method: str, fault: Fault, place: Place | None = None, others: tuple[Fault, ...] = ()
+    ) -> None:
+        super().__init__(role, method, fault, place, others)
+        self.role, self.method, self.fault, self.place, self.others = role, method, fault, place, others
+        self.rank, self.cause = fault.rank, fault.summary
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}"
+        if self.place:
+            where += f" (pid {self.place.pid} on {self.place.node_ip})"
+        parts = [f"{self.role}.{self.method} failed on {where}", self.fault.detail]
+        if self.fault.kind == "died" and self.place and self.place.log:
+            parts.append(_log_tail(Path(self.place.log)))
+        parts += [f"meanwhile on rank {other.rank}: {other.summary}" for other in self.others[:_OTHERS_SHOWN]]
+        parts.append(f"{where}, {self.role}.{self.method}: {self.cause}")
+        return "\n".join(part for part in parts if part)
+
+
+def _log_tail(log: Path) -> str:
+    """The last lines of a dead worker's standard error if its file lies on this machine, else where to look."""
+    if not log.is_file():
+        return f"standard error on its node: {log}"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(_RAY_MARKS)]
+    if not lines:
+        return ""
+    lines = lines[-_LOG_LINES_SHOWN:]
+    return "\n".join([f"standard error ({log}):", *(f"  {line}" for line in lines)])

@@ -1,0 +1,100 @@
+"""Reserving a place in the cluster for every worker process."""
+
+import logging
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlx.cluster.errors import ClusterError
+
+CPU_SHARE = 0.01  # of a core, so that Ray never limits the number of CPU processes
+_PATIENCE_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class PlacementError(ClusterError, ValueError):
+    """The cluster did not give what was asked within the time allowed."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one process: its bundle (one per node) and its number on that node."""
+
+    bundle: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Reserved places on the nodes; ranks run through one node after the other.
+
+    Args:
+        group: Ray's placement group with one bundle per node, each on a node of its own.
+        slots: one per rank.
+        processes_per_node: ranks on each node.
+        gpu: whether each process has a GPU.
+    """
+
+    group: PlacementGroup
+    slots: tuple[Slot, ...]
+    processes_per_node: int
+    gpu: bool
+
+    @classmethod
+    def reserve(cls, nnodes: int, processes_per_node: int, device: str, timeout_s: float = 300.0) -> "Pool":
+        """Waits until the cluster has the room.
+
+        Args:
+            nnodes: different nodes to use.
+            processes_per_node: processes on each; on `cuda` each with a GPU of its own.
+            device: `cpu` or `cuda`.
+            timeout_s: longest wait [s].
+
+        Raises:
+            PlacementError: no room within that time; says what was asked and what the cluster has.
+        """
+        gpu = device != "cpu"
+        bundle = {"CPU": CPU_SHARE * processes_per_node} | ({"GPU": float(processes_per_node)} if gpu else {})
+        group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD")
+        try:
+            if not group.wait(min(_PATIENCE_S, timeout_s)):
+                asked = f"{nnodes} node(s) with {processes_per_node} {'GPU(s)' if gpu else 'CPU process(es)'} each"
+                logger.warning("waiting up to %.0f s for %s; the cluster has %s", timeout_s, asked, _inventory())
+                if not group.wait(max(0.0, timeout_s - _PATIENCE_S)):
+                    raise PlacementError(
+                        f"asked for {asked}, got no room within {timeout_s:.0f} s; the cluster has {_inventory()}; "
+                        "lower trainer.nnodes or trainer.n_gpus_per_node, add nodes, or wait for other jobs to end"
+                    )
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        order = _bundles_by_node(group)
+        slots = tuple(Slot(b, local_rank) for b in order for local_rank in range(processes_per_node))
+        return cls(group, slots, processes_per_node, gpu)
+
+    def options(self, slot: Slot) -> dict[str, object]:
+        """Options of the Ray actor that takes this place."""
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle)
+        return {"num_cpus": CPU_SHARE, "num_gpus": 1 if self.gpu else 0, "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        """Gives the places back; Ray ends the actors that are still in them."""
+        remove_placement_group(self.group)
+
+
+def _bundles_by_node(group: PlacementGroup) -> list[int]:
+    """Bundle numbers in the order of their nodes' addresses, the same in every run on the same nodes."""
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    return sorted(node_of, key=lambda bundle: (address[node_of[bundle]], node_of[bundle]))
+
+
+def _inventory() -> str:
+    """What the cluster has, and how much of it is free."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [f"{r.get('CPU', 0):g} CPUs and {r.get('GPU', 0):g} GPUs" for r in alive]
+    free = ray.available_resources()
+    return f"{len(nodes)} node(s) ({'; '.join(nodes)}), of which {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"

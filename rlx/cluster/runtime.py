@@ -1,0 +1,104 @@
+"""Joining or starting Ray, and leaving nothing behind."""
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from rlx.cluster.errors import ClusterError
+from rlx.config.schema import PPOConfig
+
+_PROBE_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def session(config: PPOConfig) -> Iterator[None]:
+    """Ray for as long as the context lasts.
+
+    Joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else starts Ray on this
+    machine alone. A Ray that the process has already started is used and left as it is. At the end, also by an
+    exception or Ctrl-C, the processes started here are gone.
+
+    Args:
+        config: the tree; reads `ray_kwargs.ray_init`.
+
+    Raises:
+        ClusterError: nothing answers at the address, or its form is not supported.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    options = dict(config.ray_kwargs.ray_init)
+    address = str(options.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    folder: Path | None = None
+    try:
+        if address == "local":
+            _set_local_environment()
+            context = ray.init(address="local", **{"include_dashboard": False, **quiet, **options})
+            folder = Path(context.address_info["session_dir"])
+        else:
+            _probe(address)
+            ray.init(address=address, **{**quiet, **options})
+        yield
+    except Exception:
+        folder = None  # its logs may tell more
+        raise
+    finally:
+        with _uninterrupted():
+            ray.shutdown(wait_for_processes=True)
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _set_local_environment() -> None:
+    """No usage reports; and a token of this process's own, where the user has none.
+
+    Ray would write a token to the home folder, where two runs that start at once would overwrite each other's.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if not named and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _probe(address: str) -> None:
+    """Raises ClusterError if nothing listens at `host:port`; Ray itself would try for many minutes."""
+    if "://" in address:
+        raise ClusterError(
+            f"RAY_ADDRESS is {address!r}, an address of Ray's client or job server; expected host:port of the head. "
+            "From outside the cluster use `ray job submit --address ... -- python -m rlx.main_ppo ...`"
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # a word such as "auto", which Ray resolves itself
+    try:
+        socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray head answers at {address} ({error}); unset RAY_ADDRESS to run on this machine alone, "
+            "or start the cluster with `ray start --head`"
+        ) from None
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds back Ctrl-C, so that a second one does not stop the clearing up after the first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

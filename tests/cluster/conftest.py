@@ -1,0 +1,65 @@
+import os
+
+import pytest
+
+from rlx.cluster.runtime import session
+from rlx.config.schema import PPOConfig
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    with session(PPOConfig()):
+        yield
+
+
+@pytest.fixture(scope="session")
+def worker_class():
+    """A small worker, defined here so that it travels by value: tests are no package that workers could import."""
+
+    class Recorder:
+        def __init__(self, name, distributed=False):
+            if name == "fails on rank 1" and os.environ["RANK"] == "1":
+                raise ValueError("the constructor\ndoes not like this")
+            import logging
+            import sys
+
+            self.torch_came_early = "torch" in sys.modules
+            logging.getLogger("rlx.tests").info("built %s", name)
+            logging.getLogger("rlx.tests").warning("rank %s speaks", os.environ["RANK"])
+            if distributed:
+                import torch.distributed
+
+                torch.distributed.init_process_group("gloo")
+
+        def call(self, role, method, *args):
+            return getattr(self, method)(role, *args)
+
+        def environment(self, role):
+            import torch
+
+            return dict(os.environ), torch.get_num_threads(), self.torch_came_early
+
+        def echo(self, role, batch):
+            return batch
+
+        def shorter(self, role, batch):
+            return batch.rows([])
+
+        def facts(self, role, batch, factor):
+            return {"rank": int(os.environ["RANK"]), "rows": len(batch), "sum": factor * int(batch["seed"].sum())}
+
+        def add(self, role, a, b):
+            return int(os.environ["RANK"]), a + b
+
+        def reduce(self, role, what_rank_1_does):
+            import signal
+
+            import torch.distributed
+
+            if os.environ["RANK"] == "1":
+                if what_rank_1_does == "raise":
+                    raise ValueError("the true cause")
+                os.kill(os.getpid(), signal.SIGKILL)
+            torch.distributed.all_reduce(torch.ones(1))
+
+    return Recorder

@@ -1,0 +1,75 @@
+import pickle
+
+import pytest
+import torch
+
+from rlx.cluster.errors import Fault, Place, WorkerFailure, death_of, fault_of, first_cause
+
+GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
+RAY_REPORT = """The actor died unexpectedly before finishing this task.
+\tclass_name: Host
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker
+unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed"""
+
+
+def caught(error):
+    try:
+        raise error
+    except Exception as same:
+        return same
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("bad"), "error"),
+        (RuntimeError("shape mismatch"), "error"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "error"),
+        (ValueError("NCCL is spelt with two C"), "error"),
+        (GLOO, "collective"),
+        (torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp"), "collective"),
+        (torch.distributed.DistNetworkError("The client socket has timed out"), "collective"),
+    ],
+)
+def test_errors_of_collectives_are_told_from_a_ranks_own(error, kind):
+    assert fault_of(3, caught(error)).kind == kind
+
+
+def test_the_first_cause_is_the_earliest_that_is_no_collectives():
+    peer = Fault(0, "collective", "connection closed", time_s=1.0)
+    own = Fault(2, "error", "ValueError: x", time_s=3.0)
+    late = Fault(1, "died", "gone", time_s=4.0)
+    assert first_cause([peer, late, own]) is own
+    assert first_cause([peer]) is peer
+
+
+def test_last_line_names_rank_node_call_and_cause_on_one_line():
+    fault = fault_of(1, caught(ValueError("two\nlines")))
+    others = tuple(Fault(rank, "collective", "connection closed") for rank in range(2, 9))
+    failure = WorkerFailure("actor", "update", fault, Place(1, "n", "10.0.0.7", 42), others)
+    lines = str(failure).splitlines()
+    assert lines[-1] == "rank 1 (pid 42 on 10.0.0.7), actor.update: ValueError: two lines"
+    assert any("test_errors.py" in line for line in lines), "the worker's traceback is shown"
+    assert sum("meanwhile" in line for line in lines) == 3, "not one line for each of a thousand ranks"
+
+
+def test_death_is_told_in_rays_words_without_its_ballast():
+    summary = death_of(1, RAY_REPORT).summary
+    assert "Worker unexpectedly exits with a connection error code 2. End of file." in summary
+    assert "class_name" not in summary and "common causes" not in summary and "\n" not in summary
+
+
+def test_standard_error_of_a_dead_worker_is_shown(tmp_path):
+    log = tmp_path / "worker.err"
+    log.write_text(":job_id:01\n" + "\n".join(f"line {i}" for i in range(50)))
+    text = str(WorkerFailure("a", "b", death_of(0, RAY_REPORT), Place(0, "n", "ip", 1, log=str(log))))
+    assert "line 49" in text and "line 5\n" not in text and ":job_id:" not in text
+    elsewhere = Place(0, "n", "ip", 1, log="/on/another/node.err")
+    assert "/on/another/node.err" in str(WorkerFailure("a", "b", death_of(0, RAY_REPORT), elsewhere))
+
+
+def test_failure_survives_pickling():
+    failure = WorkerFailure("actor", "update", fault_of(1, caught(ValueError("bad"))), Place(1, "n", "10.0.0.7", 42))
+    again = pickle.loads(pickle.dumps(failure))
+    assert (again.role, again.method, again.rank, again.cause) == ("actor", "update", 1, "ValueError: bad")
+    assert str(again) == str(failure)

@@ -1,0 +1,99 @@
+import logging
+import os
+import time
+
+import pytest
+import ray
+import torch
+
+from rlx.cluster.errors import WorkerFailure
+from rlx.cluster.group import WorkerGroup
+from rlx.cluster.mesh import Mesh
+from rlx.cluster.placement import Pool
+from rlx.data.batch import Batch
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture(scope="module")
+def group(ray_session, worker_class):
+    meshes = {"pair": Mesh.of(2, 2)}
+    with WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, "x", meshes=meshes, environment={"EXTRA": "1"}) as group:
+        yield group
+
+
+def batch(rows):
+    tensors = {"seed": torch.arange(rows), "values": torch.rand(rows, 3)}
+    return Batch.of(tensors, {"prompt_text": [f"row {i}" for i in range(rows)]})
+
+
+def test_each_process_knows_its_place_before_torch_starts(group):
+    answers = group.broadcast("any", "environment")
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, int(ray.cluster_resources()["CPU"]) // 2))
+    for rank, (environment, torch_threads, torch_came_early) in enumerate(answers):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == "2"
+        assert environment["EXTRA"] == "1"
+        assert environment["OMP_NUM_THREADS"] == threads == str(torch_threads)
+        assert not torch_came_early
+    assert answers[0][0]["MASTER_PORT"] == answers[1][0]["MASTER_PORT"]
+
+
+@pytest.mark.parametrize("rows", [5, 2, 1, 0])
+@pytest.mark.parametrize("role", ["each", "pair"])
+def test_split_returns_rows_in_order(group, rows, role):
+    sent = batch(rows)
+    got = group.split(role, "echo", sent)
+    assert torch.equal(got["seed"], sent["seed"]) and torch.equal(got["values"], sent["values"])
+    assert got.info == sent.info
+
+
+def test_split_metrics_deals_shares_and_returns_the_first_ranks(group):
+    assert group.split_metrics("each", "facts", batch(5), 10) == {"rank": 0, "rows": 3, "sum": 30}
+    assert group.split_metrics("pair", "facts", batch(5), 1) == {"rank": 0, "rows": 5, "sum": 10}
+
+
+def test_broadcast_returns_results_by_rank(group):
+    assert group.broadcast("any", "add", 2, 3) == [(0, 5), (1, 5)]
+
+
+def test_an_answer_of_another_length_is_refused(group):
+    with pytest.raises(ValueError, match=r"each\.shorter answered 0 rows for 3"):
+        group.split("each", "shorter", batch(6))
+
+
+def test_what_workers_log_reaches_the_driver_once(worker_class, caplog):
+    with caplog.at_level(logging.INFO, logger="rlx"), WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, "y"):
+        texts = sorted(record.getMessage() for record in caplog.records if record.name == "rlx.tests")
+    assert texts == ["built y", "rank 0 speaks", "rank 1 speaks"]
+
+
+@pytest.mark.parametrize(
+    ("deed", "cause"), [("raise", "ValueError: the true cause"), ("die", "the worker process died")]
+)
+def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, deed, cause):
+    group = WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, deed, True)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerFailure) as caught:
+        group.broadcast("actor", "reduce", deed)
+    assert time.monotonic() - start_s < 30, "far below the collective's own timeout of half an hour"
+    failure = caught.value
+    assert (failure.rank, failure.role, failure.method) == (1, "actor", "reduce")
+    last_line = str(failure).splitlines()[-1]
+    assert last_line.startswith(f"rank 1 (pid {failure.place.pid} on {failure.place.node_ip}), actor.reduce: {cause}")
+    with pytest.raises(RuntimeError, match="closed or has failed"):
+        group.broadcast("actor", "add", 1, 2)
+
+
+def test_a_constructor_that_raises_ends_the_group(worker_class):
+    free = ray.available_resources()["CPU"]
+    pool = Pool.reserve(1, 2, "cpu")
+    with pytest.raises(WorkerFailure) as caught:
+        WorkerGroup(pool, worker_class, "fails on rank 1")
+    assert (
+        str(caught.value).splitlines()[-1].endswith("worker.__init__: ValueError: the constructor does not like this")
+    )
+    deadline_s = time.monotonic() + 30
+    while ray.available_resources().get("CPU") != free and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert ray.available_resources()["CPU"] == free, "the places are given back"

@@ -1,0 +1,148 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rlx.cluster.runtime import session
+from rlx.config.schema import PPOConfig
+
+STUCK = """
+    import ctypes, ray
+    from rlx.cluster.runtime import session
+    from rlx.config.schema import PPOConfig
+
+    @ray.remote
+    class Worker:
+        def sleep(self, holding_the_interpreters_lock):
+            library = ctypes.PyDLL(None) if holding_the_interpreters_lock else ctypes.CDLL(None)
+            library.sleep(1000)
+
+        def ready(self):
+            return True
+
+    with session(PPOConfig()):
+        workers = [Worker.options(num_cpus=0.1).remote() for _ in range(2)]
+        ray.get([worker.ready.remote() for worker in workers])
+        calls = [worker.sleep.remote(i == 0) for i, worker in enumerate(workers)]
+        print("started", flush=True)
+        ray.get(calls)
+"""
+
+
+def wait_until(condition, seconds=30):
+    deadline_s = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return condition()
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_leaves_no_process(tmp_path, how):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STUCK)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert driver.stdout.readline() == "started\n", driver.stderr.read()
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert any("ray::" in " ".join(child.cmdline()) for child in family)
+        time.sleep(0.5)
+        if how == "SIGINT":
+            os.killpg(driver.pid, signal.SIGINT)  # a terminal sends Ctrl-C to the whole group
+            time.sleep(0.3)
+            os.killpg(driver.pid, signal.SIGINT)
+        else:
+            driver.terminate()
+        _, errors = driver.communicate(timeout=60)
+        assert driver.returncode != 0
+        if how == "SIGINT":
+            assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
+        assert wait_until(lambda: not any(child.is_running() for child in family)), family
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_a_session_inside_a_running_ray_leaves_it_running(ray_session):
+    with session(PPOConfig()):
+        assert ray.is_initialized()
+    assert ray.is_initialized()
+
+
+def run(script, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def short_folder():
+    """Ray's sockets lie in it, and a socket's path is at most 107 bytes long."""
+    with tempfile.TemporaryDirectory(prefix="rlx") as folder:
+        yield Path(folder)
+
+
+def test_local_session_ignores_stale_addresses_and_keeps_out_of_the_home_folder(tmp_path, short_folder):
+    """Ray notes the last cluster's address in a file, and would write its token to the home folder."""
+    (short_folder / "ray_current_cluster").write_text("127.0.0.1:1")
+    done = run(
+        f"""
+        import os, ray
+        from rlx.cluster.runtime import session
+        from rlx.config.schema import PPOConfig, RayConfig
+
+        config = PPOConfig(ray_kwargs=RayConfig({{"num_cpus": 3, "_temp_dir": {str(short_folder)!r}}}))
+        for attempt in range(2):
+            with session(config):
+                assert ray.cluster_resources()["CPU"] == 3
+                print(ray.get_runtime_context().get_session_name())
+            assert not ray.is_initialized()
+        """,
+        HOME=str(tmp_path),
+        RAY_ADDRESS="",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "Ray is quiet"
+    for name in done.stdout.split():
+        assert not (short_folder / name).exists()
+    assert not (tmp_path / ".ray").exists()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", f"127.0.0.1:{free_port()}"])
+def test_an_address_that_cannot_be_joined_is_told_at_once(address):
+    script = f"""
+        from rlx.cluster.errors import ClusterError
+        from rlx.cluster.runtime import session
+        from rlx.config.schema import PPOConfig, RayConfig
+
+        try:
+            with session(PPOConfig(ray_kwargs=RayConfig({{"address": {address!r}}}))):
+                pass
+        except ClusterError as error:
+            print(error)
+    """
+    done = run(script)
+    assert address in done.stdout, done.stderr
