@@ -111,7 +111,8 @@ class RewardManager:
         dump_dir.mkdir(parents=True, exist_ok=True)
         copy = dump_dir / f"reward_error_{re.sub(r'[^0-9A-Za-z]+', '-', str(source))}_{index}.json"
         report = {**sample, "index": index, "function": label, "fault": what}
-        copy.write_text(json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
+        copy.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair stays valid JSON
         return RewardError(f"{label} {what}; data source {source!r}, sample {index}, a copy of it is in {copy}")
 
 

@@ -64,7 +64,9 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     limit_s: float = LIMIT_S,
 ) -> dict[str, float]:
-    """1.0 when the last boxed (else the last plain) expression equals the reference, else 0.0.
+    """1.0 when the boxed (else the plain) expression equals the reference, else 0.0.
+
+    Of several boxes the last line's count; several on that line are a set.
 
     Args:
         data_source: not used; part of the signature all reward functions share.

@@ -20,7 +20,10 @@ def grade(solution: str, ground_truth: str) -> dict[str, Any]:
     gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     if not gold:
         return {"error": f"ground_truth is {ground_truth!r}, expected an expression that math-verify can read"}
-    return {"score": float(verify(gold, parse(solution, parsing_timeout=None), timeout_seconds=None))}
+    # math-verify joins the boxes of all steps into one set; the answer is what the last line with a box, or what follows, says.
+    line_start = solution.rfind("\n", 0, max(0, solution.rfind("\\boxed"))) + 1
+    answer = parse(solution[line_start:], parsing_timeout=None)
+    return {"score": float(verify(gold, answer, timeout_seconds=None))}
 
 
 def main() -> None:
