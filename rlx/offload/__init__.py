@@ -1,0 +1,19 @@
+"""Activation offloading: what autograd keeps for backward waits off the device.
+
+A library of its own: imports torch only and works on any `nn.Module` in any training loop.
+"""
+
+from rlx.offload.checkpoint import RecomputeError
+from rlx.offload.handle import ActivationOffloading, enable_activation_offloading, offload_activations
+from rlx.offload.options import OffloadOptions
+from rlx.offload.stats import LayerStats, OffloadStats
+
+__all__ = [
+    "ActivationOffloading",
+    "LayerStats",
+    "OffloadOptions",
+    "OffloadStats",
+    "RecomputeError",
+    "enable_activation_offloading",
+    "offload_activations",
+]

@@ -1,0 +1,218 @@
+"""What all layer calls of one handle share: where bytes go, in which order layers ran, and the counters."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlx.offload.arena import Account, host_arena
+from rlx.offload.identity import Region, region_of
+from rlx.offload.options import OffloadOptions
+from rlx.offload.stats import Counters, LayerStats, OffloadStats, Timeline
+from rlx.offload.transfer import Mover, Parked
+
+logger = logging.getLogger("rlx.offload")
+
+# How many layer calls back a source may still be leaving: a layer's inputs have the whole layer to leave in, but what
+# `save="all"` sends off at the end of a layer has not.
+_LAG = {"boundary": 1, "all": 2}
+
+
+class Layer:
+    """One place in the model where the engine works: its order among the others, its name and its counters."""
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
+        self.name = name
+        self.counters = Counters()
+
+
+class LayerCall:
+    """One forward call of a layer, for as long as a graph needs it.
+
+    Owned by the packed objects that autograd holds, so that a dropped graph, an untouched branch or an exception frees
+    everything; owns no tensor of its own, and knows the call before it weakly.
+    """
+
+    def __init__(self, engine: Engine, layer: Layer) -> None:
+        self.engine = engine
+        self.layer = layer
+        self.parked: list[weakref.ref[Parked]] = []
+        self._is_prefetched = False
+        self.number, self.previous = engine.begin_call(self)
+
+    def park(self, tensor: Tensor) -> Parked | None:
+        """Send the bytes of a tensor off; None where it has to stay."""
+        parked = self.engine.park(tensor, self)
+        if parked is not None:
+            self.parked.append(weakref.ref(parked))
+        return parked
+
+    def fetch(self) -> None:
+        """Begin to bring back what this call has parked."""
+        for reference in self.parked:
+            parked = reference()
+            if parked is not None:
+                parked.fetch()
+
+    def begin_backward(self) -> bool:
+        """Note that backward is at this call now; True if it has just come here.
+
+        The call that it was at before lets the device's copies go: where a graph is retained nobody else would.
+        """
+        engine = self.engine
+        before = engine.in_backward() if engine.in_backward is not None else None
+        if before is self:
+            return False
+        engine.in_backward = weakref.ref(self)
+        self._is_prefetched = False
+        if before is not None:
+            before.unload(unless_parked_by=self)
+        return True
+
+    def unload(self, unless_parked_by: LayerCall | None = None) -> None:
+        """Let the device's copies of what this call has parked go; the host keeps its own."""
+        still_used = unless_parked_by.parked if unless_parked_by is not None else []
+        for reference in self.parked:
+            parked = reference()
+            if parked is not None and reference not in still_used:
+                parked.unload()
+
+    def prefetch(self, layers: int) -> None:
+        """Begin to bring back what the calls before this one have parked, once in a backward pass."""
+        if self._is_prefetched:
+            return
+        self._is_prefetched = True
+        call: LayerCall | None = self
+        for _ in range(layers):
+            call = call.previous() if call is not None and call.previous is not None else None
+            if call is None:
+                return
+            call.fetch()
+
+
+class Engine:
+    """The state of one handle. Knows nothing of modules.
+
+    Args:
+        options: the user's choice.
+        save: `"boundary"` or `"all"`, as resolved from it.
+    """
+
+    def __init__(self, options: OffloadOptions, save: str) -> None:
+        self.options = options
+        self.save = save
+        self.timeline = Timeline()
+        self.counters = Counters()
+        self.layers: list[Layer] = []
+        self.in_backward: weakref.ref[LayerCall] | None = None
+        self._movers: dict[torch.device, Mover] = {}
+        self._accounts: dict[bool, Account] = {}
+        self._table: weakref.WeakValueDictionary[Region, Parked] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+        self._has_warned_full = False
+
+    def begin_call(self, call: LayerCall) -> tuple[int, weakref.ref[LayerCall] | None]:
+        """Number a layer call and link it to the one before it on this thread, unless a new forward has begun."""
+        number = next(self._numbers)
+        last: weakref.ref[LayerCall] | None = getattr(self._thread, "last", None)
+        before = last() if last is not None else None
+        self._thread.last = weakref.ref(call)
+        for mover in tuple(self._movers.values()):
+            mover.begin_layer(number, _LAG[self.save])
+        return number, last if before is not None and before.layer.index <= call.layer.index else None
+
+    def park(self, tensor: Tensor, call: LayerCall) -> Parked | None:
+        """Send the bytes of a tensor off, once for all that look at them; None where the host has no room.
+
+        Which tensors may leave is the caller's decision.
+        """
+        region = region_of(tensor)
+        parked = self._table.get(region)
+        if parked is not None and parked.stands_for(tensor):
+            return parked
+        parked = self._mover(tensor.device).park(tensor, region, call.number)
+        if parked is None:
+            self._warn_full(region.nbytes)
+            return None
+        self._table[region] = parked
+        call.layer.counters.offloaded_bytes += region.nbytes
+        if self.options.max_inflight_bytes is not None:
+            self._mover(tensor.device).bound(self.options.max_inflight_bytes)
+        return parked
+
+    def stats(self, per_layer: bool) -> OffloadStats:
+        """The figures since the engine was made; device times of work still queued are not in them yet."""
+        self.timeline.harvest()
+        accounts = tuple(self._accounts.values())
+        total = self.counters
+        layers: Mapping[str, LayerStats] = {}
+        if per_layer:
+            layers = {
+                layer.name: LayerStats(c.offloaded_bytes, c.kept_bytes, c.recomputed_ms)
+                for layer in self.layers
+                for c in [layer.counters]
+            }
+        return OffloadStats(
+            offloaded_bytes=total.offloaded_bytes,
+            held_bytes=sum(account.held_bytes for account in accounts),
+            reserved_bytes=sum(account.arena.reserved_bytes for account in accounts),
+            kept_bytes=sum(layer.counters.kept_bytes for layer in self.layers),
+            recomputed_ms=total.recomputed_ms,
+            copied_bytes=total.copied_bytes,
+            copy_ms=total.copy_ms,
+            stall_ms=total.stall_ms,
+            layers=layers,
+        )
+
+    def _mover(self, device: torch.device) -> Mover:
+        mover = self._movers.get(device)
+        if mover is None:
+            with self._lock:
+                pinned = self.options.pin_memory and device.type != "cpu"
+                if pinned not in self._accounts:
+                    self._accounts[pinned] = host_arena(pinned).account(self.options.max_host_bytes)
+                account = self._accounts[pinned]
+                mover = Mover(device, self.options.use_streams, account, self.counters, self.timeline)
+                mover = self._movers.setdefault(device, mover)
+        return mover
+
+    def _warn_full(self, nbytes: int) -> None:
+        if self._has_warned_full:
+            return
+        self._has_warned_full = True
+        held = sum(account.held_bytes for account in self._accounts.values())
+        logger.warning(
+            "activation offloading: host memory is full: %d bytes held, %d more wanted, max_host_bytes is %s; "
+            "what does not fit stays on the device. Raise max_host_bytes to move it",
+            held,
+            nbytes,
+            self.options.max_host_bytes,
+        )
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of nested tuples, lists and dicts with `function` applied to what is in them."""
+    if type(value) in (tuple, list):
+        return type(value)(map_leaves(function, item) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(function, item) for item in value))
+    if type(value) is dict:
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    return function(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    tensors: list[Tensor] = []
+    map_leaves(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, value)
+    return tensors

@@ -1,0 +1,236 @@
+"""The public calls: switch the engine on for a model's layers or for a region of code, and off again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rlx.offload.checkpoint import run_recomputed
+from rlx.offload.engine import Engine, Layer, map_leaves
+from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_filled
+from rlx.offload.options import OffloadOptions
+from rlx.offload.saving import RegionHooks, run_saving, unpack
+from rlx.offload.stats import OffloadStats
+
+logger = logging.getLogger("rlx.offload")
+
+
+class LayerForward:
+    """Stands in for a layer's forward as an attribute of the instance.
+
+    It is entered inside `module.__call__`, after the module's own pre-hooks and before its hooks. So hooks run once a
+    call, and under FSDP the parameters are gathered when it runs, in forward and again when backward comes to the layer:
+    recomputing gathers nothing more.
+    """
+
+    def __init__(self, handle: ActivationOffloading, layer: Layer, module: nn.Module) -> None:
+        self.__signature__ = inspect.signature(module.forward)
+        self.handle = handle
+        self.own_forward = vars(module).get("forward")
+        self._layer = layer
+        self._module = weakref.ref(module)  # the module holds this object
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's forward; what backward needs of it leaves the device."""
+        module = self._module()
+        assert module is not None
+        forward = self.original(module)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        engine = self.handle.engine
+        if engine.save == "all":
+            return run_saving(engine, self._layer, module, forward, args, kwargs)
+        caches: list[Any] = []
+        map_leaves(lambda leaf: caches.append(leaf) if is_cache(leaf) else None, (args, kwargs))
+        if caches:
+            if not module.training:
+                return forward(*args, **kwargs)
+            self._check_empty(caches, module)
+            args, kwargs = map_leaves(lambda leaf: None if is_cache(leaf) else leaf, (args, kwargs))
+        return run_recomputed(engine, self._layer, module, forward, args, kwargs, self._recompute_context)
+
+    def original(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward that this object stands in for, bound to a module."""
+        if self.own_forward is not None:
+            return self.own_forward  # type: ignore[no-any-return]
+        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copied layer runs its own forward on its own weights, without the engine.
+        module = self._module()
+        copied = memo.get(id(module))
+        if copied is None:
+            raise TypeError("the forward of an enabled layer cannot be copied without the layer")
+        if self.own_forward is not None:
+            return copy.deepcopy(self.own_forward, memo)
+        return type(copied).forward.__get__(copied)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model with activation offloading enabled cannot be pickled; call handle.disable() first, or save its "
+            "state_dict, which is unchanged"
+        )
+
+    def _check_empty(self, caches: Sequence[Any], module: nn.Module) -> None:
+        if any(is_filled(cache, module) for cache in caches):
+            raise ValueError(
+                f"layer {self._layer.name} got a key/value cache that is filled, which recomputation would fill a second "
+                "time; train without past_key_values, or use enable_ckpt=False"
+            )
+        self.handle.note_dropped_cache()
+
+    @contextlib.contextmanager
+    def _recompute_context(self) -> Iterator[None]:
+        module = self._module()
+        # After disable() transformers' own checkpointing is on again and would nest in a graph that is still alive.
+        if module is not None and not self.handle.is_enabled:
+            with CheckpointingFlags.cleared(module.modules()):
+                yield
+        else:
+            yield
+
+
+class ActivationOffloading:
+    """Activation offloading of a model or a region: made by `enable_activation_offloading` or `offload_activations`."""
+
+    def __init__(self, options: OffloadOptions, save: str) -> None:
+        self.options = options
+        self.engine = Engine(options, save)
+        self.is_enabled = True
+        self._layers: list[weakref.ref[nn.Module]] = []
+        self._flags = CheckpointingFlags(())
+        self._has_noted_cache = False
+
+    def stats(self, per_layer: bool = False) -> OffloadStats:
+        """What has been done since the engine was switched on; also after `disable`. Waits for no device.
+
+        Args:
+            per_layer: also give the figures of each layer.
+        """
+        return self.engine.stats(per_layer)
+
+    def disable(self) -> None:
+        """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""
+        self.is_enabled = False
+        for reference in self._layers:
+            module = reference()
+            wrapper = vars(module).get("forward") if module is not None else None
+            if module is not None and isinstance(wrapper, LayerForward) and wrapper.handle is self:
+                if wrapper.own_forward is not None:
+                    module.forward = wrapper.own_forward
+                else:
+                    del module.forward
+        self._layers.clear()
+        self._flags.restore()
+        self._flags = CheckpointingFlags(())
+
+    def wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+        """Put the engine around the layers of a model."""
+        if self.engine.save == "boundary":
+            self._flags = CheckpointingFlags(model.modules())
+            self._flags.switch_off()
+            if len(self._flags):
+                logger.info(
+                    "activation offloading: gradient checkpointing of transformers is switched off; the %d layers are "
+                    "recomputed by rlx instead. disable() switches it on again",
+                    len(layers),
+                )
+        for index, (name, module) in enumerate(layers):
+            layer = Layer(index, name)
+            self.engine.layers.append(layer)
+            module.forward = LayerForward(self, layer, module)
+            self._layers.append(weakref.ref(module))
+
+    def layer_ids(self) -> set[int]:
+        """Ids of the layers that are wrapped."""
+        return {id(module) for reference in self._layers if (module := reference()) is not None}
+
+    def note_dropped_cache(self) -> None:
+        """Say once that recomputed layers fill no cache."""
+        if not self._has_noted_cache:
+            self._has_noted_cache = True
+            logger.info(
+                "activation offloading: recomputed layers leave the key/value cache empty; pass use_cache=False"
+            )
+
+
+def enable_activation_offloading(
+    model: nn.Module,
+    enable_ckpt: bool,
+    options: OffloadOptions | None = None,
+    layers: Sequence[str | nn.Module] | None = None,
+) -> ActivationOffloading:
+    """Move what a model's layers save for backward off the device until backward needs it.
+
+    Call it after FSDP has wrapped the model. The module tree, the keys of the state dict and what the model computes
+    stay as they are.
+
+    Args:
+        model: any module, wrapped by FSDP or not.
+        enable_ckpt: keep only the inputs of each layer and recompute the rest (transformers' own gradient checkpointing
+            is switched off for that); else keep every saved tensor off the device.
+        options: see `OffloadOptions`; None: the defaults.
+        layers: modules, module names or class names; None: see `find_layers`.
+
+    Returns:
+        The handle; the one that exists already if the model is enabled with equal options.
+
+    Raises:
+        ValueError: if no layer is found, if the options contradict `enable_ckpt`, or if the model is enabled already
+            with other options or layers.
+    """
+    options = options or OffloadOptions()
+    save = options.resolve_save(enable_ckpt)
+    found = find_layers(model, layers)
+    wrappers = [forward for _, m in found if isinstance(forward := vars(m).get("forward"), LayerForward)]
+    if wrappers:
+        handle = wrappers[0].handle
+        same_layers = handle.layer_ids() == {id(module) for _, module in found}
+        if same_layers and (handle.options, handle.engine.save) == (options, save):
+            return handle
+        raise ValueError(
+            f"activation offloading is enabled already for {len(wrappers)} of {len(found)} layers with "
+            f"{handle.options}, now asked for with {options} and enable_ckpt={enable_ckpt}; call disable() on the first "
+            "handle, or use the same options and layers"
+        )
+    options.log_without_effect(
+        any(p.device.type != "cpu" for p in model.parameters()) or torch.accelerator.is_available()
+    )
+    if len(found) < 3:
+        logger.warning(
+            "activation offloading: %s has %d layers only; little is gained", type(model).__name__, len(found)
+        )
+    handle = ActivationOffloading(options, save)
+    handle.wrap(model, found)
+    return handle
+
+
+@contextlib.contextmanager
+def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
+    """Move every tensor that autograd saves inside a block of code off the device until backward needs it.
+
+    Works on any code without touching a model. Frozen buffers cannot be told from activations here and leave as well;
+    parameters stay. Backward may run inside or after the block.
+
+    Args:
+        options: see `OffloadOptions`; `save` may only be `"all"` here.
+
+    Raises:
+        ValueError: if `save` asks for recomputation, for which layers are needed.
+    """
+    options = options or OffloadOptions()
+    save = options.resolve_save(enable_ckpt=False)
+    options.log_without_effect(torch.accelerator.is_available())
+    handle = ActivationOffloading(options, save)
+    region = RegionHooks(handle.engine)
+    with saved_tensors_hooks(region.pack, unpack):
+        yield handle

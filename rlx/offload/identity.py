@@ -1,0 +1,141 @@
+"""Which bytes a tensor stands on and how it looks at them: what makes two saved tensors the same one.
+
+Note [identity of a saved tensor]
+What moves is a range of bytes of one storage at one version, not a tensor: a tensor and its transpose, or the slices of
+one fused projection, are looks at the same bytes and cost one copy. An address says nothing once its storage has died,
+for the allocator hands it out again; so a range is the same only while the very storage object lives, which a weak
+reference to it tells without keeping its memory (see `Parked.stands_for`). Bytes change only with the version counter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+# Ranges start at a multiple of this, so that a tensor that comes back is aligned as it was: kernels choose by alignment.
+ALIGN_BYTES = 512
+
+
+class Region(NamedTuple):
+    """Bytes [start, stop) of the storage at `address` on `device`, as they stood at `version`."""
+
+    device: torch.device
+    address: int
+    start: int
+    stop: int
+    version: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length [bytes]."""
+        return self.stop - self.start
+
+
+class Layout(NamedTuple):
+    """How a tensor looks at a storage; `offset` counts elements from the storage's first byte."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """The layout of a tensor on its storage."""
+        return cls(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+
+    def on(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
+        """The tensor on a storage that begins with byte `first_byte` of the one it was saved from."""
+        offset = self.offset - first_byte // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, offset, self.shape, self.stride)
+
+
+def span_bytes(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the one after the last that a tensor looks at; a stride of 0 adds nothing."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((int(length) - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
+
+
+def region_of(tensor: Tensor) -> Region:
+    """The bytes that move with a tensor: its whole storage where it looks at half of it or more, else its own span."""
+    storage = tensor.untyped_storage()
+    start, stop = span_bytes(tensor)
+    total = storage.nbytes()
+    if 2 * (stop - start) >= total:
+        start, stop = 0, total
+    return Region(tensor.device, storage.data_ptr(), start - start % ALIGN_BYTES, stop, tensor._version)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether storage, offset, shape, stride and dtype say everything about a tensor.
+
+    They do not for subclasses (DTensor, quantised weights), sparse and nested layouts, and for tensors whose conjugate
+    or negative bit is set.
+    """
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+    )
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Address of a tensor's storage; 0 where it has none (meta tensors, subclasses without one)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+class Probe:
+    """Watches a tensor's version counter without keeping its memory.
+
+    The probe shares the counter with the tensor and every view of it, as autograd's own check does, and is the only
+    thing that is left of a tensor whose bytes have moved. Tensors that are not plain are kept whole.
+    """
+
+    __slots__ = ("_alias", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = tensor._version
+        self._alias = tensor.detach()
+        if is_plain(tensor):
+            # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
+            self._alias.data = _nothing_on(tensor.device)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing has been written to the tensor or its views since."""
+        return self._alias._version == self.version
+
+
+@functools.cache
+def _nothing_on(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+def modified_in_place(shape: torch.Size, dtype: torch.dtype, saved: int, found: str) -> RuntimeError:
+    """The error autograd raises for a write to a saved tensor."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{dtype} tensor of shape {list(shape)} was saved at version {saved}, {found}. "
+        "Write out of place, or clone the tensor before the write"
+    )

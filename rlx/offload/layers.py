@@ -1,0 +1,161 @@
+"""Where in a model the engine works: its layers, and what transformers does there by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+NamedLayer = tuple[str, nn.Module]
+_FLAG = "gradient_checkpointing"
+
+
+def find_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> list[NamedLayer]:
+    """The layers of a model with their names, in the order of registration.
+
+    Args:
+        model: any module.
+        layers: modules, qualified names or class names; None: the blocks that FSDP wraps, else the classes in
+            `_no_split_modules`, else the outermost `ModuleList`s whose members share a class.
+
+    Raises:
+        ValueError: if there are none, or one lies inside another.
+    """
+    if layers is not None:
+        found = _named_layers(model, layers)
+    else:
+        found = _fsdp_blocks(model) or _no_split_layers(model) or _list_members(model)
+    if not found:
+        raise ValueError(
+            f"no layers found in {type(model).__name__}: it has no FSDP-wrapped blocks, no _no_split_modules and no "
+            "ModuleList whose members share a class; name them with layers=[...] (modules, module names or class names)"
+        )
+    unwrapped = [(name, _inside_fsdp1(module)) for name, module in found]
+    ids = {id(module) for _, module in unwrapped}
+    for name, module in unwrapped:
+        inner = [n for n, child in module.named_modules() if child is not module and id(child) in ids]
+        if inner:
+            raise ValueError(f"layers must not lie inside one another, but {name!r} contains the layer {inner[0]!r}")
+    return unwrapped
+
+
+def _named_layers(model: nn.Module, layers: Sequence[str | nn.Module]) -> list[NamedLayer]:
+    modules = list(model.named_modules())
+    wanted: set[int] = set()
+    for layer in layers:
+        matches = [
+            m for n, m in modules if (m is layer if isinstance(layer, nn.Module) else layer in (n, type(m).__name__))
+        ]
+        if not matches:
+            what = f"module {type(layer).__name__}" if isinstance(layer, nn.Module) else repr(layer)
+            raise ValueError(f"layers=: {what} is no module, module name or class name in {type(model).__name__}")
+        wanted.update(map(id, matches))
+    return [(name, module) for name, module in modules if id(module) in wanted]
+
+
+def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[NamedLayer]:
+    found: list[NamedLayer] = []
+    for name, module in model.named_modules():
+        if is_wanted(module) and not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, module))
+    return found
+
+
+def _fsdp_blocks(model: nn.Module) -> list[NamedLayer]:
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    def is_unit(module: nn.Module) -> bool:
+        return isinstance(module, (FSDPModule, FullyShardedDataParallel)) and module is not model
+
+    members = {
+        id(member)
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for member in module.children()
+    }
+    # Blocks come in lists; a root, a lone embedding or an output head that is a unit of its own does not.
+    return _outermost(model, lambda module: is_unit(module) and id(module) in members)
+
+
+def _no_split_layers(model: nn.Module) -> list[NamedLayer]:
+    classes: set[str] = set()
+    for module in model.modules():
+        classes.update(getattr(module, "_no_split_modules", None) or ())
+    members = {id(m) for module in model.modules() if isinstance(module, nn.ModuleList) for m in module}
+    named = _outermost(model, lambda module: type(module).__name__ in classes)
+    # Some models also name embeddings and poolers there; layers come in lists.
+    return [(name, module) for name, module in named if id(module) in members] or named
+
+
+def _list_members(model: nn.Module) -> list[NamedLayer]:
+    def is_list_of_layers(module: nn.Module) -> bool:
+        return isinstance(module, nn.ModuleList) and len({type(member) for member in module}) == 1
+
+    lists = _outermost(model, is_list_of_layers)
+    return [(f"{name}.{key}" if name else key, layer) for name, group in lists for key, layer in group.named_children()]
+
+
+def _inside_fsdp1(module: nn.Module) -> nn.Module:
+    """The module that FSDP1 wraps: its forward runs between FSDP's own hooks, with the parameters gathered."""
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if isinstance(module, FullyShardedDataParallel):
+            return module.module
+    return module
+
+
+class CheckpointingFlags:
+    """transformers' gradient checkpointing: the modules of a model for which it is on.
+
+    Args:
+        modules: where to look for the flag.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [module for module in modules if getattr(module, _FLAG, False) is True]
+        self._were_own = [(_FLAG in vars(module)) for module in self._modules]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def switch_off(self) -> None:
+        """Clear the flag of each module."""
+        for module in self._modules:
+            setattr(module, _FLAG, False)
+
+    def restore(self) -> None:
+        """Set the flags as they were."""
+        for module, was_own in zip(self._modules, self._were_own, strict=True):
+            if was_own:
+                setattr(module, _FLAG, True)
+            else:
+                delattr(module, _FLAG)
+
+    @classmethod
+    @contextlib.contextmanager
+    def cleared(cls, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Clear the flags of modules for the length of a block."""
+        flags = cls(modules)
+        flags.switch_off()
+        try:
+            yield
+        finally:
+            flags.restore()
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument of a layer is a key/value cache as transformers has them."""
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+
+
+def is_filled(cache: Any, layer: nn.Module) -> bool:
+    """Whether a cache holds keys of the layer's attention already."""
+    indices = (getattr(module, "layer_idx", None) for module in layer.modules())
+    index = next((index for index in indices if isinstance(index, int)), 0)
+    return bool(cache.get_seq_length(index) > 0)

@@ -1,0 +1,105 @@
+"""What a user may choose about activation offloading."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+
+logger = logging.getLogger("rlx.offload")
+
+SAVES = ("boundary", "attention", "all", "auto")
+TIERS = ("cpu", "disk")
+_NOT_AVAILABLE = {"save": ("attention", "auto"), "tier": ("disk",)}
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """What leaves the device until backward needs it, where it goes, and how it travels.
+
+    Args:
+        save: what is kept for backward outside the device: `"boundary"` (the inputs of each layer; the rest is
+            recomputed) or `"all"` (every tensor that autograd saves). None: boundary with recomputation, all without.
+        tier: `"cpu"`, host memory.
+        directory: folder of the disk tier; without effect on the cpu tier.
+        prefetch_layers: how many layers ahead backward fetches. None: one, in boundary mode only once half of the
+            current layer's saved tensors are used up; 0: each layer fetches its own on demand.
+        max_inflight_bytes: device bytes whose copy to the host may be unfinished before forward waits [bytes].
+            None: what the current layer and, with `save="all"`, the one before it have sent off.
+        min_bytes: smaller tensors stay on the device [bytes].
+        pin_memory: page-locked host memory, without which copies do not overlap compute.
+        use_streams: copy on streams of their own instead of on the compute stream.
+        max_host_bytes: hard cap of the host memory that this use of the engine takes [bytes]; what does not fit stays
+            on the device. None: no cap.
+        max_device_bytes: without effect but for `save="auto"`.
+
+    Raises:
+        ValueError: for a value out of range or not available in this version.
+    """
+
+    save: str | None = None
+    tier: str = "cpu"
+    directory: str | None = None
+    prefetch_layers: int | None = None
+    max_inflight_bytes: int | None = None
+    min_bytes: int = 1 << 20
+    pin_memory: bool = True
+    use_streams: bool = True
+    max_host_bytes: int | None = None
+    max_device_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("save", (None, *SAVES)), ("tier", TIERS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"OffloadOptions.{name}: got {value!r}, expected one of {allowed}")
+            if value in _NOT_AVAILABLE[name]:
+                left = tuple(choice for choice in allowed if choice not in _NOT_AVAILABLE[name])
+                raise ValueError(
+                    f"OffloadOptions.{name}={value!r} is not available in this version; choose one of {left}"
+                )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("pin_memory", "use_streams"):
+                if not isinstance(value, bool):
+                    raise ValueError(f"OffloadOptions.{field.name}: got {value!r}, expected True or False")
+            elif field.name.endswith("_bytes") or field.name == "prefetch_layers":
+                _check_count(field.name, value, optional=field.name != "min_bytes")
+
+    def resolve_save(self, enable_ckpt: bool) -> str:
+        """What is kept, given whether layers are recomputed.
+
+        Raises:
+            ValueError: where `save` and `enable_ckpt` contradict each other.
+        """
+        save = self.save or ("boundary" if enable_ckpt else "all")
+        if save == "all" and enable_ckpt:
+            raise ValueError(
+                "save='all' keeps every saved tensor, so that nothing is left to recompute, but enable_ckpt is True; "
+                "set enable_ckpt=False, or save='boundary'"
+            )
+        if save == "boundary" and not enable_ckpt:
+            raise ValueError(
+                "save='boundary' keeps the inputs of each layer and recomputes the rest, but enable_ckpt is False; "
+                "set enable_ckpt=True, or save='all'"
+            )
+        return save
+
+    def log_without_effect(self, on_accelerator: bool) -> None:
+        """One log line that names the options set to no effect on this machine."""
+        defaults = OffloadOptions()
+        without_effect = [name for name in ("directory", "max_device_bytes") if getattr(self, name) is not None]
+        if not on_accelerator:
+            names = ("pin_memory", "use_streams", "max_inflight_bytes")
+            without_effect += [name for name in names if getattr(self, name) != getattr(defaults, name)]
+        if without_effect:
+            where = "" if on_accelerator else " (no accelerator: copies are synchronous)"
+            logger.warning("activation offloading: without effect here: %s%s", ", ".join(without_effect), where)
+
+
+def _check_count(name: str, value: object, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"OffloadOptions.{name}: got {value!r}, expected an integer >= 0{' or None' if optional else ''}"
+        )

@@ -1,0 +1,150 @@
+"""`save="all"`: what autograd saves inside a layer, or inside any region, waits off the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rlx.offload.engine import Engine, Layer, LayerCall, tensors_in
+from rlx.offload.identity import (
+    Layout,
+    Probe,
+    is_parameter,
+    is_plain,
+    modified_in_place,
+    span_bytes,
+    storage_address,
+)
+from rlx.offload.transfer import Parked
+
+# A region without layers is cut into stretches of this many parked bytes, so that backward can fetch ahead.
+STRETCH_BYTES = 64 << 20
+
+
+class Packed(Protocol):
+    """What autograd holds instead of a tensor."""
+
+    def restore(self) -> Tensor:
+        """The tensor, as often as asked."""
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The unpack hook of the engine."""
+    return packed.restore()
+
+
+class Kept:
+    """A saved tensor that stayed. Holds an alias, never the tensor itself: an output would hold its own graph."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def restore(self) -> Tensor:
+        """The tensor; RuntimeError if it was written to since."""
+        tensor = self._tensor
+        if tensor._version != self._version:
+            found = f"but is at version {tensor._version}"
+            raise modified_in_place(tensor.shape, tensor.dtype, self._version, found)
+        return tensor
+
+
+class Saved:
+    """A saved tensor whose bytes have left."""
+
+    __slots__ = ("_call", "_layout", "_parked", "_probe")
+
+    def __init__(self, call: SavingCall, parked: Parked, tensor: Tensor) -> None:
+        self._call = call
+        self._parked = parked
+        self._layout = Layout.of(tensor)
+        self._probe = Probe(tensor)
+
+    def restore(self) -> Tensor:
+        """The tensor with its layout, on bytes brought back; RuntimeError if the original was written to since."""
+        if not self._probe.is_untouched:
+            raise modified_in_place(
+                self._layout.shape, self._layout.dtype, self._probe.version, "but was written to after that"
+            )
+        self._call.begin_unpack()
+        storage, first_byte = self._parked.on_device()
+        return self._layout.on(storage, first_byte)
+
+
+class SavingCall(LayerCall):
+    """A layer call, or a stretch of a region, whose saved tensors leave.
+
+    Args:
+        engine: where they go.
+        layer: which place in the model this is.
+        device_type: the type of device that leaves; tensors elsewhere stay where they are.
+        fixed: addresses of the storages of parameters and buffers, which never leave.
+    """
+
+    def __init__(self, engine: Engine, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
+        super().__init__(engine, layer)
+        self._device_type = device_type
+        self._fixed = fixed
+        self.parked_bytes = 0
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """The pack hook."""
+        if is_parameter(tensor) or storage_address(tensor) in self._fixed:
+            return Kept(tensor)
+        if self._may_leave(tensor):
+            parked = self.park(tensor)
+            if parked is not None:
+                self.parked_bytes += parked.nbytes
+                return Saved(self, parked, tensor)
+        self.layer.counters.kept_bytes += tensor.nbytes
+        return Kept(tensor)
+
+    def begin_unpack(self) -> None:
+        """Fetch ahead when backward comes to this call."""
+        if self.begin_backward():
+            layers = self.engine.options.prefetch_layers
+            self.prefetch(1 if layers is None else layers)
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        if tensor.device.type != self._device_type or not is_plain(tensor):
+            return False
+        start, stop = span_bytes(tensor)
+        return stop - start >= max(self.engine.options.min_bytes, 1)
+
+
+def run_saving(
+    engine: Engine, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run a layer's forward with everything that it saves for backward off the device."""
+    accelerators = {tensor.device.type for tensor in tensors_in((args, kwargs))} - {"cpu", "meta"}
+    fixed = frozenset(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers())) - {0}
+    call = SavingCall(engine, layer, accelerators.pop() if accelerators else "cpu", fixed)
+    with saved_tensors_hooks(call.pack, unpack):
+        return forward(*args, **kwargs)
+
+
+class RegionHooks:
+    """Packs for a region of code without layers: one call after the other, a stretch of bytes each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        accelerator = torch.accelerator.current_accelerator()
+        self._device_type = accelerator.type if accelerator is not None else "cpu"
+        self._layer = Layer(0, "region")
+        engine.layers.append(self._layer)
+        self._call: weakref.ref[SavingCall] | None = None
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """The pack hook."""
+        call = self._call() if self._call is not None else None
+        if call is None or call.parked_bytes >= STRETCH_BYTES:
+            call = SavingCall(self._engine, self._layer, self._device_type, frozenset())
+            self._call = weakref.ref(call)
+        return call.pack(tensor)
