@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlx.config.schema import ModelConfig
-from rlx.models.loading import load_config, load_model, load_tokenizer
+from rlx.models.loading import load_config, load_model, load_skeleton, load_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -195,6 +195,21 @@ def test_weights_left_out_are_told(folders, caplog):
     with caplog.at_level(logging.WARNING, logger="rlx"):
         load_model(config, "value", torch.float32)
     assert "does not use: model.layers.1." in caplog.text and "REPORT" not in caplog.text
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_skeleton_is_the_model_without_weights(folder, head):
+    config = ModelConfig(path=folder)
+    model, skeleton = load_model(config, head, torch.bfloat16), load_skeleton(config, head, torch.bfloat16)
+    assert {t.device.type for t in skeleton.state_dict().values()} == {"meta"}
+    shapes = [[(n, t.shape, t.dtype) for n, t in m.state_dict().items()] for m in (model, skeleton)]
+    assert shapes[0] == shapes[1]
+    assert [n for n, _ in skeleton.named_parameters()] == [n for n, _ in model.named_parameters()]  # ties too
+    skeleton.to_empty(device="cpu").load_state_dict(model.state_dict())
+    buffers = dict(model.named_buffers())
+    for name, buffer in skeleton.named_buffers():
+        buffer.copy_(buffers[name])
+    assert torch.equal(skeleton(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_model_errors(folders, tmp_path):
