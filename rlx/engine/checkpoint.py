@@ -1,0 +1,167 @@
+"""Checkpoints of one role: written by torch.distributed.checkpoint, whole or not at all.
+
+<folder>/checkpoint.json    what it is: head, counters, contents
+<folder>/card/              config, generation config and tokenizer of the model
+<folder>/model/             full tensors by name, in shards (DCP); the same for FSDP1 and FSDP2
+<folder>/optimizer/         the same for AdamW's state, where it has stepped
+<folder>/hf_model/          a folder for from_pretrained, where asked for
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import AdamW
+
+from rlx.engine.sharding import Sharded
+from rlx.models.lora import Adapter, merged_weights
+
+FORMAT = 1
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read as what is asked of it."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """checkpoint.json.
+
+    Attributes:
+        head: `lm` or `value`.
+        contents: the parts that were saved.
+        updates: optimizer steps asked for, the skipped ones included; the learning rate follows them.
+        steps: optimizer steps taken.
+        adapters: LoRA layers in `model`, as `rlx.models.lora.add_lora` names them.
+        format: of this layout.
+    """
+
+    head: str
+    contents: tuple[str, ...]
+    updates: int
+    steps: int
+    adapters: dict[str, Adapter]
+    format: int = FORMAT
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write into that takes the place of `folder` at the end, if no process fails; all processes together.
+
+    The file system is shared by all processes. A crash leaves `folder` as it was, and beside it a `.<name>.partial`
+    that the next attempt removes.
+    """
+    partial, old = folder.parent / f".{folder.name}.partial", folder.parent / f".{folder.name}.old"
+    several = dist.is_initialized()
+    first = not several or dist.get_rank() == 0
+    if first:
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+    if several:
+        dist.barrier()
+    yield partial
+    if several:
+        dist.barrier()
+    if first:
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    if several:
+        dist.barrier()
+
+
+def write(partial: Path, description: Description, sharded: Sharded, optimizer: AdamW | None) -> None:
+    """Writes checkpoint.json and what DCP holds of its contents; all processes together."""
+    if "model" in description.contents:
+        dcp.save(get_model_state_dict(sharded.root, options=sharded.state_options), checkpoint_id=partial / "model")
+    # Asking an optimizer that has not stepped for its state would make it take a first, empty step.
+    if "optimizer" in description.contents and optimizer is not None and description.steps:
+        state = get_optimizer_state_dict(sharded.root, optimizer, options=sharded.state_options)
+        dcp.save(state, checkpoint_id=partial / "optimizer")
+    if dist.get_rank() == 0:
+        (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
+
+
+def read_description(folder: Path) -> Description:
+    """What `write` said of the folder.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or of another format.
+    """
+    path = folder / "checkpoint.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
+        )
+    fields = json.loads(path.read_text())
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: got format {fields.get('format')}, this version reads {FORMAT}")
+    adapters = {layer: Adapter(*values) for layer, values in fields["adapters"].items()}
+    return Description(**{**fields, "contents": tuple(fields["contents"]), "adapters": adapters})
+
+
+def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> Description:
+    """Puts a checkpoint's model and optimizer in place of the current ones; all processes together.
+
+    It may have been written by another number of processes or the other kind of FSDP. An optimizer that the checkpoint
+    lacks starts anew, with a warning.
+
+    Raises:
+        CheckpointError: no checkpoint, one without model, or of a model with another head.
+    """
+    description = read_description(folder)
+    if description.head != head or "model" not in description.contents:
+        raise CheckpointError(
+            f"{folder}: got head {description.head} and contents {list(description.contents)}, expected head {head} and a "
+            "model among the contents; to go on from a checkpoint, save it with checkpoint.save_contents=[model,optimizer,extra]"
+        )
+    model = get_model_state_dict(sharded.root, options=sharded.state_options)
+    dcp.load(model, checkpoint_id=folder / "model")
+    set_model_state_dict(sharded.root, model, options=sharded.state_options)
+    if optimizer is not None:
+        optimizer.state.clear()
+        if (folder / "optimizer").is_dir():
+            state = get_optimizer_state_dict(sharded.root, optimizer, options=sharded.state_options)
+            dcp.load(state, checkpoint_id=folder / "optimizer")
+            set_optimizer_state_dict(sharded.root, optimizer, state, options=sharded.state_options)
+        elif description.steps:
+            logger.warning("%s holds no optimizer state: its moments start anew", folder)
+            return replace(description, steps=0)
+    return description
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The model of a checkpoint, adapters merged, as plain tensors on CPU in a single process without process group.
+
+    Raises:
+        CheckpointError: the checkpoint holds no model.
+    """
+    description = read_description(folder)
+    if "model" not in description.contents:
+        raise CheckpointError(f"{folder}: got contents {list(description.contents)}, expected model among them")
+    entries = dcp.FileSystemReader(folder / "model").read_metadata().state_dict_metadata
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(weights, checkpoint_id=folder / "model", no_dist=True)
+    return dict(merged_weights(weights, description.adapters))

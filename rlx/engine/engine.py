@@ -1,0 +1,308 @@
+"""The training engine of every role: one FSDP-sharded model, with an optimizer or without.
+
+Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
+from rlx.data.batch import Batch
+from rlx.engine import checkpoint
+from rlx.engine.forward import Head, response_outputs
+from rlx.engine.micro_batch import SEQUENCE, MicroBatchRule, cut, row_lengths, take
+from rlx.engine.objectives import Objective, Totals
+from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
+from rlx.engine.residency import Parking
+from rlx.engine.sharding import precision_of, shard, transformer_layers
+from rlx.models.hf_folder import ModelCard
+from rlx.models.loading import load_model, load_skeleton
+from rlx.models.log_probs import token_log_probs
+from rlx.models.lora import Adapter, add_lora, merged_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Metrics = dict[str, float]
+
+
+class Engine:
+    """A model sharded over all processes, for actor, critic and reference alike.
+
+    torch.distributed must be initialised (gloo on CPU, nccl on CUDA), with any number of processes. All processes call
+    each method together, each with its own share of the rows; shares may differ in size and be empty.
+
+    Args:
+        model: what to load and how to run it.
+        fsdp: sharding and precision.
+        strategy: `fsdp2` or `fsdp`.
+        device: of this process.
+        head: `lm` for log-probs, `value` for values.
+        optim: None for a model that is never trained.
+        total_steps: optimizer steps of the whole run, for the learning rate's schedule.
+        grad_clip: largest gradient norm.
+        compile_layers: compile each transformer layer.
+        tokenizer: goes along with the weights into checkpoints and exports.
+        seed: of a fresh value head.
+
+    Raises:
+        ValueError: the options do not fit each other, the model or the number of processes.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        *,
+        strategy: str,
+        device: torch.device,
+        head: Head = "lm",
+        optim: OptimConfig | None = None,
+        total_steps: int = 1,
+        grad_clip: float = 1.0,
+        compile_layers: bool = False,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        seed: int = 0,
+    ):
+        self.model_config, self.fsdp, self.device, self.head = model, fsdp, device, head
+        self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
+        precision = precision_of(fsdp, device)
+        plain = _load(model, head, precision.stored, seed)
+        self.card = ModelCard.of(plain, head, tokenizer)
+        self.adapters: dict[str, Adapter] = {}
+        if optim is None:
+            plain.requires_grad_(False)
+        elif model.lora_rank:
+            with plain.device:
+                self.adapters = add_lora(plain, model, seed)
+        if model.enable_gradient_checkpointing and not model.enable_activation_offload:
+            plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = list(transformer_layers(plain).values())
+        if compile_layers:
+            for layer in layers:
+                layer.compile()
+        self.sharded = shard(plain, strategy, fsdp, precision, device)
+        self.root = self.sharded.root
+        self.offload = None
+        if model.enable_activation_offload:
+            from rlx.offload import OffloadOptions, enable_activation_offloading
+
+            options = OffloadOptions(**vars(model.activation_offload))
+            self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
+        self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
+        self.updates = self.steps = 0
+        self._parked_parameters, self._parked_state = Parking(), Parking()
+
+    # What the model says ------------------------------------------------------------------------------------------
+
+    def log_probs(
+        self, batch: Batch, micro: MicroBatchRule, temperature: float, with_entropy: bool = True
+    ) -> dict[str, Tensor]:
+        """Log-probs of the response tokens, and the entropy where they were chosen.
+
+        Args:
+            batch: this process's rows; reads input_ids, attention_mask, response_mask.
+            micro: size of a forward.
+            temperature: of the distribution.
+            with_entropy: compute it too.
+
+        Returns:
+            log_probs and, if asked for, entropy: (B, R) on CPU, 0 on padding; fp32, fp64 in an fp64 engine.
+        """
+
+        def compute(logits: Tensor, part: Batch) -> dict[str, Tensor]:
+            log_probs, entropy = token_log_probs(logits, part.responses(), temperature, with_entropy)
+            return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+        return self._per_token(batch, micro, compute)
+
+    def values(self, batch: Batch, micro: MicroBatchRule) -> Tensor:
+        """Values of the states in which the response tokens are chosen: (B, R) on CPU, 0 on padding; else as log_probs."""
+        return self._per_token(batch, micro, lambda values, part: {"values": values})["values"]
+
+    @torch.no_grad()
+    def _per_token(
+        self, batch: Batch, micro: MicroBatchRule, compute: Callable[[Tensor, Batch], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        self.to_device(optimizer=False)
+        self.root.eval()
+        columns: dict[str, Tensor] = {}
+        for rows, part in self._micro_batches(batch.select(*SEQUENCE), micro):
+            width = part.response_length
+            padding = ~part["attention_mask"][:, -width:]
+            for name, figures in compute(response_outputs(self.root, part, self.head), part).items():
+                empty = torch.zeros(len(batch), batch.response_length, dtype=figures.dtype)
+                column = columns.setdefault(name, empty)
+                if rows:
+                    column[rows, :width] = figures.masked_fill(padding, 0).cpu()
+        self.sharded.reshard()
+        return columns
+
+    def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[tuple[list[int], Batch]]:
+        """Row numbers and rows of each micro-batch, as many on every process; without rows it is a dummy."""
+        lengths = row_lengths(batch)
+        most = torch.tensor(max(1, len(cut(lengths, micro))), device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        for rows in cut(lengths, micro, at_least=int(most)):
+            yield rows, take(batch, rows, lengths).map_tensors(lambda column: column.to(self.device))
+
+    # Learning -----------------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, micro: MicroBatchRule, objective: Objective) -> Metrics:
+        """One optimizer step over one mini-batch, of which `batch` is this process's share.
+
+        The result does not depend on the cut into micro-batches or processes, but for rounding. When the gradient's norm
+        is not finite the step is skipped on all processes; it still counts for the schedule.
+
+        Args:
+            batch: this process's rows; reads input_ids, attention_mask, response_mask and the objective's columns.
+            micro: size of a forward and backward.
+            objective: what to minimise.
+
+        Returns:
+            Of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), and the
+            objective's metrics.
+        """
+        assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
+        self.to_device()
+        self.root.train()
+        batch = batch.select(*SEQUENCE, *objective.columns)
+        totals = self._totals(batch, objective)
+        sums: dict[str, Tensor] = {}
+        parts = list(self._micro_batches(batch, micro))
+        for number, (_, part) in enumerate(parts, start=1):
+            with self.sharded.accumulating(last=number == len(parts)):
+                share = objective.share(response_outputs(self.root, part, self.head), part, totals)
+                # FSDP averages gradients over the processes; what is wanted is their sum.
+                (share.loss * dist.get_world_size()).backward()
+            for name, figure in {"loss": share.loss.detach(), **share.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + figure.double()
+        metrics = self._over_processes(sums)
+        return metrics | self._step()
+
+    def _totals(self, batch: Batch, objective: Objective) -> Totals:
+        mask_BR = batch["response_mask"]
+        counts = torch.stack([objective.denominator(mask_BR), mask_BR.sum()]).double().to(self.device)
+        dist.all_reduce(counts)
+        return Totals(*counts.clamp(min=1).tolist())
+
+    def _over_processes(self, sums: dict[str, Tensor]) -> Metrics:
+        names = sorted(sums)
+        figures = torch.stack([sums[name] for name in names])
+        dist.all_reduce(figures)
+        return dict(zip(names, figures.tolist(), strict=True))
+
+    def _step(self) -> Metrics:
+        lr = self.optim.lr * learning_rate_factor(self.updates, self.total_steps, self.optim)
+        configure(self.optimizer, self.optim, lr)
+        norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.steps += 1
+        self.optimizer.zero_grad()
+        self.updates += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+
+    # Weights and checkpoints --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names as in the model's own state_dict and full tensors on the device, one by one, a tied one once.
+
+        Adapters are merged in. All processes iterate to the end; the tensors are the receiver's to keep.
+        """
+        self.to_device(optimizer=False)
+        for unit in self.sharded.units:
+            with self.sharded.gathering(unit) as gather:
+                yield from merged_weights(unit.tensors(), self.adapters, gather)
+
+    def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
+        """Writes a checkpoint that takes the folder's place when it is complete.
+
+        Args:
+            folder: on a file system that all processes share.
+            contents: as CheckpointConfig.save_contents.
+        """
+        self.to_device()
+        description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
+        with checkpoint.replacing(Path(folder)) as partial:
+            checkpoint.write(partial, description, self.sharded, self.optimizer)
+            if dist.get_rank() == 0:
+                self.card.write(partial / "card")
+            if "hf_model" in contents:
+                self._write_hf_folder(partial / "hf_model")
+
+    def load(self, folder: str | Path) -> None:
+        """Goes on from a checkpoint, of any number of processes and either strategy.
+
+        Raises:
+            CheckpointError: it is not what this engine can go on from.
+        """
+        self.to_device()
+        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer)
+        if "extra" in description.contents:
+            self.updates = description.updates
+        self.steps = description.steps
+
+    def export(self, folder: str | Path) -> None:
+        """Writes a Hugging Face folder that takes the folder's place when it is complete."""
+        with checkpoint.replacing(Path(folder)) as partial:
+            self._write_hf_folder(partial)
+
+    def _write_hf_folder(self, folder: Path) -> None:
+        first = dist.get_rank() == 0
+        weights = {}
+        for name, tensor in self.weights():
+            if first:
+                weights[name] = tensor.cpu()
+        if first:
+            self.card.write_with_weights(folder, weights, self.model_config.trust_remote_code)
+
+    # Memory -------------------------------------------------------------------------------------------------------
+
+    def to_host(self) -> None:
+        """Lets what fsdp.param_offload and fsdp.optimizer_offload name wait in host memory; nothing to do on CPU."""
+        if self.device.type == "cpu":
+            return
+        self.sharded.reshard()
+        if self.fsdp.param_offload and not self._parked_parameters.occupied:
+            self._parked_parameters.park(self._on_device(self.root.parameters()))
+        if self.fsdp.optimizer_offload and self.optimizer is not None and not self._parked_state.occupied:
+            tensors = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+            self._parked_state.park(self._on_device(tensors))
+        torch.accelerator.empty_cache()
+
+    def to_device(self, optimizer: bool = True) -> None:
+        """Brings back what waits on the host. Every method does so for what it needs.
+
+        Args:
+            optimizer: the optimizer's state too.
+        """
+        self._parked_parameters.unpark()
+        if optimizer:
+            self._parked_state.unpark()
+
+    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]
+
+    def offload_stats(self) -> Metrics:
+        """Figures of activation offloading; empty when it is off."""
+        return {} if self.offload is None else vars(self.offload.stats())
+
+
+def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
+    """The model with weights on rank 0, and without them on the other ranks, which get theirs as it is sharded."""
+    first = dist.get_rank() == 0
+    plain = load_model(model, head, dtype, seed) if first else load_skeleton(model, head, dtype)
+    layout = [[(name, tensor.shape, tensor.dtype) for name, tensor in plain.state_dict().items()]]
+    own = layout[0]
+    dist.broadcast_object_list(layout, src=0)
+    # A model class may keep some weights in a type of its own when it loads them, which a skeleton cannot know.
+    return plain if own == layout[0] else load_model(model, head, dtype, seed)

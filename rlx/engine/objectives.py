@@ -1,0 +1,138 @@
+"""What an update minimises. Shape letters: B rows, R response tokens, V vocabulary.
+
+An objective turns the model's outputs on one micro-batch into its share of the mini-batch's loss and metrics. Shares are
+already divided by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
+"""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from rlx.algorithms.aggregation import denominator, token_weights
+from rlx.algorithms.kl import kl_estimate
+from rlx.algorithms.losses import policy_loss, value_loss
+from rlx.config.schema import ActorConfig, CriticConfig
+from rlx.data.batch import Batch
+from rlx.models.log_probs import token_log_probs
+
+
+class Totals(NamedTuple):
+    """Counts over the whole mini-batch, all processes together; both at least 1."""
+
+    denominator: float
+    tokens: float
+
+
+class Share(NamedTuple):
+    """One micro-batch's part of the mini-batch's loss (scalar with its graph) and of its metrics (scalars without)."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Objective(Protocol):
+    """What the engine needs to know of a loss.
+
+    `columns` are read from the batch beside the sequences. `outputs` are response logits (B, R, V) or values (B, R),
+    as the engine's head gives them.
+    """
+
+    columns: tuple[str, ...]
+
+    def denominator(self, mask_BR: Tensor) -> Tensor:
+        """This share's part of the loss's denominator, a scalar."""
+        ...
+
+    def share(self, outputs: Tensor, batch: Batch, totals: Totals) -> Share:
+        """This micro-batch's part of loss and metrics."""
+        ...
+
+
+def _per_token(stats: dict[str, Tensor], mask_BR: Tensor, tokens: float) -> dict[str, Tensor]:
+    """Each statistic's part of its mean over the mini-batch's response tokens."""
+    return {name: (x.detach() * mask_BR).sum() / tokens for name, x in stats.items()}
+
+
+class PolicyObjective:
+    """PPO's clipped loss, an entropy bonus and the KL to the reference, as the configuration weighs them.
+
+    Metrics: pg_loss, clip_fraction, clip_fraction_lower, ppo_kl (mean of old - new log-prob); with use_kl_loss also
+    kl_loss, with entropy_coeff also entropy_loss (both unweighted).
+
+    Args:
+        actor: the configuration.
+        temperature: of sampling; the log-probs are taken at it.
+        horizon: longest response allowed [tokens].
+    """
+
+    def __init__(self, actor: ActorConfig, temperature: float, horizon: int):
+        self.actor, self.temperature, self.horizon = actor, temperature, horizon
+        self.clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+        self.clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+        self.columns = ("old_log_probs", "advantages", *(["ref_log_probs"] if actor.use_kl_loss else []))
+
+    def denominator(self, mask_BR: Tensor) -> Tensor:
+        """See Objective."""
+        return denominator(mask_BR, self.actor.loss_agg_mode)
+
+    def share(self, outputs: Tensor, batch: Batch, totals: Totals) -> Share:
+        """See Objective; `outputs` are logits (B, R, V)."""
+        actor, mask_BR = self.actor, batch["response_mask"]
+        # The bonus alone needs entropy's graph; the step's entropy is known from the pass that took old_log_probs.
+        log_probs, entropy = token_log_probs(outputs, batch.responses(), self.temperature, actor.entropy_coeff != 0)
+        weights = token_weights(mask_BR, actor.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
+        loss_BR, stats = policy_loss(
+            log_probs, batch["old_log_probs"], batch["advantages"], self.clip_low, self.clip_high, actor.clip_ratio_c
+        )
+        loss = (weights * loss_BR).sum()
+        metrics = {"pg_loss": loss.detach()}
+        if actor.use_kl_loss:
+            kl = (weights * kl_estimate(log_probs, batch["ref_log_probs"], actor.kl_loss_type)).sum()
+            loss = loss + actor.kl_loss_coef * kl
+            metrics["kl_loss"] = kl.detach()
+        if entropy is not None:
+            bonus = (weights * entropy).sum()
+            loss = loss - actor.entropy_coeff * bonus
+            metrics["entropy_loss"] = bonus.detach()
+        figures = {
+            "clip_fraction": stats["clipped"],
+            "clip_fraction_lower": stats["clipped_lower"],
+            "ppo_kl": stats["approx_kl"],
+        }
+        return Share(loss, metrics | _per_token(figures, mask_BR, totals.tokens))
+
+
+class ValueObjective:
+    """The clipped squared error of the value model.
+
+    Metrics: vf_loss, clip_fraction, vpred_mean (mean value).
+
+    Args:
+        critic: the configuration; its loss_agg_mode must be set, null stands for the actor's.
+        horizon: longest response allowed [tokens].
+
+    Raises:
+        ValueError: loss_agg_mode is null.
+    """
+
+    columns = ("values", "returns")
+
+    def __init__(self, critic: CriticConfig, horizon: int):
+        if critic.loss_agg_mode is None:
+            raise ValueError(
+                "critic.loss_agg_mode: got null, expected a mode; put the actor's in its place before building the objective"
+            )
+        self.mode, self.clip, self.horizon = critic.loss_agg_mode, critic.cliprange_value, horizon
+
+    def denominator(self, mask_BR: Tensor) -> Tensor:
+        """See Objective."""
+        return denominator(mask_BR, self.mode)
+
+    def share(self, outputs: Tensor, batch: Batch, totals: Totals) -> Share:
+        """See Objective; `outputs` are values (B, R)."""
+        mask_BR = batch["response_mask"]
+        weights = token_weights(mask_BR, self.mode, self.horizon, outputs.dtype) / totals.denominator
+        loss_BR, stats = value_loss(outputs, batch["values"], batch["returns"], self.clip)
+        loss = (weights * loss_BR).sum()
+        figures = {"clip_fraction": stats["clipped"], "vpred_mean": outputs}
+        return Share(loss, {"vf_loss": loss.detach()} | _per_token(figures, mask_BR, totals.tokens))

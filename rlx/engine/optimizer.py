@@ -1,0 +1,79 @@
+"""AdamW, its learning-rate schedule, and clipping of sharded gradients."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from rlx.config.schema import OptimConfig
+
+
+def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """Share of the peak learning rate at optimizer step `step` (the first is 0).
+
+    Linear warm-up over w steps, none of them at rate 0, then constant, or a cosine or line down to `min_lr_ratio` at
+    `total_steps`.
+    """
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    fall = progress if optim.lr_scheduler_type == "linear" else 0.5 * (1 - math.cos(math.pi * progress))
+    return 1.0 - (1.0 - optim.min_lr_ratio) * fall
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> AdamW:
+    """AdamW over the parameters that are trained."""
+    trained = [p for p in parameters if p.requires_grad]
+    return AdamW(trained, lr=optim.lr, **_constants(optim))
+
+
+def _constants(optim: OptimConfig) -> dict[str, Any]:
+    return {"betas": tuple(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
+
+
+def configure(optimizer: AdamW, optim: OptimConfig, lr: float) -> None:
+    """Puts the configured numbers in place of those that a loaded state may have brought along."""
+    for group in optimizer.param_groups:
+        group.update(_constants(optim), lr=lr)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; a plain tensor is its own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, replicas: int, device: torch.device) -> float:
+    """Scales all gradients so that their global norm is at most `max_norm`.
+
+    One way for both kinds of FSDP: the squared norms of all parts are added in fp64 over all processes, so that every
+    process gets the same number and, with it, comes to the same decision. A gradient that is not finite is left as it is.
+
+    Args:
+        parameters: sharded; those without a gradient are passed over.
+        max_norm: largest norm [unit of the gradients].
+        replicas: how many processes hold each part.
+        device: where the default process group reduces.
+
+    Returns:
+        The norm before clipping.
+    """
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        squares += torch.linalg.vector_norm(gradient, dtype=wide).double().square().to(device)
+    dist.all_reduce(squares)
+    norm = (squares / replicas).sqrt().item()
+    if math.isfinite(norm) and norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)
+    return norm

@@ -1,0 +1,328 @@
+"""How a model is cut over processes: what FSDP1 and FSDP2 share, and in one class each what differs.
+
+A model is sharded in units: each transformer layer, then the root with what is left (embeddings, final norm, head), so
+that tied embeddings fall into one unit.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from rlx.config.schema import FSDPConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class Precision(NamedTuple):
+    """Types of the stored parameters, of forward and backward, and of the sum of gradients over processes."""
+
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+def precision_of(fsdp: FSDPConfig, device: torch.device) -> Precision:
+    """The configured types, with `auto` decided for this device."""
+    chosen, stored = fsdp.mixed_precision.param_dtype, DTYPES[fsdp.model_dtype]
+    automatic = stored if device.type == "cpu" else torch.bfloat16
+    compute = automatic if chosen == "auto" else DTYPES[chosen]
+    return Precision(stored, compute, DTYPES[fsdp.mixed_precision.reduce_dtype])
+
+
+def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
+    """One dimension `shard` over all processes, or `replicate` x `shard` when groups are smaller (HSDP).
+
+    Raises:
+        ValueError: `fsdp_size` does not divide the number of processes.
+    """
+    world = dist.get_world_size()
+    size = world if fsdp_size == -1 else fsdp_size
+    if size < 1 or world % size:
+        raise ValueError(f"fsdp_size: got {fsdp_size}, expected -1 or a divisor of the number of processes, {world}")
+    if size == world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def transformer_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules of the classes that transformers' `_no_split_modules` names, by their place in the model.
+
+    Raises:
+        ValueError: there are none.
+    """
+    classes = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in classes and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__}: _no_split_modules names {sorted(classes)}, expected the classes of its layers; "
+            "without them there is nothing to shard by"
+        )
+    return found
+
+
+class Unit(NamedTuple):
+    """What is gathered together: a layer, or the root without its layers.
+
+    `prefix` is its place in the model, `module` the plain module, `names` its own entries in the model's state_dict
+    relative to it (a tied one once), `wrapped` what FSDP made of the module.
+    """
+
+    prefix: str
+    module: nn.Module
+    names: list[str]
+    wrapped: nn.Module
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its entries by their full names, as they are now."""
+        found = {}
+        for name in self.names:
+            path, _, leaf = name.rpartition(".")
+            found[f"{self.prefix}{name}"] = getattr(self.module.get_submodule(path), leaf)
+        return found
+
+
+def _own_names(module: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Names in the module's state_dict outside these layers; of tied tensors only the first."""
+    seen: set[int] = set()
+    names = []
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and not any(name.startswith(f"{layer}.") for layer in layers):
+            names.append(name)
+        seen.add(id(tensor))
+    return names
+
+
+def materialise(module: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Brings what `module` holds outside `layers` to the device, with rank 0's values on every rank.
+
+    Ranks other than 0 may hold it on the meta device, so that only one process per run reads the weights. Ties stay.
+    """
+    inside = {part for layer in layers for part in layer.modules()}
+    moved: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        if part in inside:
+            continue
+        own = [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in own:
+            if tensor not in moved:
+                value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+                dist.broadcast(value, src=0)
+                moved[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            setattr(part, name, moved[tensor])
+
+
+class Sharded(ABC):
+    """A model cut over the processes.
+
+    Attributes:
+        root: what is called; forward and backward gather and reduce by themselves.
+        units: what is gathered together, the root first.
+        replicas: how many processes hold each shard.
+        state_options: for torch.distributed.checkpoint.state_dict.
+    """
+
+    root: nn.Module
+    units: list[Unit]
+    replicas: int
+    state_options: StateDictOptions
+
+    @abstractmethod
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; `last` says that the optimizer steps next.
+
+        Gradients are reduced to shards after every micro-batch: keeping them whole until the last one would save
+        traffic at the price of a full copy of the gradients.
+        """
+
+    @abstractmethod
+    def reshard(self) -> None:
+        """Frees gathered parameters that a forward without a backward has left behind."""
+
+    @abstractmethod
+    def gathering(self, unit: Unit) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """A function that makes a full copy of one of the unit's tensors, taken inside the context; all processes join."""
+
+
+class FSDP2Model(Sharded):
+    """`fully_shard`: parameters become DTensors in place."""
+
+    def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
+        mesh = build_mesh(fsdp.fsdp_size, device)
+        layers = transformer_layers(model)
+        self.device, self.root = device, model
+        self.replicas = mesh.size() // mesh["shard"].size()
+        self.state_options = StateDictOptions()
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision)}
+        # On the CPU parameters are where the policy would put them.
+        options["offload_policy"] = (
+            CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
+        )
+        self.units = [Unit("", model, _own_names(model, list(layers)), model)]
+        for name, layer in layers.items():
+            self.units.append(Unit(f"{name}.", layer, _own_names(layer, []), layer))
+            materialise(layer, [], device)
+            fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
+        materialise(model, list(layers.values()), device)
+        # The root's head is used last in forward and first in backward: freeing it between would only gather it again.
+        fully_shard(model, reshard_after_forward=False, **options)
+        if fsdp.forward_prefetch:
+            for layer, following in pairwise(layers.values()):
+                layer.set_modules_to_forward_prefetch([following])
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """See Sharded. Between replicas (HSDP) only the last micro-batch's sum travels."""
+        self.root.set_requires_all_reduce(last)
+        yield
+
+    def reshard(self) -> None:
+        """See Sharded."""
+        for unit in self.units:
+            assert isinstance(unit.wrapped, FSDPModule)
+            unit.wrapped.reshard()
+
+    @contextmanager
+    def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
+        """See Sharded."""
+        self.reshard()
+        yield self._full
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().clone()
+        # The device's collectives cannot reach shards that an offload policy keeps on the host.
+        full = tensor.detach().to(self.device).full_tensor()
+        return full.clone() if tensor.device_mesh.size() == 1 else full
+
+
+def _mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    compute = None if precision.compute == precision.stored else precision.compute
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce)
+
+
+class FSDP1Model(Sharded):
+    """`FullyShardedDataParallel` with original parameters.
+
+    Raises:
+        ValueError: an option that FSDP1 cannot do right together with gradient accumulation.
+    """
+
+    def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
+        mesh = build_mesh(fsdp.fsdp_size, device)
+        layers = transformer_layers(model)
+        shards = mesh["shard"].size()
+        self.replicas = mesh.size() // shards
+        sharded = shards > 1
+        # FSDP1 has no sharded state_dict for a single process; the whole one reads and writes the same format.
+        self.state_options = StateDictOptions(full_state_dict=not sharded)
+        options: dict[str, Any] = {
+            "sharding_strategy": _fsdp1_strategy(fsdp, mesh),
+            "device_mesh": mesh,
+            "device_id": device,
+            "use_orig_params": True,
+            "forward_prefetch": fsdp.forward_prefetch,
+            "mixed_precision": _fsdp1_mixed_precision(precision),
+        }
+        self.units = []
+        own_names = _own_names(model, list(layers))
+        for name, layer in layers.items():
+            materialise(layer, [], device)
+            names = _own_names(layer, [])
+            parent, _, leaf = name.rpartition(".")
+            wrapped = _wrap(layer, options)
+            setattr(model.get_submodule(parent), leaf, wrapped)
+            self.units.append(Unit(f"{name}.", layer, names, wrapped))
+        materialise(model, list(layers.values()), device)
+        inner = _wrap(model, options)
+        self.units.insert(0, Unit("", model, own_names, inner))
+        # FSDP1 never frees the root's parameters after forward. An outer root that owns none lets the inner one free its.
+        self.root = _wrap(inner, options)
+        # Gathering a unit before the root is known would make that unit a root.
+        with FullyShardedDataParallel.summon_full_params(self.root, recurse=False, writeback=False):
+            pass
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """See Sharded."""
+        return nullcontext()
+
+    def reshard(self) -> None:
+        """See Sharded. Only with reshard_after_forward=False something stays: until the next backward, and FSDP1 cannot tell."""
+
+    @contextmanager
+    def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
+        """See Sharded."""
+        with FullyShardedDataParallel.summon_full_params(unit.wrapped, recurse=False, writeback=False):
+            yield lambda tensor: tensor.detach().clone()
+
+
+def _fsdp1_strategy(fsdp: FSDPConfig, mesh: DeviceMesh) -> ShardingStrategy:
+    if fsdp.offload_policy:
+        raise ValueError(
+            "offload_policy: FSDP1 drops accumulated gradients with it; use strategy=fsdp2, or param_offload and optimizer_offload"
+        )
+    if mesh.size() == 1:
+        return ShardingStrategy.NO_SHARD
+    if mesh.ndim == 1:
+        return ShardingStrategy.FULL_SHARD if fsdp.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+    if fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward:
+        raise ValueError(
+            f"fsdp_size={fsdp.fsdp_size} with reshard_after_forward={fsdp.reshard_after_forward}: FSDP1 replicates only "
+            "groups of 2 or more processes that reshard after forward; use strategy=fsdp2"
+        )
+    return ShardingStrategy.HYBRID_SHARD
+
+
+def _fsdp1_mixed_precision(precision: Precision) -> MixedPrecision:
+    return MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+
+
+def _wrap(module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:
+    with warnings.catch_warnings():
+        # Meant for users who choose NO_SHARD among several processes; with one there is nothing to shard.
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        return FullyShardedDataParallel(module, **options)
+
+
+def shard(model: nn.Module, strategy: str, fsdp: FSDPConfig, precision: Precision, device: torch.device) -> Sharded:
+    """Cuts a model over all processes.
+
+    Args:
+        model: with rank 0's weights in host memory; other ranks may hold it on the meta device.
+        strategy: `fsdp2` or `fsdp`.
+        fsdp: the configuration.
+        precision: as `precision_of` gives it.
+        device: of this process.
+
+    Raises:
+        ValueError: the configuration does not fit the number of processes or the strategy.
+    """
+    kinds = {"fsdp2": FSDP2Model, "fsdp": FSDP1Model}
+    if strategy not in kinds:
+        raise ValueError(f"strategy: got {strategy!r}, expected fsdp2 or fsdp")
+    return kinds[strategy](model, fsdp, precision, device)

@@ -1,0 +1,50 @@
+"""Turns a role's checkpoint into a Hugging Face folder, in one process: `python -m rlx.export CHECKPOINT_DIR OUT_DIR`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlx.engine.checkpoint import read_description, read_weights, replacing
+from rlx.models.hf_folder import ModelCard
+
+
+def export(checkpoint: Path, out: Path, trust_remote_code: bool = False) -> None:
+    """Writes a folder that `from_pretrained` loads.
+
+    Args:
+        checkpoint: of one role, such as `.../global_step_N/actor`.
+        out: does not exist yet, or is empty.
+        trust_remote_code: the model brings its own code.
+
+    Raises:
+        CheckpointError: no checkpoint, or one without model.
+        ValueError: something is in `out`.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
+    description = read_description(checkpoint)
+    card = ModelCard.read(checkpoint / "card", description.head, trust_remote_code)
+    with replacing(out) as partial:
+        card.write_with_weights(partial, read_weights(checkpoint), trust_remote_code)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns its exit code: 0, or 2 when the folders are not what was expected."""
+    parser = argparse.ArgumentParser(prog="python -m rlx.export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a run's .../global_step_N, or the folder of one role in it")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--role", default="actor", help="which role of a global_step_N folder (default: actor)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="the model brings its own code")
+    chosen = parser.parse_args(arguments)
+    folder = chosen.checkpoint / chosen.role
+    try:
+        export(folder if folder.is_dir() else chosen.checkpoint, chosen.out, chosen.trust_remote_code)
+    except ValueError as error:
+        print(f"rlx.export: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {chosen.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What the functions that run on ranks share: engines, a batch, gradients and full weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from rlx.config.schema import ActorConfig, CriticConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
+from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
+from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.objectives import PolicyObjective, ValueObjective
+
+P, R = 6, 7
+FP64 = FSDPConfig(model_dtype="fp64", mixed_precision=MixedPrecisionConfig(reduce_dtype="fp64"))
+ROWS = MicroBatchRule(rows=4)
+
+
+def build(
+    folder: str, fsdp: FSDPConfig = FP64, strategy: str = "fsdp2", lr: float = 1e-2, model: Any = None, **options: Any
+) -> Engine:
+    chosen = ModelConfig(path=folder, **(model or {}))
+    optim = OptimConfig(lr=lr, lr_warmup_steps=2, lr_scheduler_type="cosine")
+    defaults = {"optim": optim, "total_steps": 10, "grad_clip": 1e9}
+    return Engine(chosen, fsdp, strategy=strategy, device=torch.device("cpu"), **(defaults | options))
+
+
+def make_batch(rows: int = 8, seed: int = 0) -> Batch:
+    """Ragged prompts and responses, among them a full row, an empty response and one with a gap in its response mask."""
+    g = torch.Generator().manual_seed(seed)
+    prompts, responses = (torch.randint(1, n + 1, (rows, 1), generator=g) for n in (P, R))
+    prompts[0], responses[0] = P, R
+    if rows > 2:
+        responses[2] = 0
+    mask = torch.cat([torch.arange(P) >= P - prompts, torch.arange(R) < responses], dim=1)
+    response_mask = mask[:, P:].clone()
+    response_mask[0, 2:4] = False
+    noise = {name: torch.randn(rows, R, generator=g, dtype=torch.float64) for name in ("a", "o", "r", "v", "t")}
+    return Batch.of(
+        {
+            "input_ids": torch.randint(3, 250, (rows, P + R), generator=g).masked_fill(~mask, 0),
+            "attention_mask": mask,
+            "response_mask": response_mask,
+            "advantages": noise["a"],
+            "old_log_probs": -5.5 + 0.3 * noise["o"],
+            "ref_log_probs": -5.5 + 0.3 * noise["r"],
+            "values": 0.3 * noise["v"],
+            "returns": noise["t"],
+        }
+    )
+
+
+def policy(mode: str = "token-mean", **options: Any) -> PolicyObjective:
+    actor = ActorConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05, **options)
+    return PolicyObjective(actor, temperature=0.7, horizon=R)
+
+
+def value(mode: str = "token-mean") -> ValueObjective:
+    return ValueObjective(CriticConfig(loss_agg_mode=mode), horizon=R)
+
+
+def own_share(batch: Batch, sizes: Sequence[int]) -> Batch:
+    """This rank's contiguous share."""
+    first = sum(sizes[: dist.get_rank()])
+    return batch.rows(range(first, first + sizes[dist.get_rank()]))
+
+
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    return dict(engine.weights())
+
+
+class Gradients:
+    """Keeps the full gradients that each optimizer step sees, flattened in the order of their names."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.seen: list[torch.Tensor] = []
+        engine.optimizer.register_step_pre_hook(lambda *_: self.seen.append(self.now()))
+
+    def now(self) -> torch.Tensor:
+        root = self.engine.root
+        if isinstance(root, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(root, with_grads=True, writeback=False):
+                found = {
+                    name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in root.named_parameters()
+                }
+        else:
+            found = {name: p.grad.full_tensor().clone() for name, p in root.named_parameters()}
+        return torch.cat([found[name].flatten() for name in sorted(found)])

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx.data.batch import Batch
+from rlx.engine.micro_batch import MicroBatchRule, RowLength, cut, row_lengths, take
+
+LENGTHS = st.lists(st.builds(RowLength, st.integers(0, 20), st.integers(0, 20)), max_size=12)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(0, 15))
+def test_by_rows_each_row_comes_once_and_no_part_is_too_large(lengths, rows, at_least):
+    parts = cut(lengths, MicroBatchRule(rows=rows), at_least)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert max((len(part) for part in parts), default=0) <= rows
+    assert len(parts) == max(at_least, -(-len(lengths) // rows))
+
+
+@given(LENGTHS, st.integers(1, 80), st.integers(0, 15))
+def test_by_tokens_no_part_computes_more_unless_it_is_one_row(lengths, tokens, at_least):
+    parts = cut(lengths, MicroBatchRule(tokens=tokens), at_least)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert len(parts) >= at_least
+    for part in parts:
+        computed = len(part) * sum(max((lengths[row][side] for row in part), default=0) for side in (0, 1))
+        assert computed <= tokens or len(part) == 1
+
+
+def test_rows_are_cut_in_order_with_a_ragged_end():
+    assert cut([RowLength(1, 1)] * 8, MicroBatchRule(rows=3)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_a_row_longer_than_the_limit_is_alone():
+    assert cut([RowLength(2, 2), RowLength(9, 9), RowLength(2, 2)], MicroBatchRule(tokens=8)) == [[1], [0, 2]]
+
+
+def test_missing_micro_batches_come_from_the_largest_and_then_are_empty():
+    assert cut([RowLength(1, 1)] * 3, MicroBatchRule(rows=3), at_least=5) == [[0], [1], [2], [], []]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rows": 2, "tokens": 3}, {"rows": 0}, {"tokens": 0}])
+def test_a_rule_is_rows_or_tokens(arguments):
+    with pytest.raises(ValueError, match="exactly one"):
+        MicroBatchRule(**arguments)
+
+
+def batch() -> Batch:
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0]]).bool()
+    return Batch.of(
+        {
+            "input_ids": torch.arange(21).view(3, 7),
+            "attention_mask": mask,
+            "response_mask": mask[:, 4:],
+            "advantages": torch.arange(9.0).view(3, 3),
+        }
+    )
+
+
+def test_row_lengths_count_from_the_first_prompt_to_the_last_response_token():
+    assert row_lengths(batch()) == [RowLength(2, 1), RowLength(3, 2), RowLength(1, 0)]
+
+
+def test_take_drops_what_is_padding_in_all_rows():
+    taken = take(batch(), [2, 0], row_lengths(batch()))
+    assert taken["input_ids"].tolist() == [[16, 17, 18], [2, 3, 4]]
+    assert taken["advantages"].tolist() == [[6.0], [0.0]]
+    assert taken.responses().tolist() == [[18], [4]]
+
+
+def test_take_keeps_a_prompt_and_a_response_column_of_empty_rows():
+    assert take(batch(), [2], row_lengths(batch()))["input_ids"].tolist() == [[17, 18]]
+
+
+def test_no_rows_give_a_dummy_that_counts_for_nothing():
+    dummy = take(batch(), [], [])
+    assert dummy["input_ids"].shape == (1, 2)
+    assert dummy["attention_mask"].all() and not dummy["response_mask"].any()
+
+
+def test_lengths_of_no_rows():
+    assert row_lengths(batch().rows([])) == []
