@@ -3,6 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+from rlx.trainer.warm_start import warm_start
+from rlx.workers.worker import Worker
+
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.runtime import session
 from rlx.config.schema import PPOConfig
@@ -13,8 +16,6 @@ from rlx.trainer.loop import Trainer, has_critic, roles_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.report import write_report
 from rlx.trainer.tracking import Tracker
-from rlx.trainer.warm_start import warm_start
-from rlx.workers.worker import Worker
 
 
 def run(config: PPOConfig, yaml: str) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlx.algorithms.advantages import gae, grpo, masked_whiten
+from rlx.algorithms.advantages import gae, grpo, masked_whiten, token_rewards
 from rlx.algorithms.kl import kl_estimate
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
@@ -75,13 +75,6 @@ def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> I
             yield batch.rows([row for group in order[first : first + prompts] for row in members[group]])
 
 
-def place_scores(scores_B: Tensor, mask_BR: Tensor) -> Tensor:
-    """Each score on the last token of its response, zero elsewhere: (B, R). An empty response gets no reward."""
-    positions = torch.arange(mask_BR.shape[1], device=mask_BR.device)
-    last = torch.where(mask_BR, positions, -1).max(dim=1, keepdim=True).values
-    return torch.where((positions == last) & mask_BR, scores_B[:, None], 0.0)
-
-
 def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Batch, float | None]:
     """Writes token_rewards: the score, less `kl_coef` times the KL to the reference where asked.
 
@@ -89,12 +82,11 @@ def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tup
         The batch, and the mean over samples of the per-token mean KL, or None where KL is not in the reward.
     """
     mask = batch["response_mask"]
-    rewards = place_scores(batch["scores"], mask)
     if not algorithm.use_kl_in_reward:
-        return batch.with_(token_rewards=rewards), None
+        return batch.with_(token_rewards=token_rewards(batch["scores"], mask)), None
     kl_BR = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_penalty) * mask
     kl = (kl_BR.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()
-    return batch.with_(token_rewards=rewards - kl_coef * kl_BR), kl
+    return batch.with_(token_rewards=token_rewards(batch["scores"], mask, kl_BR, kl_coef)), kl
 
 
 def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
