@@ -79,7 +79,9 @@ IDLE = (
         _of_models("activation_offload.max_device_bytes"), lambda s: True, "save=auto, which reads it, is not built yet"
     ),
     Idle(
-        _of_models("activation_offload.pin_memory", "activation_offload.use_streams"), _on_cpu, "copies are synchronous"
+        _of_models(*(f"activation_offload.{name}" for name in ("pin_memory", "use_streams", "max_inflight_bytes"))),
+        _on_cpu,
+        "copies are synchronous",
     ),
     _flagged(f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"),
     _flagged("critic.model.lora_rank", "critic.model.lora_alpha", "critic.model.target_modules"),

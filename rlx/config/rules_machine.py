@@ -99,7 +99,7 @@ def packages_are_installed(s: Setting) -> Faults:
     ]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
-        ("peft", adapters, "`pip install peft`, or set it to 0"),
+        ("peft", adapters, "`pip install 'rlx[lora]'`, or set it to 0"),
         ("wandb", trackers, "`pip install wandb`, or take wandb out of the list"),
         ("flash_attn", flash, "`pip install flash-attn --no-build-isolation`, or set it to sdpa"),
     )

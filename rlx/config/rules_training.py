@@ -206,6 +206,27 @@ def one_way_to_the_host(s: Setting) -> Faults:
             yield Fault("parameters cannot be offloaded in two ways at once", got, "one of them", remedy, keys)
 
 
+def fsdp1_can_do_it(s: Setting) -> Faults:
+    """FSDP1 has no right way of some combinations with gradient accumulation."""
+    world = processes(s.config)
+    for role in sharded_roles(s.config):
+        fsdp, key = role.fsdp, role.fsdp_key
+        if role.strategy != "fsdp":
+            continue
+        remedy = f"set {'critic' if role.name == 'critic' else 'actor_rollout_ref.actor'}.strategy=fsdp2"
+        if fsdp.offload_policy:
+            policy = f"{key}.offload_policy"
+            either = f"{remedy}, or use {key}.param_offload"
+            yield Fault("FSDP1 loses gradients with its CPU offload", f"{policy}=True", "FSDP2", either, (policy,))
+        if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward):
+            keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")
+            got = f"{keys[0]}={fsdp.fsdp_size}, {keys[1]}={fsdp.reshard_after_forward}"
+            expected = "groups of 2 or more processes that reshard after forward"
+            yield Fault(
+                "FSDP1 cannot replicate these sharding groups", got, expected, f"{remedy}, or {keys[0]}=-1", keys
+            )
+
+
 # Resuming
 
 
@@ -242,6 +263,7 @@ TRAINING_RULES = (
     disk_tier_has_a_directory,
     sharding_group_divides_processes,
     one_way_to_the_host,
+    fsdp1_can_do_it,
     resume_path_is_given,
     validation_has_a_model,
 )

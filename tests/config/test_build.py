@@ -1,0 +1,174 @@
+import pytest
+
+from rlx.config.build import build, nearest_keys
+from rlx.config.faults import Fault
+from rlx.config.schema import PPOConfig
+from rlx.config.tree import LEAVES, value_at
+from rlx.config.verl_keys import REMEDIES, remedy_for
+
+
+def nested(key: str, value: object) -> dict:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def build_one(key: str, value: object) -> tuple[object, list[Fault]]:
+    config, faults = build(nested(key, value))
+    return (value_at(config, key) if key in LEAVES else None), faults
+
+
+def test_nothing_given_is_the_defaults():
+    assert build({}) == (PPOConfig(), [])
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "read"),
+    [
+        ("trainer.seed", 3, 3),
+        ("critic.optim.lr", 1, 1.0),
+        ("data.train_files", "a", ("a",)),
+        ("data.train_files", ["a", "b"], ("a", "b")),
+        ("data.train_files", [], ()),
+        ("critic.optim.betas", [0, 0.5], (0.0, 0.5)),
+        ("data.val_batch_size", None, None),
+        ("data.val_batch_size", 5, 5),
+        ("critic.strategy", None, None),
+        ("ray_kwargs.ray_init", {"a": {"b": [1]}, 2: 3}, {"a": {"b": [1]}, "2": 3}),
+        ("data.shuffle", False, False),
+        ("trainer.logger", ["wandb", "console"], ("wandb", "console")),
+    ],
+)
+def test_values_of_the_right_type_are_read(key: str, given: object, read: object):
+    value, faults = build_one(key, given)
+    assert faults == []
+    assert value == read
+    assert type(value) is type(read)
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("trainer.seed", "3", "int, >= 0"),
+        ("trainer.seed", 3.0, "int, >= 0"),
+        ("trainer.seed", True, "int, >= 0"),
+        ("trainer.seed", None, "int, >= 0"),
+        ("trainer.seed", [3], "int, >= 0"),
+        ("critic.optim.lr", "1e-5", "float, >= 0"),
+        ("critic.optim.lr", True, "float, >= 0"),
+        ("data.shuffle", 1, "bool"),
+        ("data.shuffle", "true", "bool"),
+        ("trainer.project_name", 3, "str"),
+        ("data.train_files", [1], "list of str"),
+        ("data.train_files", None, "list of str"),
+        ("critic.optim.betas", 0.9, "list of float"),
+        ("critic.optim.betas", "0.9", "list of float"),
+        ("data.val_batch_size", "all", "int or null, >= 1"),
+        ("ray_kwargs.ray_init", 3, "mapping"),
+        ("ray_kwargs.ray_init", None, "mapping"),
+    ],
+)
+def test_a_wrong_type_is_a_fault_and_keeps_the_default(key: str, given: object, expected: str):
+    value, (fault,) = build_one(key, given)
+    assert value == LEAVES[key].default
+    assert fault.what == f"{key} has the wrong type"
+    assert repr(given) in fault.got
+    assert fault.expected == expected
+    assert fault.keys == (key,)
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("trainer.nnodes", 0, "int, >= 1"),
+        ("algorithm.gamma", 1.1, "float, >= 0 and <= 1"),
+        ("algorithm.gamma", -0.1, "float, >= 0 and <= 1"),
+        ("actor_rollout_ref.rollout.temperature", 0.0, "float, > 0"),
+        ("critic.optim.lr", float("nan"), "float, >= 0"),
+        ("critic.optim.lr", float("inf"), "float, >= 0"),
+        ("algorithm.adv_estimator", "rloo", "one of gae, grpo"),
+        ("critic.strategy", "ddp", "one of null, fsdp, fsdp2"),
+        ("trainer.logger", ["console", "paper"], "list of str, one of console, tensorboard, jsonl, wandb"),
+        ("critic.checkpoint.save_contents", "weights", "list of str, one of model, optimizer, extra, hf_model"),
+        ("data.arithmetic.difficulty", 4, "one of 1, 2, 3"),
+    ],
+)
+def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str):
+    _, (fault,) = build_one(key, given)
+    assert fault.what == f"{key} is out of range"
+    assert fault.expected == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("trainer.total_epoch", ["trainer.total_epochs"]),
+        ("actor_rollout_ref.actor.clip_ration", ["actor_rollout_ref.actor.clip_ratio"]),
+        ("trainer.train_batch_size", ["data.train_batch_size"]),
+        ("train_batch_size", ["data.train_batch_size"]),
+        ("algorithm.use_kl_loss", ["actor_rollout_ref.actor.use_kl_loss"]),
+        ("actor_rolout_ref.actor.entropy_coef", ["actor_rollout_ref.actor.entropy_coeff"]),
+        ("zzz.qqq", []),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_known_one(key: str, near: list[str]):
+    assert nearest_keys(key) == near
+    _, (fault,) = build_one(key, 1)
+    assert fault.what == f"unknown key {key}"
+    assert all(name in fault.remedy for name in near)
+    assert set(fault.keys) == {key, *near}
+
+
+def test_a_name_known_at_several_places_names_them_all():
+    near = nearest_keys("actor_rollout_ref.lora_rank")
+    assert set(near) == {"actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"}
+    assert near[0] == "actor_rollout_ref.model.lora_rank"
+
+
+def test_an_unknown_group_is_reported_leaf_by_leaf():
+    _, faults = build({"mystery": {"a": 1, "b": {"c": 2}}, "trainer": {"seed": 2}})
+    assert [fault.what for fault in faults] == ["unknown key mystery.a", "unknown key mystery.b.c"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.model.use_liger",
+        "actor_rollout_ref.model.use_fused_kernels",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        "data.return_raw_chat",
+        "algorithm.filter_groups.enable",
+        "algorithm.rollout_correction.rollout_is",
+        "actor_rollout_ref.actor.ppo_micro_batch_size",
+        "critic.model.fsdp_config.param_offload",
+    ],
+)
+def test_keys_of_verl_get_a_remedy_of_their_own(key: str):
+    remedy = remedy_for(key)
+    assert remedy is not None
+    _, (fault,) = build_one(key, 1)
+    assert fault.remedy == remedy
+    assert fault.keys == (key,)
+
+
+def test_no_key_of_rlx_is_listed_as_missing():
+    assert [key for key in LEAVES if remedy_for(key)] == ["ray_kwargs.ray_init"]
+    assert all(remedy for remedy in REMEDIES.values())
+
+
+def test_a_missing_value_is_asked_for():
+    _, (fault,) = build_one("data.train_files", "???")
+    assert "no value" in fault.what
+    assert "data.train_files=" in fault.remedy
+
+
+def test_a_plain_value_for_a_group_breaks_every_key_below_it():
+    _, (fault,) = build({"critic": {"optim": None}})
+    assert fault.what == "critic.optim is a group of keys"
+    assert "critic.optim.lr" in fault.keys
+
+
+def test_every_key_is_documented():
+    for key, leaf in LEAVES.items():
+        assert leaf.info.doc.endswith("."), key
+        assert build_one(key, list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)[1] == [], key
