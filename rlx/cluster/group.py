@@ -4,15 +4,18 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from rlx.cluster.errors import Fault, Place, WorkerFailure, death_of, first_cause, one_line
-from rlx.cluster.host import Answer, Host
 from rlx.cluster.mesh import Mesh, share_ranges
 from rlx.cluster.placement import Pool
+from rlx.cluster.process import Answer, WorkerProcess
+from rlx.cluster.runtime import Cluster
+from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch, concat
 
 GRACE_S = 2.0  # after an error of a rank's own: time for an earlier one to arrive
@@ -46,23 +49,42 @@ class WorkerGroup:
         meshes: Mapping[str, Mesh] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.world_size = len(pool.slots)
+        self.size = len(pool.slots)
         self._pool = pool
         self._meshes = dict(meshes or {})
-        self._default_mesh = Mesh.of(self.world_size)
+        self._default_mesh = Mesh.of(self.size)
         self._places: dict[int, Place] = {}
         self._open = True
-        host = ray.remote(max_restarts=0, max_task_retries=0)(Host)
-        self._hosts = [host.options(**pool.options(slot)).remote(rank) for rank, slot in enumerate(pool.slots)]
+        actor = ray.remote(max_restarts=0, max_task_retries=0)(WorkerProcess)
+        self._processes = [actor.options(**pool.options(slot)).remote(rank) for rank, slot in enumerate(pool.slots)]
         try:
-            self._places = dict(enumerate(self._collect([h.place.remote() for h in self._hosts], "worker", "start")))
+            self._places = dict(
+                enumerate(self._collect([p.place.remote() for p in self._processes], "worker", "start"))
+            )
             self._set_environment(environment or {})
             shared = ray.put(arguments)
-            built = [h.build.remote(worker_class, shared) for h in self._hosts]
+            built = [p.build.remote(worker_class, shared) for p in self._processes]
             self._collect(built, "worker", "__init__")
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def start(cls, cluster: Cluster, worker_class: type, config: PPOConfig, *arguments: Any) -> "WorkerGroup":
+        """Reserves `trainer.nnodes` times `trainer.n_gpus_per_node` places and builds the workers in them.
+
+        Args:
+            cluster: as `session` gives it.
+            worker_class: importable class of the workers.
+            config: goes first to the workers' constructor, with `trainer.device` decided.
+            arguments: what else it takes.
+
+        Raises:
+            PlacementError, WorkerFailure: no room, or a worker did not start.
+        """
+        trainer = replace(config.trainer, device=cluster.device)
+        pool = Pool.reserve(trainer.nnodes, trainer.n_gpus_per_node, trainer.device)
+        return cls(pool, worker_class, replace(config, trainer=trainer), *arguments)
 
     def __enter__(self) -> "WorkerGroup":
         return self
@@ -91,14 +113,14 @@ class WorkerGroup:
     def broadcast(self, role: str, method: str, *args: Any) -> list[Any]:
         """All ranks are called with the same arguments; their results in the order of ranks."""
         shared = [ray.put(arg) for arg in args]
-        return self._call(role, method, [shared] * self.world_size, set(range(self.world_size)))
+        return self._call(role, method, [shared] * self.size, set(range(self.size)))
 
     def close(self) -> None:
         """Ends the processes and gives their places back. May be called again."""
         if self._open:
             self._open = False
-            for host in self._hosts:
-                ray.kill(host)
+            for process in self._processes:
+                ray.kill(process)
             self._pool.release()
 
     def _deal(self, role: str, method: str, batch: Batch, ranges: list[range], args: tuple[Any, ...]) -> list[Any]:
@@ -114,7 +136,8 @@ class WorkerGroup:
         if not self._open:
             raise RuntimeError(f"{role}.{method} called on a worker group that is closed or has failed")
         calls = [
-            host.call.remote(role, method, rank in answering, *arguments[rank]) for rank, host in enumerate(self._hosts)
+            process.call.remote(role, method, rank in answering, *arguments[rank])
+            for rank, process in enumerate(self._processes)
         ]
         return self._collect(calls, role, method)
 
@@ -140,7 +163,7 @@ class WorkerGroup:
                 else:
                     results[rank] = result
         if not faults:
-            return [results[rank] for rank in range(self.world_size)]
+            return [results[rank] for rank in range(self.size)]
         self.close()
         cause = first_cause(faults)
         others = tuple(fault for fault in faults if fault is not cause)
@@ -148,16 +171,16 @@ class WorkerGroup:
 
     def _set_environment(self, extra: Mapping[str, str]) -> None:
         """Gives each process its rank and the address at which rank 0 will listen."""
-        port = ray.get(self._hosts[0].reserve_port.remote())
+        port = ray.get(self._processes[0].reserve_port.remote())
         common = {
-            "WORLD_SIZE": str(self.world_size),
+            "WORLD_SIZE": str(self.size),
             "MASTER_ADDR": self._places[0].node_ip,
             "MASTER_PORT": str(port),
         }
         several_nodes = len({place.node_id for place in self._places.values()}) > 1
         cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
         prepared = []
-        for rank, (host, slot) in enumerate(zip(self._hosts, self._pool.slots, strict=True)):
+        for rank, (process, slot) in enumerate(zip(self._processes, self._pool.slots, strict=True)):
             place = self._places[rank]
             threads = max(1, cores[place.node_id] // self._pool.processes_per_node)
             own = {
@@ -169,8 +192,8 @@ class WorkerGroup:
             if several_nodes and place.interface:
                 # By itself gloo takes the address of the host's name, which is often the loopback's.
                 own["GLOO_SOCKET_IFNAME"] = place.interface
-            prepared.append(host.prepare.remote({**common, **own, **extra}))
-        ray.get(prepared)
+            prepared.append(process.prepare.remote({**common, **own, **extra}))
+        self._collect(prepared, "worker", "prepare")
 
 
 def _receive(call: Any, rank: int) -> Any:

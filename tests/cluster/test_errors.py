@@ -7,7 +7,7 @@ from rlx.cluster.errors import Fault, Place, WorkerFailure, death_of, fault_of, 
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
 RAY_REPORT = """The actor died unexpectedly before finishing this task.
-\tclass_name: Host
+\tclass_name: WorkerProcess
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker
 unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed"""
 

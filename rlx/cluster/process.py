@@ -45,7 +45,7 @@ class _Collector(logging.Handler):
         return taken
 
 
-class Host:
+class WorkerProcess:
     """Ray actor that sets up a process, builds a worker in it and passes calls on.
 
     An exception comes back as a value: it need not be picklable, and Ray's own traceback stays out of the way.
