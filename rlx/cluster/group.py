@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -14,8 +13,6 @@ from rlx.cluster.errors import Fault, Place, WorkerFailure, death_of, first_caus
 from rlx.cluster.mesh import Mesh, share_ranges
 from rlx.cluster.placement import Pool
 from rlx.cluster.process import Answer, WorkerProcess
-from rlx.cluster.runtime import Cluster
-from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch, concat
 
 GRACE_S = 2.0  # after an error of a rank's own: time for an earlier one to arrive
@@ -49,10 +46,10 @@ class WorkerGroup:
         meshes: Mapping[str, Mesh] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.size = len(pool.slots)
+        self.world_size = len(pool.slots)
         self._pool = pool
         self._meshes = dict(meshes or {})
-        self._default_mesh = Mesh.of(self.size)
+        self._default_mesh = Mesh.of(self.world_size)
         self._places: dict[int, Place] = {}
         self._open = True
         actor = ray.remote(max_restarts=0, max_task_retries=0)(WorkerProcess)
@@ -68,23 +65,6 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def start(cls, cluster: Cluster, worker_class: type, config: PPOConfig, *arguments: Any) -> "WorkerGroup":
-        """Reserves `trainer.nnodes` times `trainer.n_gpus_per_node` places and builds the workers in them.
-
-        Args:
-            cluster: as `session` gives it.
-            worker_class: importable class of the workers.
-            config: goes first to the workers' constructor, with `trainer.device` decided.
-            arguments: what else it takes.
-
-        Raises:
-            PlacementError, WorkerFailure: no room, or a worker did not start.
-        """
-        trainer = replace(config.trainer, device=cluster.device)
-        pool = Pool.reserve(trainer.nnodes, trainer.n_gpus_per_node, trainer.device)
-        return cls(pool, worker_class, replace(config, trainer=trainer), *arguments)
 
     def __enter__(self) -> "WorkerGroup":
         return self
@@ -113,7 +93,7 @@ class WorkerGroup:
     def broadcast(self, role: str, method: str, *args: Any) -> list[Any]:
         """All ranks are called with the same arguments; their results in the order of ranks."""
         shared = [ray.put(arg) for arg in args]
-        return self._call(role, method, [shared] * self.size, set(range(self.size)))
+        return self._call(role, method, [shared] * self.world_size, set(range(self.world_size)))
 
     def close(self) -> None:
         """Ends the processes and gives their places back. May be called again."""
@@ -163,7 +143,7 @@ class WorkerGroup:
                 else:
                     results[rank] = result
         if not faults:
-            return [results[rank] for rank in range(self.size)]
+            return [results[rank] for rank in range(self.world_size)]
         self.close()
         cause = first_cause(faults)
         others = tuple(fault for fault in faults if fault is not cause)
@@ -173,7 +153,7 @@ class WorkerGroup:
         """Gives each process its rank and the address at which rank 0 will listen."""
         port = ray.get(self._processes[0].reserve_port.remote())
         common = {
-            "WORLD_SIZE": str(self.size),
+            "WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": self._places[0].node_ip,
             "MASTER_PORT": str(port),
         }
@@ -189,6 +169,8 @@ class WorkerGroup:
                 "LOCAL_RANK": "0" if self._pool.gpu else str(slot.local_rank),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             }
+            if not self._pool.gpu:
+                own["CUDA_VISIBLE_DEVICES"] = ""
             if several_nodes and place.interface:
                 # By itself gloo takes the address of the host's name, which is often the loopback's.
                 own["GLOO_SOCKET_IFNAME"] = place.interface

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -22,27 +21,8 @@ _PROBE_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A Ray that runs.
-
-    Args:
-        device: what the workers compute on, `cpu` or `cuda`.
-    """
-
-    device: str
-
-    @classmethod
-    def of(cls, config: PPOConfig) -> "Cluster":
-        """The Ray that this process is connected to; for `trainer.device=auto` GPUs are used if it has any."""
-        device = config.trainer.device
-        if device == "auto":
-            device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-        return cls(device)
-
-
 @contextmanager
-def session(config: PPOConfig) -> Iterator[Cluster]:
+def session(config: PPOConfig) -> Iterator[None]:
     """Ray for as long as the context lasts.
 
     Joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else starts Ray on this
@@ -50,13 +30,13 @@ def session(config: PPOConfig) -> Iterator[Cluster]:
     exception or Ctrl-C, the processes started here are gone.
 
     Args:
-        config: the tree; reads `ray_kwargs.ray_init` and `trainer.device`.
+        config: the tree; reads `ray_kwargs.ray_init`.
 
     Raises:
         ClusterError: nothing answers at the address, or its form is not supported.
     """
     if ray.is_initialized():
-        yield Cluster.of(config)
+        yield
         return
     options = dict(config.ray_kwargs.ray_init)
     address = str(options.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
@@ -70,7 +50,7 @@ def session(config: PPOConfig) -> Iterator[Cluster]:
         else:
             _probe(address)
             ray.init(address=address, **{**quiet, **options})
-        yield Cluster.of(config)
+        yield
     except Exception:
         folder = None  # its logs may tell more
         raise
@@ -79,6 +59,11 @@ def session(config: PPOConfig) -> Iterator[Cluster]:
             ray.shutdown(wait_for_processes=True)
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def accelerator() -> str:
+    """What `trainer.device=auto` stands for: `cuda` if the Ray of this process has GPUs, else `cpu`."""
+    return "cuda" if ray.cluster_resources().get("GPU") else "cpu"
 
 
 def _set_local_environment() -> None:
