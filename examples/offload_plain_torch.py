@@ -43,7 +43,7 @@ def train(offload: bool) -> list[float]:
         handle = enable_activation_offloading(model, enable_ckpt=True, options=OffloadOptions(min_bytes=1024))  # (*)
     losses = []
     for _ in range(STEPS):
-        x = torch.randn(64, 128, WIDTH).to(DEVICE)
+        x = torch.randn(16, 64, WIDTH).to(DEVICE)
         loss = (model(x) - x.roll(1, dims=-1)).square().mean()
         loss.backward()
         optimizer.step()
