@@ -87,9 +87,10 @@ def compose(overrides: Sequence[str]) -> Composed:
     faults: list[Fault] = []
     groups: dict[str, str | None] = {}
     values: list[Override] = []
+    known_groups = group_choices()
     for text in overrides:
         parsed = _parse(text, faults)
-        if parsed is not None and parsed.key_or_group in group_choices():
+        if parsed is not None and parsed.key_or_group in known_groups:
             groups |= _choose(parsed, faults)
         elif parsed is not None:
             values.append(parsed)

@@ -1,0 +1,29 @@
+from pathlib import Path
+
+from rlx.config.compose import group_choices
+from rlx.config.describe import help_text, page
+from rlx.config.tree import LEAVES
+from rlx.config.verl_keys import REMEDIES
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text() == page(), "run: python -m rlx.config.describe > docs/configuration.md"
+
+
+def test_the_page_names_every_key():
+    text = page()
+    for key in LEAVES:
+        assert f"`{key.rsplit('.', 1)[-1]}`" in text, key
+    assert all(f"`{key}`" in text for key in REMEDIES)
+
+
+def test_sections_that_repeat_say_what_differs():
+    assert "but `lr` is 1e-05" in page()
+
+
+def test_help_lists_groups_and_exit_codes():
+    text = help_text()
+    assert all(f"experiment={name}" in text for name in group_choices()["experiment"])
+    assert all(word in text for word in ("--check", "--help", "130", "actor_rollout_ref.*"))

@@ -1,0 +1,401 @@
+"""Every rule: the commands that break it, and what the user is told."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from rlx.config.compose import compose
+from rlx.config.machine import Cluster, Machine, inspect_machine
+from rlx.config.setting import Setting
+from rlx.config.validate import RULES, Verdict, check
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+GAE = "algorithm.adv_estimator=gae"
+
+# The command with which verl's documentation trains on GSM8K, on 8 GPUs; `…` stands for what the user fills in.
+VERL_COMMAND = (
+    "algorithm.adv_estimator=grpo data.train_files=… data.val_files=… data.train_batch_size=512 "
+    "data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error "
+    f"{MODEL}.path=… {ACTOR}.optim.lr=1e-6 {MODEL}.use_remove_padding=True {ACTOR}.ppo_mini_batch_size=256 "
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=64 {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0.001 "
+    f"{ACTOR}.kl_loss_type=low_var_kl {ACTOR}.entropy_coeff=0 {MODEL}.enable_gradient_checkpointing=True "
+    f"{MODEL}.enable_activation_offload=True {ACTOR}.fsdp_config.param_offload=False "
+    f"{ACTOR}.fsdp_config.optimizer_offload=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=64 "
+    f"{ROLLOUT}.tensor_model_parallel_size=2 {ROLLOUT}.name=vllm {ROLLOUT}.gpu_memory_utilization=0.6 {ROLLOUT}.n=5 "
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64 "
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False trainer.critic_warmup=0 "
+    "trainer.logger=['console','tensorboard'] trainer.project_name=… trainer.experiment_name=… "
+    "trainer.n_gpus_per_node=8 trainer.val_before_train=False trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=5 "
+    "trainer.total_epochs=15"
+)
+
+# (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
+CASES = [
+    # batches
+    ("mini_batch_divides_batch", "data.train_batch_size=30", ["the mini-batch does not divide"], "=30"),
+    ("mini_batch_divides_batch", f"{ACTOR}.ppo_mini_batch_size=24", ["the mini-batch does not divide"], "=16"),
+    ("mini_batch_divides_batch", f"{ACTOR}.ppo_mini_batch_size=64", ["the mini-batch does not divide"], "=32"),
+    (
+        "mini_batch_divides_batch",
+        f"{GAE} critic.ppo_mini_batch_size=5",
+        ["the mini-batch does not divide"],
+        "critic.ppo_mini_batch_size=4",
+    ),
+    ("micro_batch_has_one_size", f"{ACTOR}.use_dynamic_bsz=True", [f"{ACTOR} sets both"], "=null"),
+    (
+        "micro_batch_has_one_size",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=null",
+        [f"{ACTOR} sets no way"],
+        "use_dynamic_bsz=True",
+    ),
+    (
+        "micro_batch_has_one_size",
+        f"{GAE} critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=2",
+        ["critic sets both"],
+        "critic.ppo_micro_batch_size_per_gpu=null",
+    ),
+    (
+        "micro_batch_has_one_size",
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True {ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
+        [f"{ROLLOUT} sets both"],
+        "=null",
+    ),
+    (
+        "micro_batch_has_one_size",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+        ["actor_rollout_ref.ref sets both"],
+        "=null",
+    ),
+    (
+        "tokens_hold_the_longest_row",
+        f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=null {ACTOR}.ppo_max_token_len_per_gpu=175",
+        [f"{ACTOR}.ppo_max_token_len_per_gpu is less than one row"],
+        "=176",
+    ),
+    (
+        "tokens_hold_the_longest_row",
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True {ROLLOUT}.log_prob_max_token_len_per_gpu=175",
+        [f"{ROLLOUT}.log_prob_max_token_len_per_gpu is less than one row"],
+        "=176",
+    ),
+    # algorithm
+    ("grpo_compares_samples", f"{ROLLOUT}.n=1", ["grpo compares"], f"{ROLLOUT}.n=5"),
+    ("critic_is_used", "critic.optim.lr=1e-4 critic.cliprange_value=0.2", ["grpo has no critic"], GAE),
+    (
+        "validation_samples_at_a_temperature",
+        f"{ROLLOUT}.val_kwargs.do_sample=True",
+        ["validation samples at temperature 0"],
+        f"{ROLLOUT}.val_kwargs.temperature=1.0",
+    ),
+    ("betas_are_two", f"{ACTOR}.optim.betas=[0.9]", ["AdamW's decay rates"], "[0.9,0.999]"),
+    ("betas_are_two", f"{GAE} critic.optim.betas=[0.9,1.0]", ["AdamW's decay rates"], "critic.optim.betas"),
+    (
+        "tiny_heads_fit",
+        f"{MODEL}.tiny.num_key_value_heads=3",
+        ["key/value heads do not divide"],
+        "num_key_value_heads=2",
+    ),
+    # activation offloading
+    (
+        "offload_needs_fsdp",
+        f"{ACTOR}.strategy=megatron",
+        [f"{ACTOR}.strategy is out of range", "activation offloading needs FSDP"],
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    (
+        "offload_needs_fsdp",
+        f"{GAE} {MODEL}.enable_activation_offload=False critic.strategy=ddp",
+        ["critic.strategy is out of range", "activation offloading needs FSDP"],
+        "critic.strategy=null",
+    ),
+    (
+        "offload_without_compile",
+        f"{ACTOR}.use_torch_compile=True",
+        ["activation offloading cannot be combined"],
+        "False",
+    ),
+    ("offload_saves_what_is_there", f"{MODEL}.activation_offload.save=all", ["boundary recomputes"], "=boundary"),
+    (
+        "offload_saves_what_is_there",
+        f"{MODEL}.activation_offload.save=boundary {MODEL}.enable_gradient_checkpointing=False",
+        ["boundary recomputes"],
+        "enable_gradient_checkpointing=True",
+    ),
+    ("offload_saves_what_is_there", f"{MODEL}.activation_offload.save=auto", ["this way of offloading"], "=null"),
+    (
+        "offload_saves_what_is_there",
+        f"{GAE} critic.model.activation_offload.save=attention",
+        ["this way of offloading"],
+        "critic.model.activation_offload.save=null",
+    ),
+    (
+        "disk_tier_has_a_directory",
+        f"{MODEL}.activation_offload.tier=disk",
+        ["the disk tier has no usable directory", "the disk tier is not built"],
+        f"{MODEL}.activation_offload.directory",
+    ),
+    (
+        "disk_tier_has_a_directory",
+        f"{MODEL}.activation_offload.tier=disk {MODEL}.activation_offload.directory=/nowhere",
+        ["the disk tier has no usable directory", "the disk tier is not built"],
+        "tier=cpu",
+    ),
+    (
+        "disk_tier_has_a_directory",
+        f"{MODEL}.activation_offload.tier=disk {MODEL}.activation_offload.directory=/tmp",
+        ["the disk tier is not built"],
+        "tier=cpu",
+    ),
+    # sharding
+    (
+        "sharding_group_divides_processes",
+        f"trainer.n_gpus_per_node=4 {ACTOR}.fsdp_config.fsdp_size=3",
+        ["sharding groups do not divide"],
+        "fsdp_size=-1",
+    ),
+    (
+        "sharding_group_divides_processes",
+        f"{ACTOR}.fsdp_config.fsdp_size=0",
+        ["sharding groups do not divide"],
+        "fsdp_size=-1",
+    ),
+    (
+        "one_way_to_the_host",
+        f"{ACTOR}.fsdp_config.offload_policy=True {ACTOR}.fsdp_config.param_offload=True",
+        ["parameters cannot be offloaded in two ways"],
+        "offload_policy=False",
+    ),
+    (
+        "one_way_to_the_host",
+        f"{GAE} critic.fsdp.offload_policy=True critic.fsdp.optimizer_offload=True",
+        ["parameters cannot be offloaded in two ways"],
+        "critic.fsdp.optimizer_offload",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.offload_policy=True",
+        ["FSDP1 loses gradients"],
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=1 trainer.n_gpus_per_node=2",
+        ["FSDP1 cannot replicate"],
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    # resuming
+    ("resume_path_is_given", "trainer.resume_mode=resume_path", ["there is no checkpoint"], "resume_mode=auto"),
+    ("validation_has_a_model", "trainer.val_only=True", ["trainer.val_only has nothing"], "resume_mode=auto"),
+    # the machine
+    ("nodes_need_a_cluster", "trainer.nnodes=2", ["several machines need"], "RAY_ADDRESS"),
+    ("gpus_suffice", "trainer.device=cuda", ["more GPUs are asked for"], "trainer.device=cpu"),
+    ("sampler_is_there", f"{ROLLOUT}.name=vllm", ["vLLM is not installed"], "pip install vllm"),
+    (
+        "hf_samples_in_one_process",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        ["the hf sampler keeps"],
+        "tensor_model_parallel_size=1",
+    ),
+    ("packages_are_installed", f"{MODEL}.lora_rank=8", ["the package peft"], "pip install 'rlx[lora]'"),
+    ("packages_are_installed", f"{GAE} critic.model.lora_rank=8", ["the package peft"], "rlx[lora]"),
+    ("packages_are_installed", "trainer.logger=[console,wandb]", ["the package wandb"], "pip install wandb"),
+    (
+        "packages_are_installed",
+        f"{MODEL}.attn_implementation=flash_attention_2",
+        ["the package flash_attn"],
+        "sdpa",
+    ),
+    # files
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=null", ["there is no model"], f"set {MODEL}.path"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=builtin:small", ["there is no such built-in model"], "tiny"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=/no/model", ["the model folder does not exist"], "correct"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=./model", ["the model folder does not exist"], "correct"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=a/b/c", ["the model folder does not exist"], "correct"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=/tmp", ["the model folder does not exist"], "correct"),
+    (
+        "models_exist",
+        f"experiment=arithmetic {GAE} {MODEL}.path=org/name critic.model.path=builtin:tiny",
+        ["the built-in critic"],
+        "critic.model.path=null",
+    ),
+    ("data_files_exist", "data.train_files=[]", ["data.train_files is empty"], "data.train_files"),
+    ("data_files_exist", "data.val_files=builtin:geometry", ["there is no such built-in task"], "builtin:arithmetic"),
+    ("data_files_exist", "data.train_files=[/no/a.parquet,/no/b.jsonl]", ["a data file does not exist"] * 2, "correct"),
+    ("data_files_exist", f"data.train_files={__file__}", ["a data file is of an unknown kind"], "Parquet"),
+    ("user_code_exists", "custom_reward_function.path=/no/file.py", ["a file of your own"], "correct"),
+    ("user_code_exists", "data.custom_cls.path=/no/file.py data.custom_cls.name=X", ["a file of your own"], "correct"),
+    ("user_code_exists", f"data.custom_cls.path={__file__}", ["a dataset class needs"], "data.custom_cls.name"),
+    (
+        "checkpoint_exists",
+        "trainer.resume_mode=resume_path trainer.resume_from_path=/no/global_step_3",
+        ["the checkpoint to resume from"],
+        "checkpoints",
+    ),
+    (
+        "checkpoint_exists",
+        "trainer.resume_mode=resume_path trainer.resume_from_path=/tmp",
+        ["the checkpoint to resume from"],
+        "checkpoints",
+    ),
+    ("folders_can_be_written", f"trainer.default_local_dir={__file__}", ["a folder is needed"], "default_local_dir"),
+]
+
+
+def whats(verdict: Verdict) -> list[str]:
+    return [fault.what for fault in verdict.faults]
+
+
+@pytest.mark.parametrize(("rule", "command", "starts", "remedy"), CASES, ids=[f"{c[0]}: {c[1]}" for c in CASES])
+def test_a_broken_rule_gives_its_fault_and_no_other(
+    cpu_machine: Machine, rule: str, command: str, starts: list[str], remedy: str
+):
+    composed = compose(command.split())
+    named = next(r for r in RULES if r.__name__ == rule)
+    assert list(named(Setting(composed.partial, composed.set_keys, cpu_machine)))
+    found = check(composed, cpu_machine)
+    assert len(found.faults) == len(starts), whats(found)
+    assert all(what.startswith(start) for what, start in zip(whats(found), starts, strict=True)), whats(found)
+    assert remedy in found.faults[0].remedy
+    assert all(all((fault.got, fault.expected, fault.remedy)) for fault in found.faults)
+
+
+def test_every_rule_has_a_case():
+    assert {rule.__name__ for rule in RULES} == {case[0] for case in CASES} | {"cluster_answers"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        GAE,
+        "trainer.n_gpus_per_node=64",
+        f"{GAE} critic.optim.lr=1e-4 critic.model.enable_activation_offload=False",
+        "critic.optim.lr=1e-5 trainer.critic_warmup=0",
+        f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=null {ACTOR}.ppo_max_token_len_per_gpu=176",
+        f"{MODEL}.enable_gradient_checkpointing=False",
+        f"{MODEL}.enable_gradient_checkpointing=False {MODEL}.activation_offload.save=all",
+        f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=2 trainer.n_gpus_per_node=4",
+        f"experiment=arithmetic {MODEL}.path=Qwen/Qwen2.5-0.5B-Instruct",
+        "trainer.val_only=True trainer.resume_mode=auto",
+    ],
+)
+def test_what_can_run_has_no_faults(verdict, command: str):
+    assert whats(verdict(command.split())) == []
+
+
+# The machine
+
+
+def machine(gpus: int = 0, cluster: Cluster | None = None, packages: tuple[str, ...] = ()) -> Machine:
+    return Machine(gpus=gpus, cpus=4, packages=frozenset(packages), cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("command", "where", "faults"),
+    [
+        ("trainer.n_gpus_per_node=2", machine(gpus=2), []),
+        ("trainer.n_gpus_per_node=3", machine(gpus=2), ["more GPUs are asked for than there are"]),
+        ("trainer.n_gpus_per_node=3 trainer.device=cpu", machine(gpus=2), []),
+        ("trainer.n_gpus_per_node=3", machine(gpus=0), []),
+        ("trainer.n_gpus_per_node=4 trainer.nnodes=2", machine(cluster=Cluster("h:1", (4, 8, 0))), []),
+        (
+            "trainer.n_gpus_per_node=4 trainer.nnodes=3",
+            machine(cluster=Cluster("h:1", (4, 8, 0))),
+            ["more GPUs are asked for than there are"],
+        ),
+        (
+            "trainer.n_gpus_per_node=9",
+            machine(gpus=9, cluster=Cluster("h:1", (8, 8))),
+            ["more GPUs are asked for than there are"],
+        ),
+        ("trainer.nnodes=2 trainer.device=cpu", machine(cluster=Cluster("h:1", (0, 0))), []),
+        ("trainer.device=cuda", machine(cluster=Cluster("h:1", error="refused")), ["the Ray cluster cannot be joined"]),
+    ],
+)
+def test_gpus_and_clusters(verdict, command: str, where: Machine, faults: list[str]):
+    assert whats(verdict(command.split(), where)) == faults
+
+
+def test_the_fault_about_gpus_names_both_numbers_and_what_would_fit(verdict):
+    (fault,) = verdict(["trainer.n_gpus_per_node=8"], machine(gpus=2)).faults
+    assert "trainer.n_gpus_per_node=8" in fault.got
+    assert "2 GPU(s)" in fault.got
+    assert fault.remedy == "set trainer.n_gpus_per_node=2"
+
+
+def test_installed_packages_are_no_fault(verdict):
+    where = machine(packages=("peft", "wandb", "flash_attn"))
+    command = f"{MODEL}.lora_rank=8 trainer.logger=[wandb] {MODEL}.attn_implementation=flash_attention_2"
+    assert whats(verdict(command.split(), where)) == []
+
+
+def test_installed_vllm_is_not_used_yet(verdict):
+    assert whats(verdict([f"{ROLLOUT}.name=vllm"], machine(packages=("vllm",)))) == [
+        "this version of rlx generates with hf only"
+    ]
+
+
+def test_this_machine_can_be_inspected():
+    found = inspect_machine()
+    assert found.cpus == len(os.sched_getaffinity(0))
+    assert found.gpus >= 0
+    assert found.cluster is None
+
+
+# The command of verl's users
+
+
+def filled_in(model: str, train: str, val: str) -> list[str]:
+    words = iter([train, val, model, "'my project'", "gsm8k"])
+    return [re.sub("…", lambda _: next(words), word) for word in VERL_COMMAND.split()]
+
+
+def test_the_command_of_verl_lacks_only_what_the_machine_lacks(verdict):
+    found = verdict(filled_in("/models/qwen", "/data/train.parquet", "/data/test.parquet"), machine(gpus=1))
+    assert sorted(whats(found)) == [
+        "a data file does not exist",
+        "a data file does not exist",
+        "more GPUs are asked for than there are",
+        "the model folder does not exist or has no config.json",
+        "vLLM is not installed",
+    ]
+    (warning,) = found.warnings
+    assert warning.count("\n") == 1
+    assert f"{MODEL}.use_remove_padding=True" in warning
+
+
+def test_the_command_of_verl_with_everything_there_needs_but_the_sampler(verdict, tmp_path: Path):
+    for name in ("train.parquet", "test.parquet", "config.json"):
+        (tmp_path / name).touch()
+    command = filled_in(str(tmp_path), str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet"))
+    eight = machine(gpus=8, packages=("vllm",))
+    assert whats(verdict(command, eight)) == ["this version of rlx generates with hf only"]
+    assert whats(verdict([*command, f"{ROLLOUT}.name=hf", f"{ROLLOUT}.tensor_model_parallel_size=1"], eight)) == []
+
+
+def test_the_experiment_of_that_name_is_the_command_of_verl():
+    words = filled_in("Qwen/Qwen2.5-7B-Instruct", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet")
+    words += ["trainer.project_name=gsm8k", "trainer.experiment_name=grpo_8gpu"]
+    assert compose(["experiment=gsm8k_grpo_8gpu"]).config == compose(words).config
+
+
+# Faults of reading and faults of rules together
+
+
+def test_faults_of_both_kinds_come_together(verdict):
+    found = verdict(["trainer.sed=1", f"{ROLLOUT}.n=1", "data.seed=x"])
+    assert whats(found) == [
+        "data.seed has the wrong type",
+        "unknown key trainer.sed",
+        "grpo compares the responses to one prompt",
+    ]
+
+
+def test_no_rule_complains_about_a_key_that_could_not_be_read(verdict):
+    wrong_type = verdict([f"{ACTOR}.ppo_micro_batch_size_per_gpu=many", f"{ACTOR}.use_dynamic_bsz=True"])
+    assert whats(wrong_type) == [f"{ACTOR}.ppo_micro_batch_size_per_gpu has the wrong type"]
+    misspelt = verdict(["experiment=null", f"{MODEL}.pth=/m", f"{ROLLOUT}.name=hf"])
+    assert f"unknown key {MODEL}.pth" in whats(misspelt)
+    assert "there is no model" not in whats(misspelt)
