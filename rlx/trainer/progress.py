@@ -84,27 +84,36 @@ def duration(value: float) -> str:
 
 
 class Column(NamedTuple):
-    """One column of the step table. The column with the highest `drop` goes first where the terminal is narrow."""
+    """One column of the step table.
+
+    Args:
+        title: in the header.
+        metrics: what it shows: the first of these that a step has, else "-".
+        width: in characters.
+        form: of the number.
+        drop: the column with the highest goes first where the terminal is narrow.
+    """
 
     title: str
-    metric: str
+    metrics: tuple[str, ...]
     width: int
     form: Callable[[float], str]
     drop: int
 
 
+# KL is that to the reference where the run has one, else that between the policy before and after the step.
 COLUMNS = (
-    Column("reward", "reward/mean", 6, partial(number, width=6), 0),
-    Column("acc", "reward/accuracy", 6, percent, 1),
-    Column("len", "response_length/mean", 5, count, 6),
-    Column("KL", "actor/ppo_kl", 8, partial(number, width=8), 2),
-    Column("entropy", "actor/entropy", 7, partial(number, width=7), 5),
-    Column("clip", "actor/clip_fraction", 5, percent, 7),
-    Column("grad", "actor/grad_norm", 7, partial(number, width=7), 3),
-    Column("tok/s", "perf/tokens_per_second", 6, count, 8),
-    Column("sec", "timing_s/step", 6, tenths, 4),
-    Column("offMB", "perf/offloaded_mb", 5, count, 9),
-    Column("peakGB", "perf/peak_memory_gb", 6, partial(number, width=6), 10),
+    Column("reward", ("reward/mean",), 6, partial(number, width=6), 0),
+    Column("acc", ("reward/accuracy",), 6, percent, 1),
+    Column("len", ("response_length/mean",), 5, count, 6),
+    Column("KL", ("actor/kl_ref", "actor/ppo_kl"), 8, partial(number, width=8), 2),
+    Column("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
+    Column("clip", ("actor/clip_fraction",), 5, percent, 7),
+    Column("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),
+    Column("tok/s", ("perf/tokens_per_second",), 6, count, 8),
+    Column("sec", ("timing_s/step",), 6, tenths, 4),
+    Column("offMB", ("perf/offloaded_mb",), 5, count, 9),
+    Column("peakGB", ("perf/peak_memory_gb",), 6, partial(number, width=6), 10),
 )
 
 
@@ -138,7 +147,7 @@ class StepTable:
         """One step; a metric that is missing shows as "-"."""
         cells = [f"{step}/{self.total_steps}".rjust(self.step_width)]
         for column in self.columns:
-            value = metrics.get(column.metric)
+            value = next((metrics[name] for name in column.metrics if name in metrics), None)
             cells.append(("-" if value is None else column.form(value)).rjust(column.width))
         return (" ".join(cells) + "  " + self._phases(metrics)).rstrip()
 

@@ -198,11 +198,15 @@ def _accuracy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
 
 def _kl_and_entropy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
     _title(axes, "KL and entropy")
-    _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL (left)")
+    to_reference = _series(metrics, "actor/kl_ref")
+    if to_reference[0]:
+        _curve(axes, to_reference, RED, "KL to reference")
+    else:
+        _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL of the step")
     right = axes.twinx()
     _style(right)
     right.grid(visible=False)
-    _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy (right)")
+    _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy, right")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     if not right.lines:
         right.set_yticks([])
@@ -277,7 +281,7 @@ def _response_length(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> 
         right = axes.twinx()
         _style(right)
         right.grid(visible=False)
-        _curve(right, (steps, cut), RED, "cut off (right)")
+        _curve(right, (steps, cut), RED, "cut off, right")
         right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         right.set_ylim(0, max(1e-3, max(cut)) * 1.3)
         _legend(axes, right)
