@@ -197,12 +197,12 @@ def _accuracy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
 
 
 def _kl_and_entropy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
-    _title(axes, "KL and entropy")
+    _title(axes, "KL, entropy")
     to_reference = _series(metrics, "actor/kl_ref")
     if to_reference[0]:
-        _curve(axes, to_reference, RED, "KL to reference")
+        _curve(axes, to_reference, RED, "KL (reference)")
     else:
-        _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL of the step")
+        _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL (step)")
     right = axes.twinx()
     _style(right)
     right.grid(visible=False)
