@@ -1,0 +1,198 @@
+"""The roles a worker hosts: thin adapters from the configuration to engine and rollout.
+
+Each method is called on all ranks together, with the rank's share of the rows where it takes a batch.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rlx.config.schema import PPOConfig
+from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
+from rlx.engine.objectives import PolicyObjective, ValueObjective
+from rlx.rollout.batching import generate_batch
+from rlx.rollout.factory import build_rollout
+from rlx.rollout.protocol import Sampling
+from rlx.workers.settings import (
+    Purpose,
+    critic_settings,
+    log_prob_rule,
+    optimizer_steps,
+    sampling_for,
+    update_rule,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Metrics = dict[str, float]
+
+
+class Role(Protocol):
+    """What the worker needs of every role."""
+
+    def rest(self) -> None:
+        """Gives device memory back, as far as the configuration asks for it; the next method brings it back."""
+        ...
+
+
+class EngineRole:
+    """A role that is a model of its own."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def rest(self) -> None:
+        """See Role."""
+        self.engine.to_host()
+
+
+class TrainedRole(EngineRole):
+    """What actor and critic share: an optimizer and checkpoints."""
+
+    def __init__(self, name: str, engine: Engine, contents: tuple[str, ...]):
+        super().__init__(engine)
+        self._name, self._contents = name, contents
+
+    def save(self, folder: str) -> None:
+        """Writes a checkpoint with the contents that the configuration names."""
+        self.engine.save(folder, self._contents)
+
+    def load(self, folder: str) -> None:
+        """Goes on from a checkpoint."""
+        self.engine.load(folder)
+
+    def export(self, folder: str) -> None:
+        """Writes a Hugging Face folder."""
+        self.engine.export(folder)
+
+    def _named(self, metrics: Metrics) -> Metrics:
+        return {f"{self._name}/{key}": value for key, value in metrics.items()}
+
+
+class ActorRole(TrainedRole):
+    """The policy that is trained."""
+
+    def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase"):
+        policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+        engine = Engine(
+            policy.model,
+            actor.fsdp_config,
+            strategy=actor.strategy,
+            device=device,
+            optim=actor.optim,
+            total_steps=optimizer_steps(config, "actor"),
+            grad_clip=actor.grad_clip,
+            compile_layers=actor.use_torch_compile,
+            tokenizer=tokenizer,
+            seed=config.trainer.seed,
+        )
+        super().__init__("actor", engine, actor.checkpoint.save_contents)
+        self._temperature = policy.rollout.temperature
+        self._update_rule, self._log_prob_rule = update_rule(actor), log_prob_rule(policy.rollout, actor)
+        self._objective = PolicyObjective(actor, self._temperature, config.data.max_response_length)
+
+    def log_probs(self, batch: Batch) -> Batch:
+        """old_log_probs and entropy of the rows."""
+        figures = self.engine.log_probs(batch, self._log_prob_rule, self._temperature)
+        return Batch.of({"old_log_probs": figures["log_probs"], "entropy": figures["entropy"]})
+
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer step on a mini-batch; its metrics as `actor/...`."""
+        return self._named(self.engine.update(batch, self._update_rule, self._objective))
+
+
+class RefRole(EngineRole):
+    """The policy as it was before training."""
+
+    def __init__(self, config: PPOConfig, device: torch.device):
+        policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
+        super().__init__(Engine(policy.model, ref.fsdp_config, strategy=policy.actor.strategy, device=device))
+        self._temperature, self._rule = policy.rollout.temperature, log_prob_rule(ref, policy.actor)
+
+    def log_probs(self, batch: Batch) -> Batch:
+        """ref_log_probs of the rows."""
+        figures = self.engine.log_probs(batch, self._rule, self._temperature, with_entropy=False)
+        return Batch.of({"ref_log_probs": figures["log_probs"]})
+
+
+class CriticRole(TrainedRole):
+    """The value model."""
+
+    def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase"):
+        critic = critic_settings(config)
+        assert critic.strategy is not None
+        engine = Engine(
+            critic.model,
+            critic.fsdp,
+            strategy=critic.strategy,
+            device=device,
+            head="value",
+            optim=critic.optim,
+            total_steps=optimizer_steps(config, "critic"),
+            grad_clip=critic.grad_clip,
+            tokenizer=tokenizer,
+            seed=config.trainer.seed,
+        )
+        super().__init__("critic", engine, critic.checkpoint.save_contents)
+        self._rule = update_rule(critic)
+        self._objective = ValueObjective(critic, config.data.max_response_length)
+
+    def values(self, batch: Batch) -> Batch:
+        """The values of the rows."""
+        return Batch.of({"values": self.engine.values(batch, self._rule)})
+
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer step on a mini-batch; its metrics as `critic/...`."""
+        return self._named(self.engine.update(batch, self._rule, self._objective))
+
+
+class RolloutRole:
+    """The sampler, fed by the actor of the same process.
+
+    Args:
+        config: the tree.
+        device: where it decodes.
+        tokenizer: whose EOS token, beside those of the model's own generation config, ends a response.
+        actor: where new weights come from.
+    """
+
+    def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase", actor: ActorRole):
+        settings = config.actor_rollout_ref.rollout
+        self._rollout = build_rollout(settings, config.actor_rollout_ref.model, device)
+        self._sleeps = settings.name == "vllm" and settings.free_cache_engine
+        self._asleep = False
+        self._actor = actor
+        self._pad_token_id, self._length = int(tokenizer.pad_token_id), config.data.max_response_length
+        stops = stop_tokens(tokenizer, actor.engine)
+        self._sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in ("train", "val")}
+
+    def rest(self) -> None:
+        """See Role."""
+        if self._sleeps and not self._asleep:
+            self._rollout.sleep()
+            self._asleep = True
+
+    def generate(self, batch: Batch, purpose: Purpose) -> Batch:
+        """One response to each row, sampled as `purpose` is configured."""
+        self._wake()
+        return generate_batch(self._rollout, batch, self._sampling[purpose], self._pad_token_id, self._length)
+
+    def sync(self, version: int) -> None:
+        """Takes the actor's weights; `version` counts the updates received."""
+        self._wake()
+        self._rollout.update_weights(self._actor.engine.weights(), version)
+        self._actor.rest()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._rollout.wake()
+            self._asleep = False
+
+
+def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
+    listed = engine.card.generation.eos_token_id if engine.card.generation else None
+    more = [listed] if isinstance(listed, int) else listed or []
+    return tuple(sorted({int(tokenizer.eos_token_id), *(int(token) for token in more)}))

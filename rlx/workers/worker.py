@@ -1,0 +1,112 @@
+"""One process of the run: joins the process group and hosts roles by name."""
+
+import os
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlx.config.schema import PPOConfig
+from rlx.models.loading import load_tokenizer
+from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, Role, RolloutRole
+
+PROCESS = "process"
+
+
+class Worker:
+    """Hosts roles; the role `process` answers for the process as a whole.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment.
+
+    Args:
+        config: the tree; `trainer.total_training_steps` is set and model paths are folders or hub names.
+        roles: of actor, rollout, ref, critic; built in this order, as `rollout` is fed by `actor`.
+
+    Raises:
+        ValueError: an unknown role, a sampler without an actor, or no such device.
+    """
+
+    def __init__(self, config: PPOConfig, roles: Sequence[str]):
+        self.device = join_process_group(config.trainer.device)
+        self._roles: dict[str, Role] = {}
+        self._active: Role | None = None
+        self._offloaded_bytes = 0.0
+        unknown = set(roles) - {"actor", "rollout", "ref", "critic"}
+        if unknown or ("rollout" in roles and "actor" not in roles):
+            raise ValueError(
+                f"roles: got {list(roles)}, expected actor, rollout, ref, critic, and rollout not without actor"
+            )
+        model = config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+        if "actor" in roles:
+            self._add("actor", actor := ActorRole(config, self.device, tokenizer))
+        if "ref" in roles:
+            self._add("ref", RefRole(config, self.device))
+        if "critic" in roles:
+            self._add("critic", CriticRole(config, self.device, tokenizer))
+        # Last: vLLM takes its share of what memory is free now.
+        if "rollout" in roles:
+            self._add("rollout", RolloutRole(config, self.device, tokenizer, actor))
+
+    def _add(self, name: str, role: Role) -> None:
+        role.rest()
+        self._roles[name] = role
+
+    def call(self, role: str, method: str, *args: Any) -> Any:
+        """Calls a method of a role; the role that worked before gives its device memory back first.
+
+        Raises:
+            ValueError: the process hosts no such role.
+        """
+        if role == PROCESS:
+            return getattr(self, method)(*args)
+        if role not in self._roles:
+            raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self._roles]}, which this process hosts")
+        chosen = self._roles[role]
+        if self._active not in (None, chosen):
+            self._active.rest()
+        self._active = chosen
+        return getattr(chosen, method)(*args)
+
+    def usage(self) -> dict[str, float]:
+        """What the process took since the last call.
+
+        Returns:
+            offloaded_mb: activations moved off the device [10^6 bytes]; peak_memory_gb: device memory allocated at most
+            [10^9 bytes], on CPU the process's largest resident size since it started.
+        """
+        engines = [role.engine for role in self._roles.values() if isinstance(role, EngineRole)]
+        total = sum(engine.offload_stats().get("offloaded_bytes", 0) for engine in engines)
+        offloaded, self._offloaded_bytes = total - self._offloaded_bytes, total
+        if self.device.type == "cpu":
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        else:
+            peak = torch.accelerator.max_memory_allocated(self.device)
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        return {"offloaded_mb": offloaded / 1e6, "peak_memory_gb": peak / 1e9}
+
+
+def join_process_group(choice: str) -> torch.device:
+    """Sets up torch.distributed, with collectives of host tensors too, and returns this process's device.
+
+    Args:
+        choice: `trainer.device`: `cpu`, `cuda`, or `auto` for the accelerator that this process sees, if any.
+
+    Raises:
+        ValueError: the device asked for is not there.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    seen = accelerator.type if accelerator is not None else "cpu"
+    if choice == "cpu" or (choice == "auto" and seen != "cuda"):
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    if seen != "cuda":
+        raise ValueError(
+            f"trainer.device is cuda, but torch {torch.__version__} sees {seen} only; set trainer.device=cpu"
+        )
+    device = torch.device(seen, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return device

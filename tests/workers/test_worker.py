@@ -1,0 +1,141 @@
+"""The road of one step over real processes: what one process and two must agree on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlx.cluster.errors import WorkerFailure
+from rlx.cluster.group import WorkerGroup
+from rlx.cluster.placement import Pool
+from rlx.data.batch import Batch
+from rlx.workers.worker import Worker
+
+ROLES = ["actor", "rollout", "ref", "critic"]
+SEQUENCE = ("input_ids", "attention_mask", "response_mask")
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def start(config, processes: int, roles=ROLES) -> WorkerGroup:
+    return WorkerGroup(Pool.reserve(1, processes, "cpu"), Worker, config, roles)
+
+
+@pytest.fixture(scope="module")
+def workers(ray_session, config):
+    with start(config, 2) as group:
+        group.broadcast("rollout", "sync", 0)
+        yield group
+
+
+def columns(batch: Batch, answer: Batch) -> Batch:
+    return batch.with_(**dict(answer.tensors.items()))
+
+
+def one_step(group: WorkerGroup, prompts: Batch) -> tuple[Batch, dict[str, float]]:
+    """Generates, asks every role, updates actor and critic, and gives the sampler the new weights."""
+    batch = group.split("rollout", "generate", prompts, "train")
+    for role, method in (("actor", "log_probs"), ("ref", "log_probs"), ("critic", "values")):
+        batch = columns(batch, group.split(role, method, batch.select(*SEQUENCE)))
+    advantages = torch.linspace(-1, 1, len(batch))[:, None].expand(-1, batch.response_length)
+    batch = batch.with_(advantages=advantages.contiguous(), returns=advantages.contiguous())
+    critic = batch.select(*SEQUENCE, "values", "returns")
+    actor = batch.select(*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs")
+    metrics = group.split_metrics("critic", "update", critic) | group.split_metrics("actor", "update", actor)
+    group.broadcast("rollout", "sync", 1)
+    return batch, metrics
+
+
+@pytest.fixture(scope="module")
+def stepped(workers, prompts, tmp_path_factory):
+    """One step on two processes, a checkpoint after it, and what the process took."""
+    workers.broadcast("process", "usage")
+    batch, metrics = one_step(workers, prompts)
+    usage = workers.broadcast("process", "usage")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    for role in ("actor", "critic"):
+        workers.broadcast(role, "save", str(folder / role))
+    return batch, metrics, usage, folder
+
+
+def test_a_step_fills_every_column(stepped, prompts):
+    batch, metrics, _, _ = stepped
+    assert len(batch) == len(prompts)
+    mask = batch["response_mask"]
+    assert torch.equal(batch["seed"], prompts["seed"]), "rows come back in their order"
+    # Reference and actor are one model before the first update, and so are trainer and sampler, but for rounding.
+    assert torch.equal(batch["ref_log_probs"], batch["old_log_probs"])
+    torch.testing.assert_close(batch["rollout_log_probs"][mask], batch["old_log_probs"][mask], atol=1e-4, rtol=0)
+    assert (batch["policy_version"] == 0).all() and (batch["entropy"][mask] > 0).all()
+    for name in ("actor/grad_norm", "critic/grad_norm"):
+        assert metrics[name] > 0
+    assert metrics["actor/skipped"] == 0 and metrics["actor/kl_loss"] == 0
+
+
+def test_the_sampler_has_the_updated_weights(workers, stepped, prompts):
+    before = stepped[0]
+    batch = workers.split("rollout", "generate", prompts, "val")
+    assert (batch["policy_version"] == 1).all()
+    log_probs = workers.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
+    mask = batch["response_mask"]
+    torch.testing.assert_close(batch["rollout_log_probs"][mask], log_probs[mask], atol=1e-4, rtol=0)
+    again = workers.split("actor", "log_probs", before.select(*SEQUENCE))["old_log_probs"]
+    assert not torch.allclose(again, before["old_log_probs"], atol=1e-3), "the update changed the policy"
+    reference = workers.split("ref", "log_probs", before.select(*SEQUENCE))["ref_log_probs"]
+    assert torch.equal(reference, before["ref_log_probs"]), "and left the reference alone"
+
+
+def test_validation_is_greedy(workers, stepped, prompts):
+    first = workers.split("rollout", "generate", prompts, "val")
+    other_seeds = prompts.with_(seed=prompts["seed"] + 1000)
+    second = workers.split("rollout", "generate", other_seeds, "val")
+    assert torch.equal(first["input_ids"], second["input_ids"])
+
+
+def test_usage_counts_offloaded_bytes_of_the_step(stepped):
+    for usage in stepped[2]:
+        assert usage["offloaded_mb"] > 0
+        assert 0.05 < usage["peak_memory_gb"] < 50
+
+
+def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(config, stepped, prompts):
+    batch, metrics, _, folder = stepped
+    with start(config, 1) as single:
+        single.broadcast("rollout", "sync", 0)
+        same_batch, same_metrics = one_step(single, prompts)
+        for name in ("input_ids", "response_mask"):
+            assert torch.equal(same_batch[name], batch[name])
+        for name in ("old_log_probs", "values"):
+            torch.testing.assert_close(same_batch[name], batch[name], atol=1e-5, rtol=0)
+        assert same_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-6)
+        own = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
+        single.broadcast("actor", "load", str(folder / "actor"))
+        single.broadcast("critic", "load", str(folder / "critic"))
+        loaded = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
+        torch.testing.assert_close(loaded, own, atol=1e-3, rtol=0)
+        single.broadcast("actor", "export", str(folder / "exported"))
+    exported = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(folder / "actor" / "hf_model").state_dict()
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("device", "roles", "cause"),
+    [
+        ("cpu", ["rollout"], "rollout not without actor"),
+        ("cuda", ["actor"], "trainer.device is cuda, but torch"),
+    ],
+)
+def test_a_worker_that_cannot_be_built_says_why(config, device, roles, cause):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    changed = replace(config, trainer=replace(config.trainer, device=device))
+    with pytest.raises(WorkerFailure, match=cause):
+        start(changed, 1, roles)
+
+
+def test_a_role_that_the_process_does_not_host_is_named(config):
+    with start(config, 1, ["actor"]) as group, pytest.raises(WorkerFailure, match=r"got 'critic', expected one of"):
+        group.broadcast("critic", "save", "/nowhere")
