@@ -1,0 +1,234 @@
+"""Imports go along the arrows of docs/architecture.md, wherever in a file they stand, and never in a circle."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "rlx"
+
+# Which parts of rlx a part may import, beside itself and the leaves.
+MAY_IMPORT = {
+    "main_ppo": {"config", "trainer"},
+    "export": {"engine", "models"},
+    "user_code": set(),
+    "config": set(),
+    "data": {"user_code"},
+    "rewards": {"user_code"},
+    "algorithms": set(),
+    "offload": set(),
+    "models": set(),
+    "engine": {"algorithms", "models", "offload"},
+    "rollout": set(),
+    "workers": {"engine", "models", "rollout"},
+    "cluster": set(),
+    "trainer": {"algorithms", "cluster", "config", "data", "engine", "models", "rewards", "rollout", "workers"},
+}
+# Modules that every part may import, but for those that are libraries of their own.
+LEAVES = {"rlx.config.schema", "rlx.data.batch", "rlx"}
+WITHOUT_LEAVES = {"algorithms", "offload"}
+
+# What these may import at all beside the standard library.
+ONLY = {
+    "rlx.config.schema": {"rlx.config.keys"},
+    "rlx.config.keys": set(),
+    "rlx.data.batch": {"torch", "tensordict"},
+    "rlx.user_code": set(),
+    "rlx.algorithms": {"torch", "rlx.algorithms"},
+    "rlx.offload": {"torch", "rlx.offload"},
+}
+# The offloading engine's command-line tools load these when they run, not when they are imported.
+LATE = {"rlx.offload": {"transformers", "matplotlib"}}
+# The parts that a library belongs to.
+OWNERS = {
+    "ray": {"cluster", "workers", "main_ppo", "trainer"},
+    "hydra": {"config"},
+    "omegaconf": {"config"},
+    "vllm": {"rollout"},
+    "peft": {"models"},
+    "datasets": {"data"},
+    "math_verify": {"rewards"},
+    "wandb": {"trainer"},
+    "tensorboard": {"trainer"},
+}
+
+
+class Import(NamedTuple):
+    """One import: who, in which line, what (`name` a module of rlx as far as it is one, else a library), and whether late."""
+
+    importer: str
+    line: int
+    name: str
+    late: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.name}"
+
+
+def module_names(root: Path) -> dict[str, Path]:
+    """Every module below `root` by its dotted name; a package goes by its own name."""
+    found = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = [root.name, *file.relative_to(root).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports_of(root: Path) -> list[Import]:
+    """All imports below `root` that are not of the standard library."""
+    modules = module_names(root)
+    found = []
+    for importer, file in modules.items():
+        tree = ast.parse(file.read_text(), str(file))
+        inside = {
+            id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
+        }
+        for node in ast.walk(tree):
+            for name in targets(node, importer, file.name == "__init__.py", modules):
+                if name.split(".")[0] not in sys.stdlib_module_names:
+                    found.append(Import(importer, node.lineno, name, id(node) in inside))
+    return found
+
+
+def targets(node: ast.AST, importer: str, is_package: bool, modules: dict[str, Path]) -> Iterator[str]:
+    """What a statement imports: the deepest module of rlx that is meant, or the library's first name."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        base = importer.split(".")[: len(importer.split(".")) + is_package - node.level] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        names = [f"{module}.{alias.name}" for alias in node.names]
+    own = next(iter(modules)).split(".")[0]
+    for name in names:
+        if name.split(".")[0] != own:
+            yield name.split(".")[0]
+            continue
+        while name not in modules and "." in name:
+            name = name.rpartition(".")[0]
+        yield name
+
+
+def part_of(module: str) -> str:
+    """`data` for `rlx.data.batch`; the root is a part of its own, `rlx`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def within(module: str, prefixes: set[str]) -> bool:
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def crossed_arrows(imports: list[Import]) -> list[str]:
+    """Imports between parts that the table does not allow."""
+    wrong = []
+    for found in imports:
+        importer, imported = part_of(found.importer), part_of(found.name)
+        if not within(found.name, {"rlx"}) or imported == importer:
+            continue
+        leaf_allowed = found.name in LEAVES and importer not in WITHOUT_LEAVES
+        if not leaf_allowed and imported not in MAY_IMPORT.get(importer, set()):
+            wrong.append(str(found))
+    return wrong
+
+
+def misplaced_libraries(imports: list[Import]) -> list[str]:
+    """Imports of a library outside the parts that it belongs to, and anything but the little that some modules may have."""
+    wrong = []
+    for found in imports:
+        owners = OWNERS.get(found.name.split(".")[0])
+        if owners is not None and part_of(found.importer) not in owners:
+            wrong.append(str(found))
+        for module, allowed in ONLY.items():
+            late = LATE.get(module, set()) if found.late else set()
+            if within(found.importer, {module}) and not within(found.name, allowed | late):
+                wrong.append(str(found))
+    return wrong
+
+
+def circle(imports: list[Import]) -> list[str]:
+    """The modules of one import circle; empty when there is none."""
+    graph: dict[str, set[str]] = {}
+    for found in imports:
+        if within(found.name, {"rlx"}) and found.name != found.importer:
+            graph.setdefault(found.importer, set()).add(found.name)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    return imports_of(ROOT)
+
+
+def test_the_table_names_every_part():
+    parts = {part_of(module) for module in module_names(ROOT)} - {"rlx"}
+    assert parts <= set(MAY_IMPORT)
+
+
+def test_parts_import_along_the_arrows(imports: list[Import]):
+    assert crossed_arrows(imports) == []
+
+
+def test_the_arrows_have_no_circle():
+    assert set(TopologicalSorter(MAY_IMPORT).static_order()) == set(MAY_IMPORT)
+
+
+def test_libraries_stay_where_they_belong(imports: list[Import]):
+    assert misplaced_libraries(imports) == []
+
+
+def test_one_file_imports_vllm(imports: list[Import]):
+    assert len({found.importer for found in imports if found.name == "vllm"}) <= 1
+
+
+def test_no_circles(imports: list[Import]):
+    assert circle(imports) == []
+
+
+# The check itself
+
+
+def write(root: Path, **files: str) -> list[Import]:
+    for name, text in files.items():
+        file = root / "rlx" / f"{name.replace('__', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return imports_of(root / "rlx")
+
+
+@pytest.mark.parametrize(
+    ("files", "arrows", "libraries"),
+    [
+        ({"engine__a": "from rlx.trainer.b import f", "trainer__b": ""}, 1, 0),
+        ({"engine__a": "def f():\n    import rlx.trainer.b", "trainer__b": ""}, 1, 0),
+        ({"engine__a": "from ..trainer import b", "trainer__b": ""}, 1, 0),
+        ({"engine__a": "from rlx.models.b import f", "models__b": ""}, 0, 0),
+        ({"engine__a": "from rlx.config.schema import PPOConfig", "config__schema": ""}, 0, 0),
+        ({"engine__a": "from rlx.config.compose import compose", "config__compose": ""}, 1, 0),
+        ({"offload__a": "from rlx.config.schema import PPOConfig", "config__schema": ""}, 1, 1),
+        ({"algorithms__a": "import numpy"}, 0, 1),
+        ({"offload__a": "import transformers"}, 0, 1),
+        ({"offload__a": "def main():\n    import transformers"}, 0, 0),
+        ({"offload__a": "def main():\n    import ray"}, 0, 2),
+        ({"engine__a": "import torch, json\nfrom torch import nn"}, 0, 0),
+        ({"models__a": "from omegaconf import OmegaConf"}, 0, 1),
+        ({"data__batch": "import numpy"}, 0, 1),
+    ],
+)
+def test_the_check_sees_what_it_should(tmp_path: Path, files: dict[str, str], arrows: int, libraries: int):
+    imports = write(tmp_path, **files)
+    assert len(crossed_arrows(imports)) == arrows
+    assert len(misplaced_libraries(imports)) == libraries
+
+
+def test_the_check_sees_circles_inside_functions(tmp_path: Path):
+    imports = write(tmp_path, data__a="from rlx.data import b", data__b="def f():\n    from rlx.data.a import g")
+    assert set(circle(imports)) == {"rlx.data.a", "rlx.data.b"}
+    assert circle([found for found in imports if not found.late]) == []

@@ -1,0 +1,217 @@
+"""The entry: what it prints, where, and with which exit code; from a checkout and from an installed wheel."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlx.cluster.errors import Fault, WorkerFailure
+from rlx.main_ppo import find_cluster, main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def run_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Puts a function in the place of the run that follows a configuration without faults."""
+
+    def replace(function: Callable[..., object]) -> None:
+        module = ModuleType("rlx.trainer.run")
+        module.run = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "rlx.trainer.run", module)
+
+    return replace
+
+
+def fails(error: BaseException) -> Callable[..., object]:
+    def run(config: object, yaml: str) -> None:
+        raise error
+
+    return run
+
+
+def started(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rlx.main_ppo", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# What it prints
+
+
+def test_help(capsys: pytest.CaptureFixture[str]):
+    assert main(["trainer.nonsense=1", "--help"]) == 0
+    assert "experiment=arithmetic" in capsys.readouterr().out
+
+
+def test_check_prints_the_tree_and_the_memory(capsys: pytest.CaptureFixture[str], run_is):
+    run_is(fails(AssertionError("--check must not run")))
+    assert main(["--check", "trainer.device=cpu"]) == 0
+    printed = capsys.readouterr()
+    assert "path: builtin:tiny" in printed.out
+    assert "optimizer" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_faults_are_numbered_and_exit_with_2(capsys: pytest.CaptureFixture[str], run_is, check: list[str]):
+    run_is(fails(AssertionError("must not run")))
+    assert main([*check, "trainer.sed=1", "data.train_batch_size=30", "data.val_files=/none.jsonl"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("3 fault(s)")
+    assert all(
+        text in printed.err for text in ("1. unknown key trainer.sed", "2. ", "3. ", "did you mean trainer.seed?")
+    )
+
+
+def test_check_shows_the_tree_beside_faults_of_the_machine(capsys: pytest.CaptureFixture[str]):
+    assert main(["--check", "data.val_files=/none.jsonl"]) == 2
+    printed = capsys.readouterr()
+    assert "/none.jsonl" in printed.out
+    assert "a data file does not exist" in printed.err
+
+
+def test_warnings_come_once_and_the_run_gets_the_configuration(capsys: pytest.CaptureFixture[str], run_is):
+    seen = []
+    run_is(lambda config, yaml: seen.append((config, yaml)))
+    assert main(["algorithm.gamma=0.5", "trainer.device=cpu"]) == 0
+    ((config, yaml),) = seen
+    assert config.algorithm.gamma == 0.5
+    assert "gamma: 0.5" in yaml
+    assert capsys.readouterr().err.count("algorithm.gamma=0.5") == 1
+
+
+# How a run ends
+
+
+def test_a_failed_run_ends_with_its_cause(capsys: pytest.CaptureFixture[str], run_is):
+    run_is(fails(ValueError("data.jsonl, row 7: got nothing")))
+    assert main(["trainer.device=cpu"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "rlx stopped: ValueError: data.jsonl, row 7: got nothing"
+    assert any(line.startswith("Traceback") for line in lines)
+    assert any('test_main_ppo.py", line ' in line for line in lines)
+
+
+def test_a_failed_worker_ends_with_the_first_cause(capsys: pytest.CaptureFixture[str], run_is):
+    first = Fault(1, "error", "OutOfMemoryError: 3 GiB asked for", "Traceback of rank 1")
+    after = Fault(0, "collective", "DistBackendError: connection closed")
+    run_is(fails(WorkerFailure("actor", "update", first, others=(after,))))
+    assert main(["trainer.device=cpu"]) == 1
+    printed = capsys.readouterr().err
+    assert "OutOfMemoryError: 3 GiB asked for" in printed.splitlines()[-1]
+    assert "Traceback of rank 1" in printed
+
+
+def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], run_is):
+    run_is(fails(KeyboardInterrupt()))
+    assert main(["trainer.device=cpu"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# As a command
+
+
+def test_a_fault_ends_the_process_with_2_and_no_traceback(tmp_path: Path):
+    done = started("--check", "trainer.sed=1", folder=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_help_and_check_load_neither_torch_nor_ray(tmp_path: Path):
+    code = "import sys; from rlx.main_ppo import main; main([sys.argv[1]]); print(*({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
+    for option in ("--help", "--check"):
+        # torch is what tells how many devices there are: on a machine with a driver --check asks it.
+        done = subprocess.run(
+            [sys.executable, "-c", code, option],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        loaded = set(done.stderr.split())
+        assert done.returncode == 0
+        assert loaded == set() or (option == "--check" and loaded == {"torch"} and Path("/dev/nvidiactl").exists())
+
+
+def test_a_cluster_that_does_not_answer_is_a_fault(tmp_path: Path):
+    done = started("--check", folder=tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert done.returncode == 2
+    assert "RAY_ADDRESS=127.0.0.1:1" in done.stderr
+
+
+@pytest.mark.e2e
+def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    ray.init(address="local", num_cpus=1, num_gpus=3, include_dashboard=False, log_to_driver=False)
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        cluster = find_cluster()
+        assert cluster is not None
+        assert (cluster.node_gpus, cluster.error) == ((3,), None)
+        done = started("--check", "trainer.n_gpus_per_node=4", folder=tmp_path)
+        assert done.returncode == 2
+        assert "has 3 GPU(s)" in done.stderr
+        assert started("--check", "trainer.n_gpus_per_node=3", folder=tmp_path).returncode == 0
+    finally:
+        ray.shutdown()
+
+
+# From a wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with rlx installed from its wheel, built from a copy so that nothing is left in the checkout."""
+    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    for name in ("rlx", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(wheels), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = wheels.glob("rlx-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def test_the_wheel_holds_every_module_and_every_file_of_configs(installed: Path):
+    def below(folder: Path, pattern: str) -> set[str]:
+        return {str(file.relative_to(folder)) for file in folder.rglob(pattern)}
+
+    assert below(installed / "rlx", "*.py") == below(ROOT / "rlx", "*.py")
+    assert below(installed / "rlx" / "configs", "*.yaml") == below(ROOT / "configs", "*.yaml")
+    assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"rlx"}
+
+
+def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Path):
+    done = started("--check", "trainer.device=cpu", "trainer.seed=7", folder=tmp_path, PYTHONPATH=str(installed))
+    assert done.returncode == 0, done.stderr
+    assert "seed: 7" in done.stdout
+    place = "import rlx.config.compose as c; print(c.config_folder())"
+    where = subprocess.run(
+        [sys.executable, "-c", place],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert Path(where.stdout.strip()) == installed / "rlx" / "configs"
