@@ -5,6 +5,7 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from rlx.models.hf_folder import ModelCard
 from rlx.models.loading import load_model, load_skeleton
 from rlx.models.log_probs import token_log_probs
 from rlx.models.lora import Adapter, add_lora, merged_weights
+from rlx.offload import OffloadOptions, enable_activation_offloading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,7 +84,7 @@ class Engine:
             with plain.device:
                 self.adapters = add_lora(plain, model, seed)
         if model.enable_gradient_checkpointing and not model.enable_activation_offload:
-            plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _enable_checkpointing(plain)
         layers = list(transformer_layers(plain).values())
         if compile_layers:
             for layer in layers:
@@ -91,8 +93,6 @@ class Engine:
         self.root = self.sharded.root
         self.offload = None
         if model.enable_activation_offload:
-            from rlx.offload import OffloadOptions, enable_activation_offloading
-
             options = OffloadOptions(**vars(model.activation_offload))
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
         self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
@@ -293,8 +293,12 @@ class Engine:
         return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]
 
     def offload_stats(self) -> Metrics:
-        """Figures of activation offloading; empty when it is off."""
-        return {} if self.offload is None else vars(self.offload.stats())
+        """Figures of activation offloading since the start, named as in OffloadStats; empty when it is off."""
+        if self.offload is None:
+            return {}
+        stats = self.offload.stats()
+        figures = {f.name: float(getattr(stats, f.name)) for f in fields(stats) if f.name != "layers"}
+        return figures | {"copy_gb_per_s": stats.copy_gb_per_s, "overlap": stats.overlap}
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
@@ -306,3 +310,12 @@ def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "Pre
     dist.broadcast_object_list(layout, src=0)
     # A model class may keep some weights in a type of its own when it loads them, which a skeleton cannot know.
     return plain if own == layout[0] else load_model(model, head, dtype, seed)
+
+
+def _enable_checkpointing(plain: "PreTrainedModel") -> None:
+    """Recomputation by transformers, which renamed the method within the range of versions that rlx takes."""
+    options = {"use_reentrant": False}
+    if hasattr(plain, "activation_checkpointing_enable"):
+        plain.activation_checkpointing_enable(options)
+    else:
+        plain.gradient_checkpointing_enable(options)

@@ -239,6 +239,9 @@ class FSDP1Model(Sharded):
         shards = mesh["shard"].size()
         self.replicas = mesh.size() // shards
         sharded = shards > 1
+        if not sharded and len({p.requires_grad for p in model.parameters()}) == 2:
+            # It hands a frozen unit's parameters back as plain tensors after backward, and fails in the next forward.
+            raise ValueError("lora_rank: FSDP1 cannot train adapters in a single process; use strategy=fsdp2")
         # FSDP1 has no sharded state_dict for a single process; the whole one reads and writes the same format.
         self.state_options = StateDictOptions(full_state_dict=not sharded)
         options: dict[str, Any] = {

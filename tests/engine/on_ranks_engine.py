@@ -1,0 +1,131 @@
+"""The engine's methods, one by one."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from rank_tools import FP64, ROWS, Gradients, P, build, make_batch, own_share, policy, value, weights_of
+
+from rlx.config.schema import ModelConfig
+from rlx.engine.micro_batch import MicroBatchRule
+from rlx.models.loading import load_model
+
+
+def per_token(folder, strategy, shares):
+    """log_probs, entropy and values of this rank's share in order, cut by tokens."""
+    cut = MicroBatchRule(tokens=20)
+    share = own_share(make_batch(), shares)
+    found = build(folder, strategy=strategy, optim=None).log_probs(share, cut, temperature=0.7)
+    return found | {"values": build(folder, strategy=strategy, optim=None, head="value").values(share, cut)}
+
+
+def naive_per_token(folder):
+    """The same from each row alone, whole and without padding."""
+    batch = make_batch()
+    found = {
+        name: torch.zeros(batch["response_mask"].shape, dtype=torch.float64)
+        for name in ("log_probs", "entropy", "values")
+    }
+    for head in ("lm", "value"):
+        model = load_model(ModelConfig(path=folder), head, torch.float64)
+        for row, (ids, real) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
+            length = int(real[P:].sum())
+            with torch.no_grad():
+                said = model(input_ids=ids[real][None]).logits[0, int(real[:P].sum()) - 1 :][:length]
+            if head == "value":
+                found["values"][row, :length] = said[:, 0]
+                continue
+            every = (said / 0.7).log_softmax(-1)
+            found["log_probs"][row, :length] = every.gather(-1, ids[real][-length:, None])[:, 0] if length else 0
+            found["entropy"][row, :length] = -(every.exp() * every).sum(-1)
+    return found
+
+
+def weights_and_names(folder, strategy, head):
+    """The stream of a fresh engine, of a trained one, and the model that was loaded."""
+    engine = build(folder, strategy=strategy, head=head)
+    fresh = list(engine.weights())
+    objective = {"lm": policy, "value": value}[head]()
+    engine.update(own_share(make_batch(), shares_for_world()), ROWS, objective)
+    model = load_model(ModelConfig(path=folder), head, torch.float64)
+    return fresh, weights_of(engine), model.state_dict(), [name for name, _ in model.named_parameters()]
+
+
+def shares_for_world():
+    return (8,) if dist.get_world_size() == 1 else (5, 3)
+
+
+def trained(folder, strategy, steps=2, fsdp=None, model=None):
+    """Losses, gradients and weights of some updates."""
+    engine = build(folder, dataclasses.replace(FP64, **(fsdp or {})), strategy, model=model)
+    gradients = Gradients(engine)
+    share = own_share(make_batch(), shares_for_world())
+    metrics = [engine.update(share, MicroBatchRule(rows=3), policy()) for _ in range(steps)]
+    return metrics, gradients.seen, weights_of(engine), engine.offload_stats()
+
+
+def non_finite_step(folder, strategy):
+    """A step whose loss is NaN on the last rank only, then a usual one; and the same without the bad one, one step later."""
+    engine, other = build(folder, strategy=strategy), build(folder, strategy=strategy)
+    other.updates = 1
+    good = own_share(make_batch(), shares_for_world())
+    bad = good
+    if dist.get_rank() == dist.get_world_size() - 1:
+        bad = good.with_(advantages=torch.full_like(good["advantages"], torch.nan))
+    before = weights_of(engine)
+    first = engine.update(bad, ROWS, policy())
+    between = weights_of(engine)
+    second, alone = engine.update(good, ROWS, policy()), other.update(good, ROWS, policy())
+    return first, second, alone, before, between, weights_of(engine), weights_of(other)
+
+
+def clipped(folder, strategy):
+    """Gradients before and after clipping to norm 0.01."""
+    free, bound = build(folder, strategy=strategy), build(folder, strategy=strategy, grad_clip=0.01)
+    seen = [Gradients(engine) for engine in (free, bound)]
+    share = own_share(make_batch(), shares_for_world())
+    metrics = [engine.update(share, ROWS, policy()) for engine in (free, bound)]
+    return metrics, [gradients.seen[0] for gradients in seen]
+
+
+def parked(folder, strategy):
+    """Weights after two updates, with everything in host memory between them and without."""
+    results = []
+    for park in (False, True):
+        engine = build(folder, strategy=strategy)
+        share = own_share(make_batch(), shares_for_world())
+        engine.update(share, ROWS, policy())
+        engine.log_probs(share, ROWS, 1.0)
+        if park:
+            states = [x for state in engine.optimizer.state.values() for x in state.values()]
+            engine._parked_parameters.park(engine.root.parameters())
+            engine._parked_state.park(states)
+        engine.update(share, ROWS, policy())
+        results.append(weights_of(engine))
+    return results
+
+
+def lora(folder, strategy):
+    """What is trained, and streamed weights before and after an update; log-probs of the engine and of its stream."""
+    engine = build(folder, strategy=strategy, model={"lora_rank": 2, "lora_alpha": 8})
+    trainable = [name for name, p in engine.root.named_parameters() if p.requires_grad]
+    share = own_share(make_batch(), shares_for_world())
+    before = weights_of(engine)
+    for _ in range(2):
+        engine.update(share, ROWS, policy())
+    after = weights_of(engine)
+    merged = load_model(ModelConfig(path=folder), "lm", torch.float64)
+    merged.load_state_dict(after, strict=False)
+    ids = make_batch()["input_ids"][:1]
+    engine.root.eval()
+    with torch.no_grad():
+        logits = engine.root(input_ids=ids).logits, merged(input_ids=ids).logits
+    return trainable, before, after, logits
+
+
+def refused(folder, strategy, fsdp):
+    """The message with which the engine refuses a configuration."""
+    try:
+        build(folder, dataclasses.replace(FP64, **fsdp), strategy)
+    except ValueError as error:
+        return str(error)

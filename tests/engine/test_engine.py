@@ -1,0 +1,135 @@
+import pytest
+import torch
+
+from rlx.config.schema import ActivationOffloadConfig, MixedPrecisionConfig
+
+STRATEGIES = ["fsdp2", "fsdp"]
+
+
+@pytest.fixture(params=["one_rank", "two_ranks"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_log_probs_and_values_are_those_of_each_row_alone(strategy, model_folder, one_rank, two_ranks):
+    (want,) = one_rank("engine", "naive_per_token", model_folder)
+    for shares in ((5, 3), (0, 8)):
+        parts = two_ranks("engine", "per_token", model_folder, strategy, shares)
+        assert [len(part["values"]) for part in parts] == list(shares)
+        for name, expected in want.items():
+            torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_weight_stream_is_the_model(strategy, head, model_folder, ranks):
+    for fresh, trained, state, parameters in ranks("engine", "weights_and_names", model_folder, strategy, head):
+        names = [name for name, _ in fresh]
+        assert sorted(names) == sorted(parameters), "each tied weight once, under its first name"
+        assert set(names) <= set(state)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in fresh), (
+            "and not overwritten by the update since"
+        )
+        assert all(not torch.equal(trained[name], state[name]) for name in names)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_is_not_finite_is_skipped_everywhere(strategy, model_folder, ranks):
+    for first, second, alone, before, between, after, other in ranks(
+        "engine", "non_finite_step", model_folder, strategy
+    ):
+        assert first["skipped"] == 1 and second["skipped"] == 0
+        assert second == alone, "the schedule went on, nothing else did"
+        for name, tensor in before.items():
+            assert torch.equal(between[name], tensor)
+            assert torch.equal(after[name], other[name])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_clipped_by_their_global_norm(strategy, model_folder, ranks):
+    for metrics, (free, bound) in ranks("engine", "clipped", model_folder, strategy):
+        assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] == pytest.approx(free.norm().item(), rel=1e-12)
+        torch.testing.assert_close(bound, free * 0.01 / free.norm(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_waiting_in_host_memory_changes_nothing(strategy, model_folder, ranks):
+    for stayed, moved in ranks("engine", "parked", model_folder, strategy):
+        assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"), [("one_rank", "fsdp2"), ("two_ranks", "fsdp2"), ("two_ranks", "fsdp")]
+)
+def test_lora_trains_adapters_and_streams_merged_weights(processes, strategy, model_folder, request):
+    ranks = request.getfixturevalue(processes)
+    for trainable, before, after, (logits, merged) in ranks("engine", "lora", model_folder, strategy):
+        assert trainable and all("lora_" in name for name in trainable)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed and all(name.endswith("_proj.weight") for name in changed)
+        torch.testing.assert_close(logits, merged, rtol=1e-9, atol=1e-9)
+
+
+def close(one, other, tolerance=1e-9):
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=tolerance, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def plain_training(model_folder, one_rank):
+    return one_rank("engine", "trained", model_folder, "fsdp2")[0]
+
+
+VARIANTS = [
+    ("fsdp2", {}),
+    ("fsdp", {}),
+    ("fsdp2", {"reshard_after_forward": False, "forward_prefetch": True}),
+    ("fsdp", {"reshard_after_forward": False, "forward_prefetch": True}),
+    ("fsdp2", {"fsdp_size": 1}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "fsdp"), VARIANTS)
+def test_two_processes_train_like_one_however_they_share_the_model(
+    strategy, fsdp, plain_training, model_folder, two_ranks
+):
+    for _, _, weights, _ in two_ranks("engine", "trained", model_folder, strategy, 2, fsdp):
+        close(plain_training[2], weights)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_compute_comes_near_the_fp64_gradient(strategy, plain_training, model_folder, ranks):
+    fsdp = {"model_dtype": "fp32", "mixed_precision": MixedPrecisionConfig(param_dtype="bf16", reduce_dtype="fp32")}
+    want = plain_training[1][0]
+    for _, gradients, weights, _ in ranks("engine", "trained", model_folder, strategy, 1, fsdp):
+        assert gradients[0].dtype == torch.float32
+        assert (gradients[0] - want).norm() < 0.05 * want.norm()
+        assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_activation_offload_changes_no_bit(strategy, checkpointing, model_folder, ranks):
+    off = {"enable_gradient_checkpointing": checkpointing}
+    on = off | {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig(min_bytes=0)}
+    plain = ranks("engine", "trained", model_folder, strategy, 2, None, off)
+    offloaded = ranks("engine", "trained", model_folder, strategy, 2, None, on)
+    for (metrics, gradients, weights, none), other in zip(plain, offloaded, strict=True):
+        assert none == {} and other[3]["offloaded_bytes"] > 0 and other[3]["held_bytes"] == 0
+        assert other[0] == metrics
+        assert all(torch.equal(a, b) for a, b in zip(gradients, other[1], strict=True))
+        assert all(torch.equal(other[2][name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fsdp", "names"),
+    [
+        ("fsdp2", {"fsdp_size": 3}, "fsdp_size"),
+        ("fsdp", {"fsdp_size": 1}, "fsdp_size"),
+        ("fsdp", {"offload_policy": True}, "offload_policy"),
+        ("fsdp3", {}, "strategy"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(strategy, fsdp, names, model_folder, two_ranks):
+    assert all(names in message for message in two_ranks("engine", "refused", model_folder, strategy, fsdp))
