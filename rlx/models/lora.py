@@ -60,6 +60,9 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     for name in head:
         model.get_submodule(name).requires_grad_(True)
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
+    for layer in layers.values():
+        for side in (layer.lora_A, layer.lora_B):
+            side.to(layer.get_base_layer().weight.dtype)  # peft sees to it, but not on the meta device
     return {name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out) for name, layer in layers.items()}
 
 
