@@ -1,7 +1,6 @@
 """The entry: `python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]`."""
 
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from rlx.config.describe import help_text
 from rlx.config.faults import numbered
 from rlx.config.machine import Cluster, inspect_machine
 from rlx.config.memory import table
+from rlx.config.schema import PPOConfig
 from rlx.config.validate import check
 
-CONNECT_TIMEOUT_S = 10.0
 DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_and_run(composed: Composed, only_check: bool) -> int:
-    machine = inspect_machine(find_cluster())
+    machine = inspect_machine(find_cluster(composed.partial))
     verdict = check(composed, machine)
     if only_check and not composed.faults:
         print(composed.yaml)
@@ -67,30 +66,20 @@ def _run(composed: Composed) -> int:
     return DONE
 
 
-def find_cluster() -> Cluster | None:
-    """The cluster that RAY_ADDRESS names, with the GPUs of its machines; None when Ray is to start here."""
-    address = os.environ.get("RAY_ADDRESS")
-    if not address or address == "local":
+def find_cluster(config: PPOConfig) -> Cluster | None:
+    """The cluster that the run will join, with the GPUs of its machines; None when Ray is to start here."""
+    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
         return None
-    host, _, port = address.rpartition(":")
-    if port.isdecimal():
-        # Ray itself would wait for minutes before it says that nobody is there.
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-        except OSError as error:
-            return Cluster(address, error=str(error))
     import ray
 
-    joined_before = ray.is_initialized()
+    from rlx.cluster.runtime import session
+
     try:
-        if not joined_before:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        with session(config):
+            nodes = [node for node in ray.nodes() if node["Alive"]]
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        return Cluster(address, error=f"{type(error).__name__}: {' '.join(str(error).split())}")
-    finally:
-        if not joined_before:
-            ray.shutdown()
+        return Cluster(address, error=" ".join(str(error).split()))
     return Cluster(address, tuple(int(node["Resources"].get("GPU", 0)) for node in nodes))
 
 

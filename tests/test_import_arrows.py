@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "rlx"
 
 # Which parts of rlx a part may import, beside itself and the leaves.
 MAY_IMPORT = {
-    "main_ppo": {"config", "trainer"},
+    "main_ppo": {"cluster", "config", "trainer"},
     "export": {"engine", "models"},
     "user_code": set(),
     "config": set(),

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from rlx.cluster.errors import Fault, WorkerFailure
+from rlx.config.schema import PPOConfig
 from rlx.main_ppo import find_cluster, main
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +154,10 @@ def test_help_and_check_load_neither_torch_nor_ray(tmp_path: Path):
 def test_a_cluster_that_does_not_answer_is_a_fault(tmp_path: Path):
     done = started("--check", folder=tmp_path, RAY_ADDRESS="127.0.0.1:1")
     assert done.returncode == 2
-    assert "RAY_ADDRESS=127.0.0.1:1" in done.stderr
+    assert "127.0.0.1:1" in done.stderr
+    by_key = started("--check", "+ray_kwargs.ray_init.address=127.0.0.1:1", folder=tmp_path)
+    assert by_key.returncode == 2
+    assert "the Ray cluster cannot be joined" in by_key.stderr
 
 
 @pytest.mark.e2e
@@ -163,7 +167,7 @@ def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path, monkeypatch: pytest.M
     ray.init(address="local", num_cpus=1, num_gpus=3, include_dashboard=False, log_to_driver=False)
     try:
         monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        cluster = find_cluster()
+        cluster = find_cluster(PPOConfig())
         assert cluster is not None
         assert (cluster.node_gpus, cluster.error) == ((3,), None)
         done = started("--check", "trainer.n_gpus_per_node=4", folder=tmp_path)

@@ -17,7 +17,7 @@ class Cluster:
     """A Ray cluster to join.
 
     Args:
-        address: as given by RAY_ADDRESS.
+        address: as given by RAY_ADDRESS or ray_kwargs.ray_init.address.
         node_gpus: GPUs of each machine in it.
         error: why it could not be reached; None when it answered.
     """

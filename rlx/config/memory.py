@@ -98,7 +98,7 @@ def shape_of(model: ModelConfig) -> Shape | None:
     """The shape of a model; None when its config.json is not on this machine or describes no such decoder."""
     if model.path == TINY:
         return tiny_shape(model.tiny)
-    file = Path(model.path or "") / "config.json"
+    file = Path(model.path or "").expanduser() / "config.json"
     if not file.is_file():
         return None
     whole: dict[str, Any] = json.loads(file.read_text())

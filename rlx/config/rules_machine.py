@@ -21,12 +21,12 @@ DATA_KINDS = (".parquet", ".jsonl")
 
 
 def cluster_answers(s: Setting) -> Faults:
-    """The cluster named by RAY_ADDRESS can be joined."""
+    """The cluster that is named can be joined."""
     cluster = s.machine.cluster
     if cluster is not None and cluster.error is not None:
         remedy = "start the cluster (docs/cluster.md), or unset RAY_ADDRESS to run on this machine alone"
-        got = f"RAY_ADDRESS={cluster.address}: {cluster.error}"
-        yield Fault("the Ray cluster cannot be joined", got, "RAY_ADDRESS=<host>:<port>, port 6379 by default", remedy)
+        expected = "the head of a running cluster, <host>:<port> (port 6379 by default)"
+        yield Fault("the Ray cluster cannot be joined", f"{cluster.address}: {cluster.error}", expected, remedy)
 
 
 def nodes_need_a_cluster(s: Setting) -> Faults:
@@ -137,8 +137,9 @@ def models_exist(s: Setting) -> Faults:
 
 def _is_model(path: str) -> bool:
     """Whether this is a folder with a model or may be a name on the hub (which only the hub can tell)."""
-    if Path(path).exists():
-        return (Path(path) / "config.json").is_file()
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return (folder / "config.json").is_file()
     return HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
 
 
