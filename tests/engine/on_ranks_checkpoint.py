@@ -1,0 +1,75 @@
+"""Saving, loading and exporting."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rank_tools import ROWS, build, make_batch, own_share, policy, value, weights_of
+
+from rlx.engine.checkpoint import replacing
+from rlx.models.loading import load_tokenizer
+
+ALL = ("model", "optimizer", "extra")
+
+
+def share():
+    return own_share(make_batch(), (8,) if dist.get_world_size() == 1 else (5, 3))
+
+
+def stopped(folder, strategy, out, lora=0, contents=ALL, updates=2, head="lm"):
+    """Some updates, a checkpoint (saved twice, so that one replaces another), two more updates: metrics and weights."""
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    engine = build(folder, strategy=strategy, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
+    objective = {"lm": policy, "value": value}[head]()
+    engine.save(out, contents)
+    for _ in range(updates):
+        engine.update(share(), ROWS, objective)
+    engine.save(out, contents)
+    saved = weights_of(engine)
+    metrics = [engine.update(share(), ROWS, objective) for _ in range(2)]
+    return metrics, saved, weights_of(engine)
+
+
+def resumed(folder, strategy, out, lora=0, used=False):
+    """The same two updates by a new engine that loads the checkpoint; `used`: it has done other things before."""
+    engine = build(folder, strategy=strategy, model={"lora_rank": lora})
+    if used:
+        for _ in range(3):
+            engine.update(share(), ROWS, policy())
+        engine.log_probs(share(), ROWS, 1.0)
+    engine.load(out)
+    log_probs = engine.log_probs(share(), ROWS, 1.0)["log_probs"]
+    loaded = weights_of(engine)
+    metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
+    return metrics, loaded, weights_of(engine), log_probs
+
+
+def exported(folder, strategy, out, lora=0, head="lm"):
+    """An export after an update, and what the engine says of a sequence."""
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    engine = build(folder, strategy=strategy, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
+    engine.update(share(), ROWS, {"lm": policy, "value": value}[head]())
+    engine.save(Path(out) / "checkpoint", ("model", "hf_model"))
+    engine.export(Path(out) / "exported")
+    engine.root.eval()
+    with torch.no_grad():
+        return engine.root(input_ids=torch.arange(3, 20)[None]).logits
+
+
+def refusal(folder, out, head="lm"):
+    """The message with which a checkpoint is refused."""
+    engine = build(folder, head=head)
+    try:
+        engine.load(out)
+    except ValueError as error:
+        return str(error)
+
+
+def crash(out):
+    """A process that fails while it writes."""
+    try:
+        with replacing(Path(out)) as partial:
+            (partial / "half").write_text("half")
+            raise RuntimeError
+    except RuntimeError:
+        return None

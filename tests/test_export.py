@@ -1,0 +1,74 @@
+"""The command turns a checkpoint into a folder that `from_pretrained` loads, in a process without process group."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
+from rlx.engine.engine import Engine
+from rlx.export import main
+from rlx.models.tiny import make_tiny
+
+IDS = torch.arange(3, 20)[None]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A step's folder with the checkpoints of an actor with adapters and of a critic, and what they say of a sequence."""
+    folder = tmp_path_factory.mktemp("run")
+    tiny = TinyModelConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    model, tokenizer = make_tiny(tiny)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    said = {}
+    for role, head, lora in (("actor", "lm", 2), ("critic", "value", 0)):
+        config = ModelConfig(path=str(folder / "model"), lora_rank=lora)
+        engine = Engine(
+            config,
+            FSDPConfig(),
+            strategy="fsdp2",
+            device=torch.device("cpu"),
+            head=head,
+            optim=OptimConfig(),
+            tokenizer=tokenizer,
+        )
+        for parameter in engine.root.parameters():
+            torch.nn.init.normal_(parameter.to_local(), std=0.05)
+        engine.save(folder / "global_step_1" / role, ("model",))
+        engine.root.eval()
+        with torch.no_grad():
+            said[role] = engine.root(input_ids=IDS).logits
+    dist.destroy_process_group()
+    return folder / "global_step_1", said
+
+
+@pytest.mark.parametrize(
+    ("role", "arguments", "auto_class"),
+    [("actor", [], AutoModelForCausalLM), ("critic", ["--role", "critic"], AutoModelForTokenClassification)],
+)
+def test_the_folder_loads_and_says_the_same(role, arguments, auto_class, checkpoint, tmp_path):
+    step, said = checkpoint
+    for source, extra, out in ((step, arguments, tmp_path / "a"), (step / role, [], tmp_path / "b")):
+        assert main([str(source), str(out), *extra]) == 0
+        model, report = auto_class.from_pretrained(out, output_loading_info=True)
+        assert not any(report.values())
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=IDS).logits, said[role], rtol=1e-4, atol=1e-5)
+        assert AutoTokenizer.from_pretrained(out).chat_template
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):
+    (tmp_path / "mine").write_text("")
+    assert main([str(checkpoint[0]), str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    assert "checkpoint.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
