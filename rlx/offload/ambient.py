@@ -12,7 +12,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_SMALL_BUFFER_BYTES = 1 << 20
 
 
 class Autocast(NamedTuple):
@@ -77,6 +79,21 @@ class Ambient:
         torch.set_rng_state(states[0])
         for device, state in zip(self._devices, states[1:], strict=True):
             _backend(device.type).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Put a module's small buffers back after a block: running statistics and counters must not advance twice.
+
+    Written past the version counter, for the values are those that graphs alive have saved.
+    """
+    buffers = [buffer for buffer in module.buffers() if buffer.nbytes < _SMALL_BUFFER_BYTES]
+    values = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.data.copy_(value)
 
 
 @functools.cache

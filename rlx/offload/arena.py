@@ -28,7 +28,8 @@ logger = logging.getLogger("rlx.offload")
 
 ALIGN_BYTES = 512
 # A tensor is laid over several free ranges only if each is at least this long: every piece costs one copy command.
-MIN_PIECE_BYTES = 1 << 20
+MIN_PIECE_BYTES = 64 << 10
+MIN_GROWTH_BYTES = 1 << 20
 MAX_SLAB_BYTES = 1 << 30
 
 
@@ -194,8 +195,15 @@ class HostArena:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory taken from the system [bytes]."""
+        """Memory taken from the system and not given back [bytes]."""
         return self._reserved_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that are held, alignment included, and of those that a copy still works on."""
+        with self._lock:
+            self._settle()
+            return self._reserved_bytes - self._ranges.free_bytes
 
     def take(self, account: Account, nbytes: int) -> Block | None:
         """A block of `nbytes` for an account, or None when its cap is reached or the system has no memory left."""
@@ -264,7 +272,7 @@ class HostArena:
         Powers of two because torch's allocator of pinned memory rounds every request up to one.
         """
         missing = max(needed - self._ranges.usable_bytes(needed), self._reserved_bytes // 64)
-        missing = -(-missing // MIN_PIECE_BYTES) * MIN_PIECE_BYTES
+        missing = -(-missing // MIN_GROWTH_BYTES) * MIN_GROWTH_BYTES
         caps = [account.max_bytes for account in self._accounts]
         if caps and None not in caps:
             missing = min(missing, sum(cap for cap in caps if cap is not None) - self._reserved_bytes)

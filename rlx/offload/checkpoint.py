@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from rlx.offload.ambient import Ambient
+from rlx.offload.ambient import Ambient, buffers_restored
 from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves, tensors_in
-from rlx.offload.identity import Layout, Probe, is_parameter, is_plain, modified_in_place, span_bytes
+from rlx.offload.identity import Layout, Probe, is_parameter, is_plain, modified_in_place, size_bytes, span_bytes
 from rlx.offload.saving import unpack
 from rlx.offload.stats import mark
 from rlx.offload.transfer import Parked
@@ -67,27 +67,29 @@ class Slot:
 class _Input:
     """A tensor among a layer's inputs, for as long as the layer may be recomputed."""
 
-    __slots__ = ("_kept", "_layout", "_parked", "_probe", "_requires_grad")
+    __slots__ = ("_kept", "_layout", "_parked", "_probe", "_requires_grad", "_version")
 
     def __init__(self, tensor: Tensor, parked: Parked | None) -> None:
-        self._parked = parked
-        self._layout = Layout.of(tensor) if parked is not None else None
         self._requires_grad = tensor.requires_grad
+        self._parked = parked
         self._kept: Tensor | None = None
-        self._probe: Probe | None = None
         if parked is None:
             self._kept = tensor if isinstance(tensor, Parameter) else tensor.detach()
-        if not tensor.is_inference():
+            self._version = None if tensor.is_inference() else tensor._version
+        else:
+            self._layout = Layout.of(tensor)
             self._probe = Probe(tensor)
 
     @property
     def is_untouched(self) -> bool:
         """Whether nothing has been written to the tensor since the layer got it."""
-        return self._probe is None or self._probe.is_untouched
+        if self._kept is None:
+            return self._probe.is_untouched
+        return self._version is None or self._kept._version == self._version
 
     def tensor(self) -> Tensor:
         """The tensor for a recomputation: a leaf that wants a gradient where the original did."""
-        if self._parked is not None and self._layout is not None:
+        if self._parked is not None:
             storage, first_byte = self._parked.on_device()
             return self._layout.on(storage, first_byte).requires_grad_(self._requires_grad)
         assert self._kept is not None
@@ -188,7 +190,7 @@ class RecomputedCall(LayerCall):
         if saved is None:
             parked = self.park(tensor) if self._may_leave(tensor) else None
             if parked is None and not is_parameter(tensor):
-                self.layer.counters.kept_bytes += tensor.nbytes
+                self.layer.counters.kept_bytes += size_bytes(tensor)
             saved = self._inputs[id(tensor)] = _Input(tensor, parked)
         return saved
 
@@ -239,6 +241,7 @@ class RecomputedCall(LayerCall):
         with (
             self._recompute_context(),
             self._ambient.restored(),
+            buffers_restored(self._module),
             torch.enable_grad(),
             saved_tensors_hooks(collect, _same),
         ):

@@ -65,6 +65,11 @@ def span_bytes(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * size
 
 
+def size_bytes(tensor: Tensor) -> int:
+    """Size of a tensor written out in full, whatever its layout [bytes]."""
+    return tensor.numel() * tensor.element_size()
+
+
 def region_of(tensor: Tensor) -> Region:
     """The bytes that move with a tensor: its whole storage where it looks at half of it or more, else its own span."""
     storage = tensor.untyped_storage()
@@ -106,10 +111,10 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class Probe:
-    """Watches a tensor's version counter without keeping its memory.
+    """Watches a plain tensor's version counter without keeping its memory.
 
     The probe shares the counter with the tensor and every view of it, as autograd's own check does, and is the only
-    thing that is left of a tensor whose bytes have moved. Tensors that are not plain are kept whole.
+    thing that is left of a tensor whose bytes have moved.
     """
 
     __slots__ = ("_alias", "version")
@@ -117,9 +122,8 @@ class Probe:
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version
         self._alias = tensor.detach()
-        if is_plain(tensor):
-            # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
-            self._alias.data = _nothing_on(tensor.device)
+        # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
+        self._alias.data = _nothing_on(tensor.device)
 
     @property
     def is_untouched(self) -> bool:

@@ -17,6 +17,7 @@ from rlx.offload.identity import (
     is_parameter,
     is_plain,
     modified_in_place,
+    size_bytes,
     span_bytes,
     storage_address,
 )
@@ -103,7 +104,7 @@ class SavingCall(LayerCall):
             if parked is not None:
                 self.parked_bytes += parked.nbytes
                 return Saved(self, parked, tensor)
-        self.layer.counters.kept_bytes += tensor.nbytes
+        self.layer.counters.kept_bytes += size_bytes(tensor)
         return Kept(tensor)
 
     def begin_unpack(self) -> None:

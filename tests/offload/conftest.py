@@ -1,0 +1,150 @@
+import copy
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.arena import host_arena
+
+
+@dataclass
+class Graded:
+    """What a step computed: its loss and the gradient of every parameter."""
+
+    loss: torch.Tensor
+    grads: dict
+
+    def assert_equal(self, other):
+        assert torch.equal(self.loss, other.loss)
+        assert self.grads.keys() == other.grads.keys()
+        for name, grad in self.grads.items():
+            theirs = other.grads[name]
+            assert (grad is None) == (theirs is None), name
+            if grad is not None:
+                assert torch.equal(grad, theirs), f"{name}: {(grad - theirs).abs().max()}"
+
+
+def graded(model, step):
+    """Run `step(model) -> loss`, backward included or not, and collect the gradients."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = step(model)
+    if loss.requires_grad:
+        loss.backward()
+    return Graded(loss.detach().clone(), {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.fixture
+def compare():
+    """`compare(model, step, enable_ckpt, **options)`: gradients bit for bit as without the engine; returns the stats."""
+
+    def run(model, step, enable_ckpt, layers=None, **options):
+        expected = graded(copy.deepcopy(model), step)
+        options.setdefault("min_bytes", 0)
+        handle = enable_activation_offloading(model, enable_ckpt, OffloadOptions(**options), layers)
+        try:
+            expected.assert_equal(graded(model, step))
+            assert handle.stats().held_bytes == 0
+            return handle.stats()
+        finally:
+            handle.disable()
+
+    return run
+
+
+@pytest.fixture
+def enable(request):
+    """`enable(model, ...)` as the public call, with `min_bytes=0`; disabled again after the test."""
+
+    def run(model, enable_ckpt, layers=None, **options):
+        options.setdefault("min_bytes", 0)
+        handle = enable_activation_offloading(model, enable_ckpt, OffloadOptions(**options), layers)
+        request.addfinalizer(handle.disable)
+        return handle
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """After each test no saved-tensor hook is active and the arena holds nothing."""
+    yield
+    if host_arena(False).held_bytes:
+        gc.collect()  # a graph dropped in a cycle, an exception's traceback
+    assert host_arena(False).held_bytes == 0
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):
+        x.exp()
+    assert seen == [1]
+
+
+class Block(nn.Module):
+    """A residual MLP with a norm: the shape of a decoder layer without its attention."""
+
+    def __init__(self, width=8, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x, scale=None):
+        y = self.down(nn.functional.silu(self.up(self.norm(x))))
+        if scale is not None:
+            y = y * scale
+        return x + nn.functional.dropout(y, self.dropout, self.training)
+
+
+class Stack(nn.Module):
+    """An embedding, blocks in a ModuleList, a head."""
+
+    def __init__(self, make_block=Block, blocks=3, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(width, width)
+        self.layers = nn.ModuleList(make_block() for _ in range(blocks))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x, **kwargs):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, **kwargs)
+        return self.head(x).sum()
+
+
+@pytest.fixture
+def toys():
+    """The toy modules and helpers of this folder."""
+
+    class Toys:
+        block = Block
+        stack = Stack
+        grade = staticmethod(graded)
+
+        @staticmethod
+        def batch(rows=4, width=8, seed=1):
+            return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+        @staticmethod
+        def step(model):
+            return model(Toys.batch())
+
+        @staticmethod
+        def of(forward, blocks=3, width=8):
+            """A stack whose blocks hold one linear layer `lin` and run `forward(block, x)`."""
+
+            class Custom(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.lin = nn.Linear(width, width)
+
+                def forward(self, x, **kwargs):
+                    return forward(self, x, **kwargs)
+
+            return Stack(Custom, blocks, width)
+
+    return Toys

@@ -1,0 +1,207 @@
+import gc
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.offload import arena as arena_module
+from rlx.offload.arena import ALIGN_BYTES, HostArena, RangeAllocator
+
+MIB = 1 << 20
+
+
+class Later:
+    """An event that passes when told to, or when waited for."""
+
+    def __init__(self):
+        self.passed = False
+        self.waited = 0
+
+    def query(self):
+        return self.passed
+
+    def synchronize(self):
+        self.waited += 1
+        self.passed = True
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    slabs=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    actions=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100)), max_size=60),
+)
+def test_pieces_never_overlap_and_everything_comes_back(slabs, actions):
+    ranges = RangeAllocator()
+    for number, length in enumerate(slabs):
+        ranges.add_slab(number, length * ALIGN_BYTES)
+    total = sum(slabs) * ALIGN_BYTES
+    held = []
+    for size, choice in actions:
+        pieces = ranges.take(size * ALIGN_BYTES)
+        if pieces is not None:
+            assert sum(piece.length for piece in pieces) == size * ALIGN_BYTES
+            held.append(pieces)
+        elif held:
+            ranges.give(held.pop(choice % len(held)))
+        taken = sorted(piece for pieces in held for piece in pieces)
+        for one, two in zip(taken, taken[1:], strict=False):
+            assert one.slab < two.slab or one.start + one.length <= two.start
+        assert all(piece.start + piece.length <= slabs[piece.slab] * ALIGN_BYTES for piece in taken)
+        assert ranges.free_bytes == total - sum(piece.length for piece in taken)
+    for pieces in held:
+        ranges.give(pieces)
+    assert ranges.free_bytes == total
+    assert sorted(ranges.remove_free_slabs()) == list(range(len(slabs)))
+    assert ranges.free_bytes == 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(1, 24), min_size=2, max_size=40), seed=st.integers(0, 1 << 16))
+def test_lengths_below_the_longest_seen_reserve_no_more(lengths, seed):
+    """Steps of tensors as long as the step is: once the longest has run, no other asks the system for memory."""
+    arena = HostArena(pinned=False)
+    account = arena.account()
+
+    def step(length):
+        blocks = [account.take(length * 100_000 + layer) for layer in range(6)]
+        held = account.held_bytes
+        for block in blocks[seed % 6 :] + blocks[: seed % 6]:
+            account.give(block)
+        return held
+
+    largest = step(max(lengths))
+    reserved, allocations = arena.reserved_bytes, arena.allocations
+    assert reserved <= 1.05 * largest + 2 * MIB
+    for length in lengths:
+        step(length)
+    assert (arena.reserved_bytes, arena.allocations) == (reserved, allocations)
+    assert account.held_bytes == arena.held_bytes == 0
+
+
+def test_a_block_holds_what_was_written_to_it_over_several_pieces():
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    parts = [account.take(MIB) for _ in range(6)]
+    for part in parts[::2]:
+        account.give(part)
+    kept = parts[1::2]
+    for number, part in enumerate(kept):
+        part.views[0].fill_(number)
+    reserved = arena.reserved_bytes
+    block = account.take(3 * MIB - 7)
+    assert arena.reserved_bytes == reserved  # laid over the gaps
+    assert sum(view.numel() for view in block.views) == block.nbytes
+    for view in block.views:
+        view.fill_(99)
+    assert all(bool((part.views[0] == number).all()) for number, part in enumerate(kept))
+
+
+def test_a_cap_is_never_passed_and_counts_what_is_held():
+    arena = HostArena(pinned=False)
+    account = arena.account(max_bytes=3 * MIB)
+    blocks = [account.take(MIB) for _ in range(4)]
+    assert blocks[3] is None
+    assert arena.reserved_bytes <= 3 * MIB
+    assert account.held_bytes == 3 * MIB
+    account.give(blocks[0])
+    assert account.take(MIB) is not None
+    assert arena.reserved_bytes <= 3 * MIB
+
+
+def test_a_cap_below_a_slab_holds_too():
+    arena = HostArena(pinned=False)
+    account = arena.account(max_bytes=5000)
+    assert account.take(4096) is not None
+    assert account.take(4096) is None
+    assert arena.reserved_bytes <= 5000
+    assert arena.account(max_bytes=0).take(1) is None
+
+
+def test_caps_are_per_account_and_end_with_it():
+    arena = HostArena(pinned=False)
+    small, free = arena.account(max_bytes=MIB), arena.account()
+    assert small.take(2 * MIB) is None
+    assert free.take(2 * MIB) is not None
+    del small
+    gc.collect()
+    assert free.take(8 * MIB) is not None
+
+
+def test_a_block_that_a_copy_still_reads_is_not_handed_on():
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    block, copy = account.take(MIB), Later()
+    account.give(block, copy)
+    assert account.held_bytes == 0
+    assert arena.held_bytes == MIB
+    copy.passed = True
+    assert arena.held_bytes == 0
+
+
+def test_a_steady_step_waits_for_a_copy_rather_than_ask_for_memory():
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    block, copy = account.take(MIB), Later()
+    account.give(block, copy)
+    allocations = arena.allocations
+    assert account.take(MIB).pieces == block.pieces
+    assert (copy.waited, arena.allocations) == (1, allocations)
+
+
+def test_trim_gives_back_what_is_free():
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    one, two = account.take(4 * MIB), account.take(2 * MIB)
+    account.give(one)
+    reserved = arena.reserved_bytes
+    assert arena.trim() == 4 * MIB
+    assert arena.reserved_bytes == reserved - 4 * MIB
+    two.views[0].fill_(1)
+    account.give(two)
+    arena.trim()
+    assert arena.reserved_bytes == 0
+    assert account.take(MIB) is not None
+
+
+def test_threads_share_an_arena():
+    arena = HostArena(pinned=False)
+    errors = []
+
+    def work(value):
+        account = arena.account()
+        for length in range(1, 60):
+            block = account.take(length * 1000)
+            for view in block.views:
+                view.fill_(value)
+            if not all(bool((view == value).all()) for view in block.views):
+                errors.append(value)
+            account.give(block)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert arena.held_bytes == 0
+
+
+def test_memory_that_the_system_refuses_is_no_crash(monkeypatch, caplog):
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    # More than any machine has: the request itself fails.
+    monkeypatch.setattr(arena_module, "MAX_SLAB_BYTES", 1 << 60)
+    assert account.take(1 << 60) is None
+    assert "no host memory left" in caplog.text
+    assert account.take(MIB) is not None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locked memory can be had here")
+def test_page_locked_memory_that_is_refused_becomes_pageable_with_one_warning(caplog):
+    arena = HostArena(pinned=True)
+    account = arena.account()
+    assert account.take(MIB) is not None
+    assert account.take(8 * MIB) is not None
+    assert len([r for r in caplog.records if "page-locked" in r.getMessage()]) == 1

@@ -1,0 +1,683 @@
+"""Boundary mode: each hazard of recomputation against plain autograd, bit for bit."""
+
+import copy
+import threading
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rlx.offload import OffloadOptions, RecomputeError, enable_activation_offloading
+
+
+def test_gradients_are_those_of_plain_autograd(compare, toys):
+    stats = compare(toys.stack(), toys.step, True)
+    assert stats.offloaded_bytes == 3 * 4 * 8 * 4  # each block's input
+    assert stats.copied_bytes == 2 * stats.offloaded_bytes
+    assert stats.recomputed_ms > 0
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 1, 2, 100])
+def test_any_prefetch_is_valid(compare, toys, prefetch):
+    compare(toys.stack(blocks=5), toys.step, True, prefetch_layers=prefetch)
+
+
+def test_small_inputs_stay(compare, toys):
+    stats = compare(toys.stack(), toys.step, True, min_bytes=1 << 20)
+    assert stats.offloaded_bytes == 0
+    assert stats.kept_bytes == 3 * 4 * 8 * 4
+
+
+def test_recomputation_stops_early(enable, toys):
+    calls = []
+
+    def forward(block, x):
+        y = torch.relu(block.lin(x))
+        calls.append("saved")
+        y = y.sum(0, keepdim=True).expand(4, 8) + x
+        calls.append("not needed")
+        return y
+
+    model = toys.of(forward)
+    enable(model, True)
+    loss = toys.step(model)
+    assert calls.count("saved") == calls.count("not needed") == 3
+    loss.backward()
+    assert calls.count("saved") == 3  # stopped at relu, before the first append
+    assert calls.count("not needed") == 3
+
+
+def test_layer_hooks_run_once_a_call(enable, toys):
+    model = toys.stack()
+    ran = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: ran.append("pre"))
+        layer.register_forward_hook(lambda *_: ran.append("post"))
+        layer.register_full_backward_hook(lambda *_: ran.append("back"))
+    enable(model, True)
+    toys.step(model).backward()
+    assert {name: ran.count(name) for name in ran} == {"pre": 3, "post": 3, "back": 3}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_random_numbers_are_repeated_and_the_generator_goes_on(enable, toys, dropout):
+    model = toys.stack(lambda: toys.block(dropout=dropout))
+    plain = copy.deepcopy(model)
+
+    def two_steps(m):
+        first = toys.grade(m, toys.step)
+        drawn = torch.rand(1)
+        return first, drawn
+
+    expected = two_steps(plain)
+    enable(model, True)
+    got = two_steps(model)
+    expected[0].assert_equal(got[0])
+    assert torch.equal(expected[1], got[1])
+
+
+def test_autocast_is_repeated(compare, toys):
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(toys.batch())
+
+    compare(toys.stack(), step, True)
+
+
+def test_autocast_inside_out(compare, toys):
+    """Autocast off inside a region where it is on, as models do for their norms."""
+
+    def forward(block, x):
+        y = block.lin(x)
+        with torch.autocast("cpu", enabled=False):
+            z = torch.softmax(y.float(), -1)
+        return block.lin(z) + x
+
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(toys.batch())
+        return loss.float()
+
+    compare(toys.of(forward), step, True)
+
+
+def test_the_default_device_of_forward_is_repeated(enable, toys):
+    seen = []
+
+    def forward(block, x):
+        seen.append(torch.empty(1).device.type)
+        return torch.relu(block.lin(x)) * 2
+
+    model = toys.of(forward)
+    enable(model, True)
+    with torch.device("meta"):
+        x = torch.randn(4, 8, device="cpu")
+        loss = model(x)
+    loss.backward()
+    assert seen == ["meta"] * 6
+
+
+def test_keyword_tensors_are_inputs(enable, compare, toys):
+    """Gradients reach tensors passed by keyword, and these leave the device too."""
+    model = toys.stack()
+    results = []
+    for enabled in (False, True):
+        scale = torch.linspace(0.5, 1.5, 8).expand(4, 8).clone().requires_grad_()
+        if enabled:
+            handle = enable(model, True)
+        model(toys.batch(), scale=scale * 2).backward()
+        results.append(scale.grad)
+        model.zero_grad()
+    assert torch.equal(*results)
+    assert handle.stats().offloaded_bytes == 4 * (4 * 8 * 4)  # scale once for all three blocks
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Both:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "ModelOutput"])
+def test_nested_inputs_and_outputs_keep_their_type(compare, kind):
+    from transformers.modeling_outputs import ModelOutput
+
+    @dataclass
+    class Output(ModelOutput):
+        left: torch.Tensor | None = None
+        right: torch.Tensor | None = None
+
+    make = {
+        "tuple": lambda left, right: (left, right),
+        "list": lambda left, right: [left, right],
+        "dict": lambda left, right: {"left": left, "right": right},
+        "namedtuple": Pair,
+        "dataclass": Both,
+        "ModelOutput": lambda left, right: Output(left=left, right=right),
+    }[kind]
+    expected_type = {"namedtuple": Pair, "dataclass": Both, "ModelOutput": Output}.get(kind) or type(make(0, 0))
+
+    def parts(value):
+        if isinstance(value, dict):
+            return value["left"], value["right"]
+        return (value.left, value.right) if kind == "dataclass" else tuple(value)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, both):
+            assert type(both) is expected_type
+            left, right = parts(both)
+            return make(torch.tanh(self.lin(left)) * right, right + left)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x):
+            both = make(x, x * 2)
+            for layer in self.layers:
+                both = layer(both)
+                assert type(both) is expected_type
+            left, right = parts(both)
+            return left.sum() + right.prod()
+
+    compare(Model(), lambda m: m(torch.randn(4, 8, requires_grad=True)), True)
+
+
+def test_the_same_tensor_twice_stays_the_same_object(compare, toys):
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, query, key):
+            assert query is key
+            return self.mha(query, key, key)[0] + query
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Attend() for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x, x)
+            return x.sum()
+
+    stats = compare(Model(), lambda m: m(torch.randn(2, 5, 8, requires_grad=True)), True)
+    assert stats.offloaded_bytes == 3 * 2 * 5 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:1].expand(4, 8),
+        lambda x: torch.cat([x, x]).flatten()[3:35].view(4, 8),
+        lambda x: torch.cat([x, x], 1)[:, 3:11],
+    ],
+    ids=["transposed", "expanded", "shifted", "gapped"],
+)
+def test_inputs_come_back_with_their_strides(compare, toys, look):
+    strides = []
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x):
+            strides.append((x.shape, x.stride()))
+            return torch.tanh(self.lin(x))
+
+    class Model(type(toys.stack())):
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(look(x))
+            return self.head(x).sum()
+
+    stats = compare(Model(Layer), toys.step, True)
+    assert stats.offloaded_bytes > 0
+    forward, backward = strides[3:6], strides[6:]
+    assert forward == backward[::-1]
+
+
+def test_gradients_accumulate(compare, toys):
+    def step(model):
+        for seed in (1, 2, 3):
+            model(toys.batch(seed=seed)).backward()
+        return model(toys.batch())
+
+    compare(toys.stack(), step, True)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_several_graphs_alive(compare, toys, order):
+    def step(model):
+        losses = [model(toys.batch(seed=seed)) for seed in range(3)]
+        for index in order:
+            losses[index].backward()
+        return losses[0].detach()
+
+    compare(toys.stack(), step, True)
+
+
+def test_retain_graph(compare, toys):
+    def step(model):
+        loss = model(toys.batch())
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        return loss
+
+    compare(toys.stack(), step, True)
+
+
+def test_partial_backward(compare, toys):
+    def step(model):
+        loss = model(toys.batch())
+        (grad,) = torch.autograd.grad(loss, model.layers[2].up.weight, retain_graph=True)
+        return loss + grad.sum()
+
+    compare(toys.stack(), step, True)
+
+
+def test_double_backward(compare, toys):
+    def step(model):
+        x = toys.batch().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+        return (grad**2).sum()
+
+    compare(toys.stack(), step, True)
+
+
+def test_a_node_that_asks_twice_for_what_it_saved(compare, toys):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0] + grad * ctx.saved_tensors[0]
+
+    compare(toys.of(lambda block, x: Square.apply(block.lin(x))), toys.step, True)
+
+
+def test_frozen_input_still_gives_adapter_gradients(compare, toys):
+    model = toys.stack()
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.up.requires_grad_(False)
+        layer.norm.requires_grad_(False)
+    stats = compare(model, toys.step, True)
+    assert stats.offloaded_bytes == 2 * 4 * 8 * 4  # the first block's input wants no gradient and stays
+
+
+def test_a_model_without_gradients_moves_nothing(enable, toys):
+    model = toys.stack().requires_grad_(False)
+    handle = enable(model, True)
+    assert not toys.step(model).requires_grad
+    assert handle.stats().offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_nothing_happens_without_grad_mode(enable, toys, context):
+    model = toys.stack()
+    handle = enable(model, True)
+    with context():
+        toys.step(model)
+    assert handle.stats().offloaded_bytes == handle.stats().kept_bytes == 0
+
+
+def test_inputs_made_in_inference_mode(compare, toys):
+    with torch.inference_mode():
+        mask = torch.tensor([1.0, 0.0] * 4)
+
+    def forward(block, x, mask=None):
+        return torch.where(mask > 0, block.lin(x), x)
+
+    compare(toys.of(forward), lambda model: model(toys.batch(), mask=mask), True)
+
+
+# ------------------------------------------------------------------------------------------------ in-place writes
+
+
+def raises_as_plain(toys, enable, forward, after=None):
+    """Both plain autograd and the engine raise RuntimeError for a write in place."""
+    model = toys.of(forward)
+    for enabled in (False, True):
+        if enabled:
+            enable(model, True)
+        x = model.embed(toys.batch())
+        outputs = []
+        for layer in model.layers:
+            x = layer(x)
+            outputs.append(x)
+        if after is not None:
+            with torch.no_grad():
+                after(outputs)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            x.sum().backward()
+
+
+def test_a_write_inside_the_layer_raises(toys, enable):
+    def forward(block, x):
+        y = block.lin(x).exp()
+        y.add_(1)
+        return torch.tanh(block.lin(y))
+
+    raises_as_plain(toys, enable, forward)
+
+
+def test_a_write_behind_the_last_save_raises(toys, enable):
+    """Recomputation stops before this write; the version counter of forward tells."""
+
+    def forward(block, x):
+        y = block.lin(x).exp()
+        y.add_(1)
+        return y
+
+    raises_as_plain(toys, enable, forward)
+
+
+def test_a_write_to_a_layers_output_raises(toys, enable):
+    raises_as_plain(toys, enable, lambda block, x: block.lin(x).exp(), lambda outputs: outputs[1].mul_(2))
+
+
+def test_a_write_to_an_input_that_was_saved_raises(toys, enable):
+    raises_as_plain(toys, enable, lambda block, x: block.lin(x), lambda outputs: outputs[0].mul_(2))
+
+
+def test_a_write_to_a_weight_between_forward_and_backward_raises(toys, enable):
+    model = toys.stack()
+    enable(model, True)
+    loss = toys.step(model)
+    with torch.no_grad():
+        model.layers[1].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_writes_that_plain_autograd_allows_are_right(compare, toys):
+    def forward(block, x):
+        y = block.lin(x)
+        y.add_(1)  # a linear layer does not save its output
+        y = torch.relu_(y)
+        z = torch.zeros_like(x)
+        z[:, :4] = y[:, :4]
+        return z + x
+
+    compare(toys.of(forward), toys.step, True)
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(8))
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.lin(torch.tanh(x + self.bias))
+
+
+def test_an_input_that_no_operation_saved_may_be_written_to_later(compare, toys):
+    """Its bytes have left before; recomputation sees the old ones."""
+
+    class Model(type(toys.stack())):
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers:
+                y = layer(x)
+                with torch.no_grad():
+                    x.detach().zero_()
+                x = y
+            return self.head(x).sum()
+
+    model = Model(Shifted)
+    compare(model, toys.step, True)
+
+
+def test_a_kept_input_that_is_written_to_later_is_refused(enable, toys):
+    model = toys.stack(Shifted)
+    enable(model, True, min_bytes=1 << 20)
+    x = model.embed(toys.batch())
+    y = model.layers[0](x)
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="an input of a layer"):
+        y.sum().backward()
+
+
+def test_a_layer_that_writes_to_its_own_input_is_refused_at_once(enable, toys):
+    model = toys.of(lambda block, x: block.lin(x.mul_(2)))
+    enable(model, True)
+    with pytest.raises(RuntimeError, match=r"layer layers\.0 modifies one of its inputs"):
+        toys.step(model)
+
+
+# ------------------------------------------------------------------------------------------------ things that go wrong
+
+
+def test_after_an_exception_in_forward_the_next_step_is_right(enable, toys):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    handle = enable(model, True)
+    hook = model.layers[1].down.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("in forward")))
+    with pytest.raises(KeyError):
+        toys.step(model)
+    hook.remove()
+    assert handle.stats().held_bytes == 0
+    expected.assert_equal(toys.grade(model, toys.step))
+
+
+def test_after_an_exception_in_backward_the_next_step_is_right(enable, toys):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    handle = enable(model, True)
+    loss = toys.step(model)
+    hook = model.layers[1].down.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("recomputing")))
+    with pytest.raises(KeyError):
+        loss.backward()
+    hook.remove()
+    del loss
+    assert handle.stats().held_bytes == 0
+    expected.assert_equal(toys.grade(model, toys.step))
+
+
+def test_a_dropped_graph_frees_everything(enable, toys):
+    model = toys.stack()
+    handle = enable(model, True)
+    loss = toys.step(model)
+    assert handle.stats().held_bytes == 3 * 4 * 8 * 4
+    del loss
+    assert handle.stats().held_bytes == 0
+
+
+def test_an_untouched_branch_frees_everything(enable, toys):
+    model = toys.stack()
+    handle = enable(model, True)
+    hidden = model.embed(toys.batch())
+    used, unused = model.layers[0](hidden), model.layers[1](hidden)
+    used.sum().backward()
+    assert handle.stats().held_bytes == 4 * 8 * 4
+    del unused
+    assert handle.stats().held_bytes == 0
+
+
+def test_a_layer_whose_forward_differs_is_told(enable, toys):
+    calls = []
+
+    def fewer(block, x):
+        calls.append(1)
+        return torch.tanh(block.lin(x)) if len(calls) > 3 else torch.tanh(torch.exp(block.lin(x)))
+
+    model = toys.of(fewer)
+    enable(model, True)
+    with pytest.raises(RecomputeError, match=r"layers\.2"):
+        toys.step(model).backward()
+
+    calls.clear()
+
+    def wider(block, x):
+        calls.append(1)
+        return torch.tanh(block.lin(x.repeat(2, 1) if len(calls) > 3 else x)).mean()[None, None].expand(4, 8)
+
+    model = toys.of(wider)
+    enable(model, True)
+    with pytest.raises(RecomputeError, match="was torch.float32"):
+        toys.step(model).backward()
+
+
+def test_a_switch_of_mode_between_forward_and_backward_is_told(enable, toys):
+    model = toys.stack()
+    enable(model, True)
+    loss = toys.step(model)
+    model.eval()
+    with pytest.raises(RecomputeError, match="training mode in forward"):
+        loss.backward()
+
+
+def test_backward_inside_forward_is_refused(enable, toys):
+    def forward(block, x):
+        y = torch.tanh(block.lin(x))
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + grad
+
+    model = toys.of(forward)
+    enable(model, True)
+    with pytest.raises(RecomputeError, match="backward pass inside its own forward"):
+        toys.step(model)
+
+
+def test_running_statistics_advance_once(compare, enable, toys):
+    model = toys.stack(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
+    plain = copy.deepcopy(model)
+    expected = toys.grade(plain, toys.step)
+    enable(model, True)
+    expected.assert_equal(toys.grade(model, toys.step))
+    for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+# ------------------------------------------------------------------------------------------------ nesting and threads
+
+
+def test_a_users_hooks_inside_a_layer_work(compare, toys):
+    packed = []
+
+    def forward(block, x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: packed.append(1) or t.detach().double(), lambda t: t.float()
+        ):
+            y = torch.tanh(block.lin(x))
+        return torch.exp(y) + x
+
+    compare(toys.of(forward), toys.step, True)
+    assert packed
+
+
+def test_a_users_hooks_around_the_model_work(compare, toys):
+    def step(model):
+        with torch.autograd.graph.save_on_cpu():
+            return model(toys.batch())
+
+    compare(toys.stack(), step, True)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_users_checkpoint_inside_a_layer(compare, toys, use_reentrant):
+    def forward(block, x):
+        y = checkpoint(lambda x: torch.tanh(block.lin(x)), x, use_reentrant=use_reentrant)
+        return torch.exp(y * 0.1) + x
+
+    compare(toys.of(forward), toys.step, True)
+
+
+def test_layers_that_run_several_times(compare, toys):
+    class Shared(type(toys.stack())):
+        def forward(self, x):
+            x = self.embed(x)
+            for _ in range(3):
+                for layer in self.layers:
+                    x = layer(x)
+            return self.head(x).sum()
+
+    stats = compare(Shared(), toys.step, True, prefetch_layers=2)
+    assert stats.offloaded_bytes == 9 * 4 * 8 * 4
+
+
+def test_two_models_in_two_threads(enable, toys):
+    models = [toys.stack(), toys.stack(lambda: toys.block(dropout=0.0))]
+    expected = [toys.grade(copy.deepcopy(model), toys.step) for model in models]
+    for model in models:
+        enable(model, True)
+    failures = []
+
+    def work(model, wanted):
+        try:
+            for _ in range(10):
+                model.zero_grad()
+                toys.step(model).backward()
+                for name, p in model.named_parameters():
+                    assert torch.equal(p.grad, wanted.grads[name])
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(models, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_forward_here_and_backward_in_another_thread(enable, toys):
+    model = toys.stack(lambda: toys.block(dropout=0.3))
+    torch.manual_seed(7)
+    plain = copy.deepcopy(model)
+    toys.step(plain).backward()
+    enable(model, True)
+    torch.manual_seed(7)
+    with torch.autocast("cpu", enabled=False):
+        loss = toys.step(model)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_host_memory_that_is_full_leaves_tensors_on_the_device(toys, caplog):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0, max_host_bytes=512))
+    expected.assert_equal(toys.grade(model, toys.step))
+    expected.assert_equal(toys.grade(model, toys.step))
+    handle.disable()
+    assert handle.stats().offloaded_bytes == 2 * 4 * 8 * 4
+    assert len([r for r in caplog.records if "host memory is full" in r.getMessage()]) == 1
+
+
+def test_lengths_may_vary_without_more_memory(enable, toys):
+    model = toys.stack(blocks=4)
+    handle = enable(model, True)
+    model(toys.batch(rows=64_000)).backward()
+    reserved = handle.stats().reserved_bytes
+    for rows in (1000, 63_999, 7, 30_000, 64_000):
+        model(toys.batch(rows=rows)).backward()
+        assert handle.stats().held_bytes == 0
+    assert handle.stats().reserved_bytes == reserved

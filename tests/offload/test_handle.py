@@ -1,0 +1,169 @@
+import copy
+import inspect
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading
+
+
+def anatomy(model):
+    modules = {name: (type(module), sorted(vars(module))) for name, module in model.named_modules()}
+    return modules, list(model.state_dict())
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False])
+def test_disable_leaves_the_model_as_it_was(toys, enable_ckpt):
+    model = toys.stack()
+    own = model.layers[1].forward = model.layers[1].forward
+    before = anatomy(model)
+    handle = enable_activation_offloading(model, enable_ckpt, OffloadOptions(min_bytes=0))
+    assert list(model.state_dict()) == before[1]
+    assert [n for n, _ in model.named_modules()] == list(before[0])
+    toys.step(model).backward()
+    handle.disable()
+    handle.disable()
+    assert anatomy(model) == before
+    assert model.layers[1].forward is own
+    offloaded = handle.stats().offloaded_bytes
+    toys.step(model).backward()
+    assert handle.stats().offloaded_bytes == offloaded > 0
+
+
+def test_an_instance_level_forward_is_run(toys, compare):
+    model = toys.stack()
+    inner = model.layers[0].forward
+    model.layers[0].forward = lambda x: inner(x) * 3
+    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
+    tripled = toys.step(model)
+    handle.disable()
+    assert torch.equal(tripled, toys.step(model))
+    del model.layers[0].forward
+    assert not torch.equal(tripled, toys.step(model))
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False])
+def test_disable_on_a_live_graph_is_right(toys, enable_ckpt):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    handle = enable_activation_offloading(model, enable_ckpt, OffloadOptions(min_bytes=0))
+    loss = toys.step(model)
+    handle.disable()
+    assert handle.stats().held_bytes > 0
+    loss.backward()
+    assert handle.stats().held_bytes == 0
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, expected.grads[name])
+
+
+def test_twice_with_equal_options_is_one_handle_and_with_others_an_error(toys, enable):
+    model = toys.stack()
+    handle = enable(model, True)
+    assert enable_activation_offloading(model, True, OffloadOptions(min_bytes=0)) is handle
+    for enable_ckpt, options, layers in [
+        (True, OffloadOptions(min_bytes=1), None),
+        (False, OffloadOptions(min_bytes=0), None),
+        (True, OffloadOptions(min_bytes=0), ["layers.0"]),
+    ]:
+        with pytest.raises(ValueError, match=r"disable\(\)"):
+            enable_activation_offloading(model, enable_ckpt, options, layers)
+    handle.disable()
+    other = enable(model, False)
+    assert other is not handle
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False])
+def test_a_deepcopy_runs_on_its_own_weights(toys, enable, enable_ckpt):
+    model = toys.stack()
+    handle = enable(model, enable_ckpt)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(0.5)
+    moved = handle.stats().offloaded_bytes
+    half = toys.step(twin)
+    half.backward()
+    assert handle.stats().offloaded_bytes == moved
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+    assert not torch.equal(half, toys.step(model))
+    again = copy.deepcopy(twin)
+    with torch.no_grad():
+        for p in again.parameters():
+            p.zero_()
+    assert toys.step(again) == 0
+
+
+def test_an_enabled_model_is_not_pickled(toys, enable):
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    handle = enable(model, True, layers=["0", "1", "2"])
+    with pytest.raises(TypeError, match=r"disable\(\)"):
+        pickle.dumps(model)
+    handle.disable()
+    pickle.dumps(model)
+
+
+def test_signatures_stay(toys, enable):
+    model = toys.stack()
+    before = inspect.signature(model.layers[0].forward)
+    enable(model, True)
+    assert inspect.signature(model.layers[0].forward) == before
+
+
+def test_few_layers_and_options_without_effect_are_logged_once(toys, enable, caplog):
+    caplog.set_level(logging.INFO, "rlx.offload")
+    enable(toys.stack(blocks=3), True)
+    assert not caplog.records
+    enable(toys.stack(blocks=2), True)
+    (record,) = caplog.records
+    assert "2 layers only" in record.getMessage()
+
+
+def test_stats_per_layer_and_per_step(toys, enable):
+    model = toys.stack()
+    handle = enable(model, True)
+    toys.step(model).backward()
+    first = handle.stats(per_layer=True)
+    assert list(first.layers) == ["layers.0", "layers.1", "layers.2"]
+    assert sum(layer.offloaded_bytes for layer in first.layers.values()) == first.offloaded_bytes
+    assert sum(layer.recomputed_ms for layer in first.layers.values()) == pytest.approx(first.recomputed_ms)
+    assert first.copy_gb_per_s > 0
+    assert first.overlap == 0.0  # synchronous copies
+    toys.step(model).backward()
+    step = handle.stats(per_layer=True).since(first)
+    assert step.offloaded_bytes == first.offloaded_bytes
+    assert step.layers["layers.1"].offloaded_bytes == first.layers["layers.1"].offloaded_bytes
+    assert step.reserved_bytes == handle.stats().reserved_bytes
+    assert OffloadStats().overlap == 1.0
+
+
+def test_eval_mode_gives_the_same_gradients(toys, compare):
+    model = toys.stack(lambda: toys.block(dropout=0.5)).eval()
+    compare(model, toys.step, True)
+    compare(model, toys.step, False)
+
+
+def test_a_model_that_moves_to_another_dtype_stays_enabled(toys, enable):
+    model = toys.stack()
+    handle = enable(model, True)
+    model.double()
+    model(toys.batch().double()).backward()
+    assert handle.stats().offloaded_bytes == 3 * 4 * 8 * 8
+
+
+def test_a_dropped_model_is_freed_without_the_garbage_collector(toys):
+    import gc
+    import weakref
+
+    model = toys.stack()
+    enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
+    reference = weakref.ref(model.layers[0])
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,143 @@
+"""Real transformers architectures: gradients bit for bit as without the engine."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers
+
+from rlx.offload import OffloadOptions, enable_activation_offloading
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True}
+CONFIGS = {
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, attention_dropout=0.1),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=8),
+    # GPT-2 with a cache attends to copies of its keys, whose strides change the last bit of plain gradients already.
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, use_cache=False
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16),
+}
+
+
+def build(name, attention="sdpa"):
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+
+
+def step(model, seed=3, rows=2, tokens=12):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 64, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return model(input_ids=ids, attention_mask=mask, labels=ids).loss
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_those_of_plain_autograd(compare, name, attention, enable_ckpt):
+    stats = compare(build(name, attention), step, enable_ckpt)
+    assert stats.offloaded_bytes > 0
+    if enable_ckpt:
+        assert stats.offloaded_bytes == 3 * (2 * 12 * 32 * 4)
+
+
+def test_accumulation_over_two_graphs(compare):
+    def two(model):
+        first, second = step(model, 1), step(model, 2, rows=3, tokens=9)
+        first.backward()
+        return second
+
+    compare(build("qwen3"), two, True)
+
+
+def test_gradient_checkpointing_of_transformers_is_switched_off_and_on_again(caplog):
+    caplog.set_level(logging.INFO, "rlx.offload")
+    model = build("qwen2")
+    expected = step(copy.deepcopy(model).eval()).item()
+    model.activation_checkpointing_enable()
+    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
+    assert not model.is_activation_checkpointing
+    assert "gradient checkpointing of transformers is switched off" in caplog.text
+    loss = step(model)
+    live = step(model)
+    loss.backward()
+    handle.disable()
+    assert model.is_activation_checkpointing
+    live.backward()  # recomputed by the engine, not by transformers as well
+    assert handle.stats().held_bytes == 0
+    assert step(copy.deepcopy(model).eval()).item() == expected
+
+
+def test_gradient_checkpointing_of_transformers_under_save_all(compare):
+    model = build("qwen2")
+    model.activation_checkpointing_enable()
+    compare(model, step, False)
+    assert model.is_activation_checkpointing
+
+
+def test_generation_is_untouched():
+    model = build("qwen3").eval()
+    ids = torch.arange(1, 9)[None]
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    with torch.enable_grad():
+        cache = model(ids).past_key_values
+        assert cache.get_seq_length() == 8
+        assert model(ids[:, :1], past_key_values=cache).past_key_values.get_seq_length() == 9
+    handle.disable()
+    assert handle.stats().offloaded_bytes == 0
+
+
+def test_a_filled_cache_is_refused_in_training():
+    model = build("qwen3")
+    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
+    with torch.no_grad():
+        cache = model(torch.arange(1, 9)[None]).past_key_values
+    with pytest.raises(ValueError, match="key/value cache that is filled"):
+        model(torch.arange(1, 9)[None], past_key_values=cache)
+    handle.disable()
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
+def test_lora_on_a_frozen_embedding(compare, enable_ckpt):
+    peft = pytest.importorskip("peft", reason="the extra `lora` is not installed")
+    model = peft.get_peft_model(build("qwen2"), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    assert not model.get_input_embeddings().weight.requires_grad
+    stats = compare(model, step, enable_ckpt)
+    assert stats.offloaded_bytes > 0
+
+
+def test_a_mode_of_half_precision(compare):
+    compare(build("qwen2").bfloat16(), step, True)
+
+
+def test_outputs_with_hidden_states_and_attentions(compare):
+    def with_everything(model):
+        out = model(torch.arange(1, 13).view(2, 6), output_hidden_states=True, output_attentions=True, use_cache=False)
+        assert len(out.hidden_states) == 4
+        assert len(out.attentions) == 3
+        return out.logits.square().mean() + out.hidden_states[1].sum() + out.attentions[2].square().sum()
+
+    compare(build("llama", "eager"), with_everything, True)
+    compare(build("llama", "eager"), with_everything, False)
