@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "offload": set(),
     "models": set(),
     "engine": {"algorithms", "models", "offload"},
-    "rollout": set(),
+    "rollout": {"models"},
     "workers": {"engine", "models", "rollout"},
     "cluster": set(),
     "trainer": {"algorithms", "cluster", "config", "data", "engine", "models", "rewards", "rollout", "workers"},

@@ -1,9 +1,9 @@
 """From the configuration to a sampler."""
 
 import torch
-from transformers import AutoConfig
 
 from rlx.config.schema import ModelConfig, RolloutConfig
+from rlx.models.loading import load_config
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Rollout
 
@@ -19,21 +19,16 @@ def build_rollout(rollout: RolloutConfig, model: ModelConfig, device: torch.devi
         device: where it decodes.
 
     Raises:
-        ValueError: an engine that does not exist, or a key of `override_config` that the model's config lacks.
+        ValueError: an engine that does not exist, or a model config that cannot be loaded.
     """
     if rollout.name != "hf":
         raise ValueError(
             f"actor_rollout_ref.rollout.name is {rollout.name!r}, but the only engine here is 'hf' (transformers); "
             "set actor_rollout_ref.rollout.name=hf"
         )
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    for key, value in model.override_config.items():
-        if not hasattr(config, key):
-            raise ValueError(f"model.override_config.{key}: {type(config).__name__} of {model.path} has no such key")
-        setattr(config, key, value)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     return HFRollout(
-        config,
+        load_config(model),
         device=device,
         dtype=DTYPES.get(rollout.dtype, auto),
         max_num_seqs=rollout.max_num_seqs,

@@ -1,0 +1,216 @@
+"""The supervised start of `builtin:tiny`: enough skill that reinforcement learning has something to reinforce.
+
+Shape letters: B rows, T tokens.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import rlx.models.tiny
+from rlx.config.schema import ArithmeticConfig, PPOConfig
+from rlx.data import arithmetic
+from rlx.data.seeding import seed_for
+from rlx.rewards.gsm8k import compute_score
+from rlx.rollout.hf import HFRollout
+from rlx.rollout.protocol import Request, Sampling
+
+HELD_OUT = 256
+"""Problems that only measure accuracy; neither training nor validation of the run that follows sees them."""
+MAX_ANSWER_TOKENS = 64
+WARM_UP_STEPS = 50
+BETAS = (0.9, 0.98)
+SOLUTIONS_PER_PROBLEM = 4
+IGNORED = -100
+
+
+class Example(NamedTuple):
+    """A problem as tokens, and the answer that is right."""
+
+    prompt_ids: tuple[int, ...]
+    solution_ids: tuple[int, ...]
+    ground_truth: str
+
+
+def warm_start(config: PPOConfig) -> Path:
+    """The folder of the warm-started tiny model and its tokenizer; made once, reused afterwards.
+
+    The model learns the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on problems of
+    neither split reaches `warm_start.target_accuracy`. The folder's name is a hash of all that decides its contents, and
+    the folder appears only when it is complete.
+
+    Args:
+        config: reads actor_rollout_ref.model.tiny, data.arithmetic and warm_start.
+
+    Raises:
+        ValueError: the generator cannot make so many problems.
+        OSError: the cache directory cannot be written.
+    """
+    folder = _cache_dir(config) / f"warm_start_{_fingerprint(config)}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = rlx.models.tiny.make_tiny(config.actor_rollout_ref.model.tiny)
+    accuracy, steps = _Training(config, model, tokenizer).run()
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}_", dir=folder.parent))
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "warm_start.json").write_text(json.dumps({"accuracy": accuracy, "steps": steps}))
+        _publish(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    """Renames; where another process was faster, its folder stays: both hold the same."""
+    unfinished.chmod(0o755)
+    try:
+        os.rename(unfinished, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _cache_dir(config: PPOConfig) -> Path:
+    return Path(config.warm_start.cache_dir or "~/.cache/rlx").expanduser()
+
+
+def _fingerprint(config: PPOConfig) -> str:
+    """Sixteen hexadecimal digits that change with the model, the task, the training, their code and torch's version."""
+    training = {key: value for key, value in asdict(config.warm_start).items() if key != "cache_dir"}
+    code = [inspect.getsource(module) for module in (rlx.models.tiny, arithmetic, inspect.getmodule(_Training))]
+    parts = [
+        asdict(config.actor_rollout_ref.model.tiny),
+        asdict(config.data.arithmetic),
+        training,
+        code,
+        torch.__version__,
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+class _Training:
+    """One supervised training. Everything random comes from generators seeded by the model's seed."""
+
+    def __init__(self, config: PPOConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self._settings = config.warm_start
+        self._model, self._tokenizer = model, tokenizer
+        self._train, self._held_out = _examples(config.data.arithmetic, tokenizer)
+        self._seed = config.actor_rollout_ref.model.tiny.seed
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=self._settings.lr, betas=BETAS, weight_decay=0.0)
+        self._rollout = HFRollout(model.config)
+        self._speaker = tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+    def run(self) -> tuple[float, int]:
+        """Trains until the target or the last step; returns (accuracy, steps taken)."""
+        settings, accuracy, step = self._settings, 0.0, 0
+        batches = self._batches()
+        with _progress_bar() as bar:
+            task = bar.add_task("warm start", total=settings.max_steps, loss=float("nan"), accuracy=0.0)
+            for step in range(1, settings.max_steps + 1):
+                loss = self._step(next(batches), step)
+                if step % settings.eval_every == 0 or step == settings.max_steps:
+                    accuracy = self._accuracy()
+                bar.update(task, completed=step, loss=loss, accuracy=accuracy)
+                if accuracy >= settings.target_accuracy:
+                    break
+            bar.update(task, total=step)
+        return accuracy, step
+
+    def _batches(self) -> Iterator[tuple[list[Example], list[Example]]]:
+        """Endless pairs: problems to solve, each once per pass, and problems whose solution alone is learned."""
+        rng = random.Random(seed_for("warm start", self._seed))
+        size = min(self._settings.batch_size, len(self._train))
+        while True:
+            order = rng.sample(self._train, len(self._train))
+            for start in range(0, len(order) - size + 1, size):
+                yield order[start : start + size], rng.choices(self._train, k=SOLUTIONS_PER_PROBLEM * size)
+
+    def _step(self, batch: tuple[list[Example], list[Example]], step: int) -> float:
+        """One optimizer step; returns the loss per token of the solutions."""
+        problems, solutions = batch
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.lr * min(1.0, step / WARM_UP_STEPS)
+        self._optimizer.zero_grad()
+        loss = self._backward([(example.prompt_ids, example.solution_ids) for example in problems])
+        # Arithmetic is learned from the working alone as well, at a fraction of the cost: questions are most of the tokens.
+        self._backward([((self._speaker,), example.solution_ids) for example in solutions])
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        return loss
+
+    def _backward(self, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:
+        """Adds the gradient of the mean loss over the tokens of the second parts."""
+        ids_BT, labels_BT = _padded(rows)
+        logits = self._model(input_ids=ids_BT, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        loss.backward()
+        return loss.item()
+
+    def _accuracy(self) -> float:
+        """Share of the held-out problems that greedy decoding solves."""
+        self._rollout.update_weights(self._model.state_dict().items(), version=0)
+        greedy = Sampling(MAX_ANSWER_TOKENS, temperature=0.0, stop_token_ids=(self._tokenizer.eos_token_id,))
+        completions = self._rollout.generate([Request(example.prompt_ids, 0, greedy) for example in self._held_out])
+        texts = [self._tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
+        scores = [
+            compute_score(arithmetic.SOURCE, text, example.ground_truth)
+            for text, example in zip(texts, self._held_out, strict=True)
+        ]
+        return sum(scores) / len(scores)
+
+
+def _examples(config: ArithmeticConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
+    """The training problems, and further ones of the training split that no training run is given."""
+    rows = arithmetic.make_problems(replace(config, train_size=config.train_size + HELD_OUT), "train")
+    examples = [_example(row, tokenizer) for row in rows]
+    return examples[: config.train_size], examples[config.train_size :]
+
+
+def _example(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Example:
+    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+    solution = tokenizer(row["extra_info"]["answer"], add_special_tokens=False).input_ids
+    return Example(tuple(prompt), (*solution, tokenizer.eos_token_id), row["reward_model"]["ground_truth"])
+
+
+def _padded(rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Tensor, Tensor]:
+    """Ids and labels (B, T), padded on the right; labels are IGNORED but on the second parts."""
+    width = max(len(given) + len(wanted) for given, wanted in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    labels = torch.full((len(rows), width), IGNORED)
+    for row, (given, wanted) in enumerate(rows):
+        end = len(given) + len(wanted)
+        ids[row, :end] = torch.tensor((*given, *wanted))
+        labels[row, len(given) : end] = torch.tensor(wanted)
+    return ids, labels
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.completed}"),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("accuracy {task.fields[accuracy]:.1%}"),
+        TimeElapsedColumn(),
+        console=Console(force_terminal=sys.stdout.isatty()),  # FORCE_COLOR is set for log files, too
+    )

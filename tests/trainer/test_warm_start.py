@@ -1,0 +1,126 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlx.config.schema import (
+    ActorRolloutRefConfig,
+    ArithmeticConfig,
+    DataConfig,
+    ModelConfig,
+    PPOConfig,
+    TinyModelConfig,
+    WarmStartConfig,
+)
+from rlx.data.arithmetic import make_problems
+from rlx.models.tiny import make_tiny
+from rlx.trainer import warm_start as module
+from rlx.trainer.warm_start import warm_start
+
+TINY = TinyModelConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return PPOConfig(
+        data=DataConfig(arithmetic=ArithmeticConfig(train_size=64, val_size=16)),
+        actor_rollout_ref=ActorRolloutRefConfig(model=ModelConfig(path="builtin:tiny", tiny=TINY)),
+        warm_start=WarmStartConfig(max_steps=6, batch_size=4, eval_every=3, cache_dir=str(tmp_path / "new" / "cache")),
+    )
+
+
+def weights_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_a_model_folder_is_made_once_and_is_the_same_anywhere(config, tmp_path):
+    folder = warm_start(config)
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert warm_start(config) == folder and (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+    torch.manual_seed(123)  # the caller's random state has no say
+    elsewhere = replace(config, warm_start=replace(config.warm_start, cache_dir=str(tmp_path / "other")))
+    again = warm_start(elsewhere)
+    assert again.name == folder.name
+    fresh = make_tiny(TINY)[0].state_dict()
+    for name, tensor in weights_of(folder).items():
+        assert torch.equal(tensor, weights_of(again)[name])
+        assert not torch.equal(tensor, fresh[name])
+    assert AutoTokenizer.from_pretrained(folder).get_chat_template()
+    assert json.loads((folder / "warm_start.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: replace(c, warm_start=replace(c.warm_start, lr=2e-3)),
+        lambda c: replace(c, data=replace(c.data, arithmetic=replace(c.data.arithmetic, difficulty=2))),
+        lambda c: replace(c, actor_rollout_ref=ActorRolloutRefConfig(model=ModelConfig(tiny=replace(TINY, seed=1)))),
+    ],
+)
+def test_whatever_changes_the_model_changes_its_folder(config, change):
+    assert module._fingerprint(change(config)) != module._fingerprint(config)
+
+
+def test_what_does_not_change_the_model_keeps_its_folder(config):
+    other = replace(config, trainer=replace(config.trainer, seed=5), data=replace(config.data, train_batch_size=3))
+    assert module._fingerprint(other) == module._fingerprint(config)
+
+
+def test_accuracy_is_measured_on_problems_outside_both_splits(config):
+    task = config.data.arithmetic
+    train, held_out = module._examples(task, make_tiny(TINY)[1])
+    prompts = {
+        split: {example.prompt_ids for example in examples}
+        for split, examples in (("train", train), ("held out", held_out))
+    }
+    val = {module._example(row, make_tiny(TINY)[1]).prompt_ids for row in make_problems(task, "val")}
+    given = {module._example(row, make_tiny(TINY)[1]).prompt_ids for row in make_problems(task, "train")}
+    assert prompts["train"] == given
+    assert len(prompts["held out"]) == module.HELD_OUT
+    assert not prompts["held out"] & (given | val)
+
+
+def test_only_the_solution_is_learned_and_padding_is_not():
+    ids, labels = module._padded([((5, 6), (7, 1)), ((8,), (9, 9, 9, 1))])
+    assert ids.tolist() == [[5, 6, 7, 1, 0], [8, 9, 9, 9, 1]]
+    assert labels.tolist() == [[-100, -100, 7, 1, -100], [-100, 9, 9, 9, 1]]
+
+
+def test_training_stops_at_the_target(config):
+    small = replace(TINY, hidden_size=64, num_hidden_layers=2)
+    config = replace(
+        config,
+        data=DataConfig(arithmetic=ArithmeticConfig(train_size=2048)),
+        actor_rollout_ref=ActorRolloutRefConfig(model=ModelConfig(tiny=small)),
+        warm_start=replace(
+            config.warm_start, max_steps=1000, batch_size=16, eval_every=25, lr=5e-3, target_accuracy=0.01
+        ),
+    )
+    result = json.loads((warm_start(config) / "warm_start.json").read_text())
+    assert result["accuracy"] >= 0.01
+    assert result["steps"] < 1000 and result["steps"] % 25 == 0
+
+
+def test_a_failure_leaves_nothing_that_looks_finished(config, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("transformers.tokenization_utils_base.PreTrainedTokenizerBase.save_pretrained", full)
+    with pytest.raises(OSError, match="disk full"):
+        warm_start(config)
+    assert list((module._cache_dir(config)).iterdir()) == []
+
+
+def test_the_slower_of_two_processes_leaves_the_folder_of_the_faster(tmp_path):
+    for name in ("finished", "unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    module._publish(tmp_path / "unfinished", tmp_path / "finished")
+    assert (tmp_path / "finished" / "file").read_text() == "finished"
+    with pytest.raises(OSError):
+        module._publish(tmp_path / "absent", tmp_path / "nowhere")
