@@ -126,7 +126,7 @@ class Trainer:
         if config.trainer.rollout_data_dir:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
         if config.trainer.balance_batch:
-            batch = steps.balance(batch, self.workers.size)
+            batch = steps.balance(batch, self.workers.world_size)
         with phase("old_log_prob"):
             batch = self.extend(batch, "actor", "log_probs")
         if has_reference(config):
@@ -198,7 +198,7 @@ class Trainer:
         each: list[Metrics] = []
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
-                part = steps.balance(part, self.workers.size)
+                part = steps.balance(part, self.workers.world_size)
             each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
         means = {name: sum(m[name] for m in each) / len(each) for name in each[0]}
         means[f"{role}/skipped"] = sum(m[f"{role}/skipped"] for m in each)
@@ -217,7 +217,7 @@ class Trainer:
             self.progress.notice(f"step {step}: {skipped:.0f} optimizer step(s) skipped: the gradient was not finite")
         if not batch["advantages"].any():
             self.progress.notice(f"step {step}: all advantages are zero (every group's rewards are equal)")
-        usage = self.workers.broadcast("actor", "usage")
+        usage = self.workers.broadcast("process", "usage")
         return {
             "train/skipped_steps": float(self.skipped_steps),
             "train/policy_version": float(self.policy_version),

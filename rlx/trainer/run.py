@@ -3,11 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from rlx.trainer.warm_start import warm_start
-from rlx.workers.worker import Worker
-
 from rlx.cluster.group import WorkerGroup
-from rlx.cluster.runtime import session
+from rlx.cluster.placement import Pool
+from rlx.cluster.runtime import accelerator, session
 from rlx.config.schema import PPOConfig
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.models.loading import load_tokenizer
@@ -16,6 +14,8 @@ from rlx.trainer.loop import Trainer, has_critic, roles_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.report import write_report
 from rlx.trainer.tracking import Tracker
+from rlx.trainer.warm_start import warm_start
+from rlx.workers.worker import Worker
 
 
 def run(config: PPOConfig, yaml: str) -> Path:
@@ -45,9 +45,9 @@ def run(config: PPOConfig, yaml: str) -> Path:
     with (
         progress,
         Tracker(config.trainer.logger, folder, yaml, *names, resume_step=step if checkpoint else None) as tracker,
-        session(config) as cluster,
+        session(config),
+        start_workers(config) as workers,
     ):
-        workers = WorkerGroup.start(cluster, Worker, config, roles_of(config))
         trainer = Trainer(config, workers, tokenizer, train, val, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint)
@@ -55,6 +55,14 @@ def run(config: PPOConfig, yaml: str) -> Path:
     picture = write_report(folder / "metrics.jsonl", folder / "report.png")
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)
     return folder
+
+
+def start_workers(config: PPOConfig) -> WorkerGroup:
+    """The processes of the run, each hosting every role that the run needs."""
+    trainer = config.trainer
+    device = accelerator() if trainer.device == "auto" else trainer.device
+    pool = Pool.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
+    return WorkerGroup(pool, Worker, config, roles_of(config))
 
 
 def with_models(config: PPOConfig) -> PPOConfig:

@@ -3,6 +3,7 @@
 Pure functions from batches to batches; no worker is called here. Shape letters as in `rlx/data/batch.py`.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -101,9 +102,10 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 
 
 def accuracy(scores_B: Tensor, extra: dict[str, list[float]]) -> float:
-    """Share of right answers: the reward function's own `acc` where it gives one, else of scores of 1 or more."""
-    right = torch.tensor(extra["acc"]) if "acc" in extra else (scores_B >= 1.0).float()
-    return right.mean().item()
+    """Share of right answers: by the reward function's own `acc` where it gives one, else a score of 1 or more."""
+    by_score_B = (scores_B >= 1.0).double()
+    own_B = torch.tensor(extra.get("acc", [math.nan] * len(scores_B)), dtype=torch.float64)
+    return torch.where(own_B.isnan(), by_score_B, own_B).mean().item()
 
 
 def equal_groups_share(batch: Batch) -> float:

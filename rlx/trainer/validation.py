@@ -1,6 +1,7 @@
 """Scoring the policy on held-out prompts, and keeping what it wrote."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,8 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
             part = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
             metrics[f"val/accuracy/{source}"] = accuracy(scores.scores[rows], part)
     for name, values in scores.extra.items():
-        metrics[f"val/{name}"] = torch.tensor(values, dtype=torch.float64).mean().item()
+        # Not every data source reports every number.
+        metrics[f"val/{name}"] = torch.tensor(values, dtype=torch.float64).nanmean().item()
     return metrics
 
 
@@ -66,6 +68,8 @@ def join(parts: list[tuple[Batch, Scores]]) -> tuple[Batch, Scores]:
     """Validation chunks as one."""
     # Prompts are padded to the longest of their chunk, so only what has one width everywhere is kept.
     batch = concat([part.drop("input_ids", "attention_mask") for part, _ in parts])
-    names = parts[0][1].extra.keys()
-    extra = {name: [v for _, scores in parts for v in scores.extra[name]] for name in names}
+    names = sorted({name for _, scores in parts for name in scores.extra})
+    extra = {
+        name: [v for part, scores in parts for v in scores.extra.get(name, [math.nan] * len(part))] for name in names
+    }
     return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)

@@ -118,6 +118,9 @@ def test_accuracy_prefers_the_reward_functions_own():
     scores = torch.tensor([1.0, 0.1, 2.0, 0.0])
     assert steps.accuracy(scores, {}) == 0.5
     assert steps.accuracy(scores, {"acc": [0.0, 0.0, 1.0, 0.0]}) == 0.25
+    assert steps.accuracy(scores, {"acc": [0.0, 0.0, float("nan"), 0.0]}) == 0.25, (
+        "a sample without it goes by its score"
+    )
 
 
 def test_equal_groups_and_description():

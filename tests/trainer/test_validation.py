@@ -1,0 +1,47 @@
+"""What validation reports and keeps."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from rlx.data.batch import Batch
+from rlx.rewards.manager import Scores
+from rlx.trainer import validation
+
+
+def part(prompt_width, rows, source, scores, extra):
+    mask = torch.ones(rows, 3, dtype=torch.bool)
+    tensors = {
+        "input_ids": torch.zeros(rows, prompt_width + 3, dtype=torch.int64),
+        "attention_mask": torch.ones(rows, prompt_width + 3, dtype=torch.bool),
+        "response_mask": mask,
+    }
+    names = ("prompt_text", "response_text", "ground_truth")
+    info = {name: [f"{name}{i}" for i in range(rows)] for name in names} | {"data_source": [source] * rows}
+    return Batch.of(tensors, info), Scores(torch.tensor(scores), extra)
+
+
+def test_chunks_cover_every_row_once():
+    assert list(validation.chunks(5, 2)) == [[0, 1], [2, 3], [4]]
+    assert list(validation.chunks(3, None)) == [[0, 1, 2]]
+    assert list(validation.chunks(0, None)) == []
+
+
+def test_parts_of_different_width_and_numbers_are_joined_and_summarised_by_source():
+    parts = [part(5, 2, "a", [1.0, 0.0], {}), part(7, 1, "b", [1.0], {"steps": [4.0]})]
+    batch, scores = validation.join(parts)
+    metrics = validation.summarise(batch, scores)
+    assert metrics["val/accuracy"] == pytest.approx(2 / 3)
+    assert metrics["val/accuracy/a"] == 0.5 and metrics["val/accuracy/b"] == 1.0
+    assert metrics["val/steps"] == 4.0 and math.isnan(scores.extra["steps"][0])
+    assert metrics["val/response_length"] == 3.0
+
+
+def test_generations_are_dumped_one_a_line(tmp_path):
+    batch, scores = part(5, 2, "a", [1.0, 0.0], {"steps": [4.0, 5.0]})
+    validation.dump(validation.generations(batch, scores), tmp_path / "new", 7)
+    lines = [json.loads(line) for line in (tmp_path / "new/7.jsonl").read_text().splitlines()]
+    assert [line["score"] for line in lines] == [1.0, 0.0]
+    assert lines[1]["response"] == "response_text1" and lines[1]["steps"] == 5.0
