@@ -10,10 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 
-from rlx.cluster.errors import ClusterError
+from rlx.cluster.errors import ClusterError, one_line
 from rlx.config.schema import PPOConfig
 
 _PROBE_S = 10.0
@@ -48,8 +49,7 @@ def session(config: PPOConfig) -> Iterator[None]:
             context = ray.init(address="local", **{"include_dashboard": False, **quiet, **options})
             folder = Path(context.address_info["session_dir"])
         else:
-            _probe(address)
-            ray.init(address=address, **{**quiet, **options})
+            _join(address, {**quiet, **options})
         yield
     except Exception:
         folder = None  # its logs may tell more
@@ -75,6 +75,18 @@ def _set_local_environment() -> None:
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    """Connects to a cluster; raises ClusterError if that fails."""
+    _probe(address)
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ClusterError(
+            f"the Ray head at {address} answers, but does not let this process in ({one_line(str(error))}); if the cluster "
+            "asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as on its nodes; see docs/cluster.md"
+        ) from None
 
 
 def _probe(address: str) -> None:
