@@ -287,7 +287,8 @@ class Progress:
         """The closing panel: what was reached, how long it took, where things lie.
 
         Args:
-            first_validation, last_validation: metrics with `val/accuracy`; empty where nothing was validated.
+            first_validation, last_validation: metrics with `val/accuracy`; the same object after a single validation, empty
+                where nothing was validated.
             folder: of the run.
             picture: the report.
         """
@@ -295,7 +296,7 @@ class Progress:
         if last_validation:
             before, after = first_validation["val/accuracy"], last_validation["val/accuracy"]
             change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
-            facts["held-out accuracy"] = change if first_validation != last_validation else percent(after)
+            facts["held-out accuracy"] = change if first_validation is not last_validation else percent(after)
         if len(self._rewards) > 1:
             steps = min(STEPS_PER_MEAN, len(self._rewards) // 2)
             first, last = (sum(part) / steps for part in (self._rewards[:steps], self._rewards[-steps:]))
