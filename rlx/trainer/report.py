@@ -193,6 +193,8 @@ def _accuracy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
             )  # fmt: skip
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.margins(y=0.14)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, 0.0), max(min(high, 1.05), 0.05))
     _legend(axes)
 
 
@@ -283,7 +285,7 @@ def _response_length(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> 
         right.grid(visible=False)
         _curve(right, (steps, cut), RED, "cut off, right")
         right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        right.set_ylim(0, max(1e-3, max(cut)) * 1.3)
+        right.set_ylim(0, min(1.05, 1.3 * max(cut)))
         _legend(axes, right)
     else:
         _legend(axes)
