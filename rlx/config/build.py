@@ -17,8 +17,8 @@ def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
     """Reads a nested dictionary into the typed tree; keys that are not given keep their defaults.
 
     Returns:
-        the tree, and what could not be read: a key of the wrong type keeps its default, one outside its choices or range
-        keeps what was given.
+        the tree, and what could not be read: such a key keeps its default, but for a choice that does not exist, which
+        stays as it was given for the rules that have more to say about it.
     """
     faults: list[Fault] = []
     return _section(PPOConfig(), tree, "", faults), faults
@@ -86,6 +86,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
     if not _allowed(read, leaf):
         remedy = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
+        return read if leaf.info.choices is not None else leaf.default
     return read
 
 

@@ -123,6 +123,7 @@ IDLE = (
         "there is one process",
     ),
     # Generation
+    Idle((f"{ROLLOUT}.calculate_log_probs",), _is(f"{ROLLOUT}.name", "hf"), "the hf sampler always returns them"),
     Idle(
         _below(
             ROLLOUT,

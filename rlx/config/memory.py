@@ -101,12 +101,11 @@ def shape_of(model: ModelConfig) -> Shape | None:
     file = Path(model.path or "").expanduser() / "config.json"
     if not file.is_file():
         return None
-    whole: dict[str, Any] = json.loads(file.read_text())
-    config = {**whole, **whole.get("text_config", {}), **model.override_config}
     try:
-        return _shape_from(config)
-    except KeyError:
-        return None
+        whole: dict[str, Any] = json.loads(file.read_text())
+        return _shape_from({**whole, **whole.get("text_config", {}), **model.override_config})
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None  # loading the model will say what is wrong with it; here only the estimate is missing
 
 
 def _shape_from(config: dict[str, Any]) -> Shape:

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin
 
 from rlx.config.keys import KeyInfo
 from rlx.config.schema import PPOConfig
@@ -18,8 +18,7 @@ class Leaf(NamedTuple):
 
 def children(section: Any) -> dict[str, Leaf]:
     """The keys directly below a section (an instance of one of the schema's classes), subsections included."""
-    hints = get_type_hints(type(section))
-    return {f.name: Leaf(hints[f.name], getattr(section, f.name), f.metadata["key"]) for f in fields(section)}
+    return {f.name: Leaf(f.type, getattr(section, f.name), f.metadata["key"]) for f in fields(section)}
 
 
 def leaves(section: Any = None, prefix: str = "") -> dict[str, Leaf]:

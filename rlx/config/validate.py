@@ -26,10 +26,9 @@ def check(composed: Composed, machine: Machine) -> Verdict:
 
     A rule about a key that could not be read in the first place says nothing: its fault is already listed.
     """
-    setting = Setting(composed.partial, composed.set_keys, machine)
-    found = [fault for rule in RULES for fault in rule(setting)]
-    faults = [fault for fault in found if composed.broken.isdisjoint(fault.keys)]
-    return Verdict((*composed.faults, *faults), tuple(_warnings(setting, composed.broken)))
+    setting, broken = Setting(composed.partial, composed.set_keys, machine), composed.broken
+    faults = [fault for rule in RULES for fault in rule(setting) if broken.isdisjoint(fault.keys)]
+    return Verdict((*composed.faults, *faults), tuple(_warnings(setting, broken)))
 
 
 def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:

@@ -14,8 +14,7 @@ REMEDIES: dict[str, str] = {
     "return_full_prompt": "remove it: the prompt's text always stays with it",
     "filter_overlong_prompts_workers": _NO_NEED,
     "filter_groups": "remove it: rlx does not resample groups of equal reward yet; they are reported and add no gradient",
-    "rollout_correction": "remove it: rlx does not correct for the sampler's mismatch yet; it logs the mismatch when "
-    "actor_rollout_ref.rollout.calculate_log_probs is on",
+    "rollout_correction": "remove it: rlx does not correct for the sampler's mismatch yet; it only logs it",
     "tis_imp_ratio_cap": "remove it: rlx does not correct for the sampler's mismatch yet",
     "ppo_micro_batch_size": "use ppo_micro_batch_size_per_gpu: it counts the samples of one process",
     "log_prob_micro_batch_size": "use log_prob_micro_batch_size_per_gpu: it counts the samples of one process",

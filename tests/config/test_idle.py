@@ -1,6 +1,7 @@
 """Keys that are set without effect: one warning lists them all, defaults are silent."""
 
 from fnmatch import fnmatchcase
+from functools import cache
 
 import pytest
 
@@ -65,6 +66,7 @@ CASES = [
         [f"{REF}.fsdp_config.optimizer_offload"],
     ),
     ("trainer.balance_batch=False", ["trainer.balance_batch"]),
+    (f"{ROLLOUT}.calculate_log_probs=False", [f"{ROLLOUT}.calculate_log_probs"]),
     (f"{ROLLOUT}.enforce_eager=True", [f"{ROLLOUT}.enforce_eager"]),
     (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", [f"{ROLLOUT}.engine_kwargs.vllm"]),
     (f"{ROLLOUT}.val_kwargs.n=4", [f"{ROLLOUT}.val_kwargs.n"]),
@@ -89,6 +91,7 @@ CASES = [
 ]
 
 
+@cache
 def setting(command: str, machine: Machine) -> Setting:
     composed = compose(command.split())
     assert composed.faults == ()

@@ -76,7 +76,7 @@ def test_override_config_counts(tmp_path: Path):
     assert (plain.layers, deeper.layers) == (2, 3)
 
 
-@pytest.mark.parametrize("content", [None, '{"model_type": "gpt2", "n_embd": 8}'])
+@pytest.mark.parametrize("content", [None, '{"model_type": "gpt2", "n_embd": 8}', "{", "[]"])
 def test_an_unknown_model_is_a_question_mark(tmp_path: Path, content: str | None):
     if content:
         (tmp_path / "config.json").write_text(content)

@@ -5,10 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from rlx.config.compose import compose
+from rlx.config.build import build
+from rlx.config.compose import Composed, compose
 from rlx.config.machine import Cluster, Machine, inspect_machine
+from rlx.config.memory import table
 from rlx.config.setting import Setting
+from rlx.config.tree import LEAVES
 from rlx.config.validate import RULES, Verdict, check
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -399,3 +403,21 @@ def test_no_rule_complains_about_a_key_that_could_not_be_read(verdict):
     misspelt = verdict(["experiment=null", f"{MODEL}.pth=/m", f"{ROLLOUT}.name=hf"])
     assert f"unknown key {MODEL}.pth" in whats(misspelt)
     assert "there is no model" not in whats(misspelt)
+
+
+def test_no_value_of_any_key_makes_a_rule_crash(cpu_machine: Machine):
+    everything = compose([GAE, f"{ACTOR}.use_kl_loss=True"])
+    tree = OmegaConf.to_container(OmegaConf.create(everything.yaml))
+    for key, leaf in LEAVES.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place[section]
+        before = place[name]
+        for value in (0, 7, None, "x", [], {}, *(leaf.info.choices or ())):
+            place[name] = value
+            config, faults = build(tree)
+            found = check(Composed(config, frozenset({key}), tuple(faults)), cpu_machine)
+            if not found.faults:
+                assert table(config, cpu_machine)
+        place[name] = before
