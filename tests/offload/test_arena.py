@@ -1,5 +1,6 @@
 import gc
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_pieces_never_overlap_and_everything_comes_back(slabs, actions):
         elif held:
             ranges.give(held.pop(choice % len(held)))
         taken = sorted(piece for pieces in held for piece in pieces)
-        for one, two in zip(taken, taken[1:], strict=False):
+        for one, two in pairwise(taken):
             assert one.slab < two.slab or one.start + one.length <= two.start
         assert all(piece.start + piece.length <= slabs[piece.slab] * ALIGN_BYTES for piece in taken)
         assert ranges.free_bytes == total - sum(piece.length for piece in taken)

@@ -538,7 +538,7 @@ def test_a_layer_whose_forward_differs_is_told(enable, toys):
 
     model = toys.of(wider)
     enable(model, True)
-    with pytest.raises(RecomputeError, match="was torch.float32"):
+    with pytest.raises(RecomputeError, match=r"was torch\.float32"):
         toys.step(model).backward()
 
 

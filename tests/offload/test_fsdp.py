@@ -1,5 +1,7 @@
 """FSDP1 and FSDP2 in two processes on the CPU: equal gradients, and not one all-gather more."""
 
+import json
+import os
 import socket
 
 import pytest
@@ -70,9 +72,11 @@ def train(model, rank):
     return [grad.clone() for grad in grads if grad is not None], gathers
 
 
-def worker(rank, port, results):
+def worker(rank, port, folder):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both processes on the CPU, also where there is a GPU
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    results = []
     try:
         for strategy in ("fsdp2", "fsdp1", "fsdp1_orig"):
             plain, gathers = train(shard(Model(), strategy), rank)
@@ -94,17 +98,18 @@ def worker(rank, port, results):
                 )
     finally:
         dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outcomes")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.list()
-        mp.spawn(worker, (port, results), nprocs=RANKS)
-        yield {outcome["case"]: outcome for outcome in results}
+    mp.spawn(worker, (port, folder), nprocs=RANKS)
+    results = [outcome for rank in range(RANKS) for outcome in json.loads((folder / f"{rank}.json").read_text())]
+    return {tuple(outcome["case"]): outcome for outcome in results}
 
 
 @pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])

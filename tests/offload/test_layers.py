@@ -51,7 +51,7 @@ def test_layers_are_named_in_any_way_and_kept_in_order(toys):
 def test_bad_layers_are_told(toys):
     with pytest.raises(ValueError, match="layers="):
         find_layers(nn.Linear(1, 1), None)
-    with pytest.raises(ValueError, match="'layers.7'"):
+    with pytest.raises(ValueError, match=r"'layers\.7'"):
         find_layers(toys.stack(), ["layers.7"])
     with pytest.raises(ValueError, match="module Linear"):
         find_layers(toys.stack(), [nn.Linear(1, 1)])

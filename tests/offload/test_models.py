@@ -71,15 +71,15 @@ def test_gradient_checkpointing_of_transformers_is_switched_off_and_on_again(cap
     caplog.set_level(logging.INFO, "rlx.offload")
     model = build("qwen2")
     expected = step(copy.deepcopy(model).eval()).item()
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
-    assert not model.is_activation_checkpointing
+    assert not model.is_gradient_checkpointing
     assert "gradient checkpointing of transformers is switched off" in caplog.text
     loss = step(model)
     live = step(model)
     loss.backward()
     handle.disable()
-    assert model.is_activation_checkpointing
+    assert model.is_gradient_checkpointing
     live.backward()  # recomputed by the engine, not by transformers as well
     assert handle.stats().held_bytes == 0
     assert step(copy.deepcopy(model).eval()).item() == expected
@@ -87,9 +87,9 @@ def test_gradient_checkpointing_of_transformers_is_switched_off_and_on_again(cap
 
 def test_gradient_checkpointing_of_transformers_under_save_all(compare):
     model = build("qwen2")
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     compare(model, step, False)
-    assert model.is_activation_checkpointing
+    assert model.is_gradient_checkpointing
 
 
 def test_generation_is_untouched():

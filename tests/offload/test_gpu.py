@@ -1,0 +1,297 @@
+"""On CUDA: streams, overlap, memory, and gradients bit for bit under deterministic kernels."""
+
+import copy
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from rlx.offload import OffloadOptions, enable_activation_offloading, offload_activations
+from rlx.offload.arena import host_arena
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
+WIDTH = 512
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def model(toys):
+    return toys.stack(lambda: toys.block(WIDTH, dropout=0.1), blocks=6, width=WIDTH).cuda()
+
+
+def batch(rows=4096, seed=1):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def step(model):
+    return model(batch())
+
+
+def peak_bytes(model, run):
+    """Peak of device memory over a step, above what was there before."""
+    model.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(model).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@MODES
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("use_streams", [True, False])
+def test_gradients_are_equal(compare, model, enable_ckpt, pin_memory, use_streams):
+    stats = compare(model, step, enable_ckpt, pin_memory=pin_memory, use_streams=use_streams)
+    assert stats.offloaded_bytes >= 6 * 4096 * WIDTH * 4
+
+
+@MODES
+@pytest.mark.parametrize(
+    "options",
+    [{"prefetch_layers": n} for n in (0, 1, 3, 100)] + [{"max_inflight_bytes": n} for n in (0, 1 << 24)],
+    ids=str,
+)
+def test_gradients_are_equal_on_any_schedule(compare, model, enable_ckpt, options):
+    compare(model, step, enable_ckpt, **options)
+
+
+@MODES
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_a_transformer_are_equal(compare, enable_ckpt, attention, dtype):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1 if attention == "eager" else 0.0,
+        attn_implementation=attention,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).to("cuda", dtype).train()
+    ids = torch.randint(0, 128, (2, 512), device="cuda")
+    compare(model, lambda m: m(input_ids=ids, labels=ids).loss, enable_ckpt)
+
+
+@MODES
+def test_a_step_on_a_stream_of_the_users(compare, model, enable_ckpt):
+    def on_a_side_stream(m):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            loss = step(m)
+            loss.backward()
+        torch.cuda.current_stream().wait_stream(side)
+        return loss.detach()
+
+    compare(model, on_a_side_stream, enable_ckpt)
+
+
+@MODES
+def test_graphs_dropped_while_bytes_fly_harm_nobody(enable, toys, model, enable_ckpt):
+    expected = toys.grade(copy.deepcopy(model), step)
+    handle = enable(model, enable_ckpt, prefetch_layers=3)
+    for number in range(6):
+        loss = step(model)
+        if number % 2:
+            # Only the last layers run backward: what was fetched ahead for the others is never used.
+            torch.autograd.grad(loss, model.layers[4].up.weight)
+        del loss
+        scratch = [torch.full((4096, WIDTH), float(number), device="cuda") for _ in range(12)]
+        expected.assert_equal(toys.grade(model, step))
+        assert all(bool((tensor == number).all()) for tensor in scratch)
+    assert handle.stats().held_bytes == 0
+
+
+@MODES
+def test_many_steps_ahead_of_the_device(enable, toys, model, enable_ckpt):
+    """The host queues steps without waiting: host blocks pass from copy to copy, and each must wait for the last."""
+    expected = toys.grade(copy.deepcopy(model), step)
+    handle = enable(model, enable_ckpt)
+    toys.grade(model, step)
+    torch.cuda.synchronize()
+    allocations, reserved = host_arena(True).allocations, handle.stats().reserved_bytes
+    results = [toys.grade(model, step) for _ in range(8)]
+    for result in results:
+        expected.assert_equal(result)
+    assert host_arena(True).allocations == allocations
+    assert handle.stats().reserved_bytes == reserved
+
+
+@MODES
+def test_lengths_may_vary_without_more_host_memory(enable, model, enable_ckpt):
+    handle = enable(model, enable_ckpt)
+    model(batch(8192)).backward()
+    reserved = handle.stats().reserved_bytes
+    for rows in (100, 8191, 3000, 5555, 8192):
+        model(batch(rows)).backward()
+        assert handle.stats().held_bytes == 0
+    assert handle.stats().reserved_bytes == reserved
+
+
+def test_a_write_to_an_input_that_is_leaving_is_refused(enable, toys):
+    """Plain autograd allows it, for nothing saved the input; the copy may be torn, so backward must not use it."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(WIDTH))
+            self.lin = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.lin(torch.tanh(x + self.bias))
+
+    model = toys.stack(Shift, width=WIDTH).cuda()
+    enable(model, True)
+    x = model.embed(batch())
+    y = model.layers[0](x)
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="modified in place while it was copied"):
+        y.sum().backward()
+
+
+@MODES
+def test_host_tensors_stay(enable, toys, enable_ckpt):
+    def forward(block, x):
+        y = block.lin(x)
+        return y + torch.tanh(y.cpu()).exp().cuda()
+
+    model = toys.of(forward, width=WIDTH).cuda()
+    handle = enable(model, enable_ckpt)
+    step(model).backward()
+    offloaded = handle.stats().offloaded_bytes
+    assert offloaded == 3 * 4096 * WIDTH * 4  # each layer's input, which its linear saves; tanh and exp are on the host
+    assert (handle.stats().kept_bytes > 0) != enable_ckpt
+
+
+def test_boundary_takes_the_layers_inputs_off_the_device(enable, toys, model):
+    layers, hidden = 6, 4096 * WIDTH * 4
+    from torch.utils.checkpoint import checkpoint
+
+    def checkpointed(m):
+        x = m.embed(batch())
+        for layer in m.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return m.head(x).sum()
+
+    peak_bytes(model, step)
+    with_checkpoint = peak_bytes(model, checkpointed)
+    handle = enable(model, True)
+    peak_bytes(model, step)
+    with_offload = peak_bytes(model, step)
+    # At most three inputs are on the device at once: the current layer's, the one before, and one on its way.
+    assert with_offload <= with_checkpoint - (layers - 3) * hidden
+    assert handle.stats().held_bytes == 0
+
+
+def test_all_takes_saved_tensors_off_the_device(enable, model):
+    plain = [peak_bytes(model, step) for _ in range(2)][1]
+    enable(model, False)
+    offloaded = [peak_bytes(model, step) for _ in range(2)][1]
+    assert offloaded <= 0.75 * plain  # three of six layers, and what moves between them
+
+
+def test_copies_overlap_compute(enable, toys):
+    class Busy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2048, 2048, bias=False)
+
+        def forward(self, x):
+            for _ in range(20):
+                x = torch.tanh(self.lin(x))
+            return x
+
+    torch.use_deterministic_algorithms(False)
+    model = toys.stack(Busy, blocks=6, width=2048).cuda()
+    x = torch.randn(8192, 2048, device="cuda")
+    handle = enable(model, True)
+    for _ in range(2):
+        model(x).backward()
+    torch.cuda.synchronize()
+    warm = handle.stats()
+    for _ in range(3):
+        model(x).backward()
+    torch.cuda.synchronize()
+    stats = handle.stats().since(warm)
+    assert stats.copied_bytes > 0
+    assert stats.copy_ms > 0
+    assert stats.overlap > 0.5
+    assert stats.recomputed_ms > 0
+
+
+def test_a_cap_on_host_memory_leaves_tensors_on_the_device(toys, model):
+    expected = toys.grade(copy.deepcopy(model), step)
+    handle = enable_activation_offloading(model, True, OffloadOptions(max_host_bytes=3 * 4096 * WIDTH * 4))
+    expected.assert_equal(toys.grade(model, step))
+    assert handle.stats().offloaded_bytes == 3 * 4096 * WIDTH * 4
+    handle.disable()
+
+
+def test_trim_gives_host_memory_back(enable, model):
+    handle = enable(model, True)
+    step(model).backward()
+    torch.cuda.synchronize()
+    gc.collect()
+    assert handle.stats().reserved_bytes > 0
+    host_arena(True).trim()
+    assert handle.stats().reserved_bytes == 0
+    step(model).backward()
+
+
+def test_a_region_with_layers_unknown(model):
+    x = batch()
+    torch.manual_seed(7)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    torch.manual_seed(7)
+    with offload_activations() as handle:
+        loss = model(x)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, grads, expected))
+    assert handle.stats().offloaded_bytes > 0
+    assert handle.stats().held_bytes == 0
+
+
+@MODES
+def test_fsdp2_over_nccl(enable, toys, enable_ckpt):
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+
+        def build():
+            model = toys.stack(lambda: toys.block(WIDTH, dropout=0.1), blocks=4, width=WIDTH).cuda()
+            for layer in model.layers:
+                fully_shard(layer)
+            return fully_shard(model)
+
+        plain, model = build(), build()
+        expected = toys.grade(plain, step)
+        handle = enable(model, enable_ckpt)
+        got = toys.grade(model, step)
+        for name, grad in expected.grads.items():
+            assert torch.equal(grad.to_local(), got.grads[name].to_local()), name
+        assert handle.stats().held_bytes == 0
+    finally:
+        dist.destroy_process_group()
