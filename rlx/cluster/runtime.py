@@ -1,5 +1,6 @@
 """Joining or starting Ray, and leaving nothing behind."""
 
+import inspect
 import logging
 import os
 import secrets
@@ -56,7 +57,7 @@ def session(config: PPOConfig) -> Iterator[None]:
         raise
     finally:
         with _uninterrupted():
-            ray.shutdown(wait_for_processes=True)
+            _shutdown()
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -106,6 +107,12 @@ def _probe(address: str) -> None:
             f"no Ray head answers at {address} ({error}); unset RAY_ADDRESS to run on this machine alone, "
             "or start the cluster with `ray start --head`"
         ) from None
+
+
+def _shutdown() -> None:
+    """Ends Ray and waits until its processes are gone; older versions of Ray (2.52, say) cannot wait."""
+    waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
+    ray.shutdown(**({"wait_for_processes": True} if waits else {}))
 
 
 @contextmanager
