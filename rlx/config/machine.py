@@ -52,7 +52,9 @@ class Machine:
 def inspect_machine(cluster: Cluster | None = None) -> Machine:
     """This machine as it is."""
     packages = frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
-    return Machine(count_gpus(), len(os.sched_getaffinity(0)), packages, cluster)
+    # Not every system tells which cores a process may use.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(count_gpus(), cpus, packages, cluster)
 
 
 def count_gpus() -> int:
