@@ -30,6 +30,12 @@ def stopped(folder, strategy, out, lora=0, contents=ALL, updates=2, head="lm"):
     return metrics, saved, weights_of(engine)
 
 
+def never_saved(folder):
+    """The first two updates of an engine that writes nothing."""
+    engine = build(folder)
+    return [engine.update(share(), ROWS, policy()) for _ in range(2)], weights_of(engine)
+
+
 def resumed(folder, strategy, out, lora=0, used=False):
     """The same two updates by a new engine that loads the checkpoint; `used`: it has done other things before."""
     engine = build(folder, strategy=strategy, model={"lora_rank": lora})

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 from rank_tools import FP64, ROWS, Gradients, P, build, make_batch, own_share, policy, value, weights_of
+from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import ModelConfig
 from rlx.engine.micro_batch import MicroBatchRule
@@ -96,6 +97,10 @@ def parked(folder, strategy):
         share = own_share(make_batch(), shares_for_world())
         engine.update(share, ROWS, policy())
         engine.log_probs(share, ROWS, 1.0)
+        if strategy == "fsdp2":
+            assert all(isinstance(p, DTensor) for p in engine.root.parameters()), (
+                "log_probs has left parameters gathered"
+            )
         if park:
             states = [x for state in engine.optimizer.state.values() for x in state.values()]
             engine._parked_parameters.park(engine.root.parameters())

@@ -35,9 +35,11 @@ def test_saving_before_the_first_update_leaves_the_optimizer_untouched(model_fol
     ((metrics, _, weights),) = one_rank(
         "checkpoint", "stopped", model_folder, "fsdp2", folder, 0, ("model", "optimizer", "extra"), 0
     )
-    ((fresh, _, fresh_weights, _),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder)
-    assert fresh == metrics
+    ((again, _, resumed_weights, _),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder)
+    ((fresh, fresh_weights),) = one_rank("checkpoint", "never_saved", model_folder)
+    assert again == metrics == fresh
     same(weights, fresh_weights)
+    same(weights, resumed_weights)
 
 
 @pytest.mark.parametrize(

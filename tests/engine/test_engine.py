@@ -94,8 +94,9 @@ VARIANTS = [
 def test_two_processes_train_like_one_however_they_share_the_model(
     strategy, fsdp, plain_training, model_folder, two_ranks
 ):
-    for _, _, weights, _ in two_ranks("engine", "trained", model_folder, strategy, 2, fsdp):
+    for metrics, _, weights, _ in two_ranks("engine", "trained", model_folder, strategy, 2, fsdp):
         close(plain_training[2], weights)
+        assert metrics == [pytest.approx(figures, rel=1e-9, abs=1e-12) for figures in plain_training[0]]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
