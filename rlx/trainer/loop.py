@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlx.algorithms.kl import AdaptiveKL, FixedKL
 from rlx.cluster.group import WorkerGroup
+from rlx.config.roles import has_critic, has_reference
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.data.prompts import PromptDataset
@@ -22,16 +23,6 @@ Metrics = dict[str, float]
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 ACTOR_UPDATE = (*SEQUENCE, "old_log_probs", "advantages")
 CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
-
-
-def has_critic(config: PPOConfig) -> bool:
-    """Whether the advantage estimator needs values."""
-    return config.algorithm.adv_estimator == "gae"
-
-
-def has_reference(config: PPOConfig) -> bool:
-    """Whether anything is compared with the reference policy."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def roles_of(config: PPOConfig) -> list[str]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
+from rlx.config.roles import TINY, has_critic
 from rlx.config.schema import PPOConfig
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.models.loading import load_tokenizer
 from rlx.trainer.checkpoints import read_driver_state, run_folder, starting_checkpoint
-from rlx.trainer.loop import Trainer, has_critic, roles_of
+from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.report import write_report
 from rlx.trainer.tracking import Tracker
@@ -68,10 +69,10 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
 def with_models(config: PPOConfig) -> PPOConfig:
     """The configuration with `builtin:tiny` replaced by the folder of the warm-started model, and null by its meaning."""
     policy = config.actor_rollout_ref
-    if policy.model.path == "builtin:tiny":
+    if policy.model.path == TINY:
         policy = replace(policy, model=replace(policy.model, path=str(warm_start(config))))
     critic = config.critic
-    if has_critic(config) and critic.model.path in (None, "builtin:tiny"):
+    if has_critic(config) and critic.model.path in (None, TINY):
         critic = replace(critic, model=replace(critic.model, path=policy.model.path))
     return replace(config, actor_rollout_ref=policy, critic=critic)
 

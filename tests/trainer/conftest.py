@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rlx.cluster.runtime import session
 from rlx.config.compose import compose
-from rlx.config.schema import TinyModelConfig
+from rlx.config.schema import PPOConfig, TinyModelConfig
 from rlx.models.tiny import make_tiny
 from rlx.trainer.run import run
 
@@ -21,8 +22,15 @@ def untrained(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def one_ray():
+    """Ray, started once for all runs of the session; each run uses a Ray that is already there."""
+    with session(PPOConfig()):
+        yield
+
+
 @pytest.fixture
-def train(untrained, tmp_path):
+def train(untrained, one_ray, tmp_path):
     """train(*overrides) runs the arithmetic experiment, cut short, and returns (run folder, metrics by step)."""
 
     def start(*overrides: str) -> tuple[Path, dict[int, dict[str, float]]]:

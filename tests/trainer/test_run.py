@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import psutil
 import pytest
@@ -12,6 +15,33 @@ from rlx.cluster.errors import WorkerFailure
 from rlx.rewards.manager import RewardError
 
 pytestmark = pytest.mark.e2e
+
+REWARDS = """
+import os, signal, psutil
+
+def varied(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 16
+
+def constant(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.5, "seen": 1.0}
+
+def broken(data_source, solution_str, ground_truth, extra_info=None):
+    return float("nan")
+
+def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
+    for process in psutil.Process().children(recursive=True):
+        if "ray::WorkerProcess" in " ".join(process.cmdline()):
+            os.kill(process.pid, signal.SIGKILL)
+    return 0.0
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(REWARDS)
+    return lambda name: (f"custom_reward_function.path={path}", f"custom_reward_function.name={name}")
+
 
 # Numbers of a step that say what was computed, not how long it took or what it took.
 MACHINE = ("timing_s/", "perf/", "time")
@@ -29,8 +59,13 @@ def resume_from(folder, step: int) -> list[str]:
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_{step}"]
 
 
-def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(train):
-    options = four_steps("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=True")
+def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(train, custom):
+    options = four_steps(
+        *custom("varied"),
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=True",
+    )
     folder, with_offload = train(*options, "actor_rollout_ref.model.activation_offload.min_bytes=0")
     assert with_offload[4]["perf/offloaded_mb"] > 0
     assert with_offload[4]["actor/grad_norm"] > 0
@@ -46,8 +81,9 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
         assert results(resumed[step]) == results(with_offload[step])
 
 
-def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train):
+def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom):
     options = four_steps(
+        *custom("varied"),
         "algorithm.adv_estimator=gae",
         "algorithm.use_kl_in_reward=True",
         "algorithm.kl_ctrl.type=adaptive",
@@ -101,30 +137,6 @@ def test_real_gsm8k_trains_and_the_model_leaves(train, tmp_path):
     assert validated[0]["val/response_length"] == metrics[3]["val/response_length"]
 
 
-REWARDS = """
-import os, signal, psutil
-
-def constant(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": 0.5, "seen": 1.0}
-
-def broken(data_source, solution_str, ground_truth, extra_info=None):
-    return float("nan")
-
-def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
-    for process in psutil.Process().children(recursive=True):
-        if "ray::Worker" in " ".join(process.cmdline()):
-            os.kill(process.pid, signal.SIGKILL)
-    return 0.0
-"""
-
-
-@pytest.fixture
-def custom(tmp_path):
-    path = tmp_path / "my_rewards.py"
-    path.write_text(REWARDS)
-    return lambda name: (f"custom_reward_function.path={path}", f"custom_reward_function.name={name}")
-
-
 def test_equal_rewards_give_a_reported_step_without_nan(train, custom):
     _, metrics = train(*custom("constant"), "trainer.total_training_steps=1")
     assert metrics[1]["train/zero_advantage_share"] == 1.0
@@ -141,17 +153,13 @@ def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, cus
 
 
 def test_a_worker_that_dies_is_the_reported_cause_and_nothing_is_left(train, custom):
-    with pytest.raises(WorkerFailure, match="(?i)died|killed"):
+    with pytest.raises(WorkerFailure, match=r"(?i)died|killed"):
         train(*custom("kills_a_worker"), "trainer.total_training_steps=2")
-    left = [p for p in psutil.Process().children(recursive=True) if "raylet" in p.name()]
+    left = [p for p in psutil.Process().children(recursive=True) if "ray::WorkerProcess" in " ".join(p.cmdline())]
     assert not left
 
 
 def test_ctrl_c_ends_a_run_cleanly(untrained, tmp_path):
-    import subprocess
-    import sys
-    import time
-
     command = [
         sys.executable,
         "-m",
