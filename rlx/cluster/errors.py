@@ -37,7 +37,7 @@ class Place:
         node_id: Ray's name of the node.
         node_ip: address of the node.
         pid: its process id.
-        interface: network interface that has this address, where known.
+        interface: network interface for gloo: the node's own choice (GLOO_SOCKET_IFNAME), else the one with this address.
         log: file on that node with the process's standard error, where known.
     """
 

@@ -67,8 +67,9 @@ class WorkerProcess:
         interfaces = [
             name for name, cards in psutil.net_if_addrs().items() if any(card.address == address for card in cards)
         ]
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or next(iter(interfaces), None)
         log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else None
-        return Place(self._rank, context.get_node_id(), address, os.getpid(), next(iter(interfaces), None), log)
+        return Place(self._rank, context.get_node_id(), address, os.getpid(), interface, log)
 
     def reserve_port(self) -> int:
         """A free port, kept from others but not listened on, so that the process group's store can bind it."""
