@@ -10,6 +10,7 @@
 import json
 import logging
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -163,5 +164,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(weights, checkpoint_id=folder / "model", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+        dcp.load(weights, checkpoint_id=folder / "model", no_dist=True)
     return dict(merged_weights(weights, description.adapters))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import AdamW
 
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import Batch
@@ -184,7 +185,7 @@ class Engine:
             for name, figure in {"loss": share.loss.detach(), **share.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + figure.double()
         metrics = self._over_processes(sums)
-        return metrics | self._step()
+        return metrics | self._step(self.optimizer, self.optim)
 
     def _totals(self, batch: Batch, objective: Objective) -> Totals:
         mask_BR = batch["response_mask"]
@@ -198,15 +199,15 @@ class Engine:
         dist.all_reduce(figures)
         return dict(zip(names, figures.tolist(), strict=True))
 
-    def _step(self) -> Metrics:
-        lr = self.optim.lr * learning_rate_factor(self.updates, self.total_steps, self.optim)
-        configure(self.optimizer, self.optim, lr)
+    def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
+        lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
+        configure(optimizer, optim, lr)
         norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
-            self.optimizer.step()
+            optimizer.step()
             self.steps += 1
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
 

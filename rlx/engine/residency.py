@@ -32,10 +32,7 @@ class Parking:
         return bool(self._parked)
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Moves the bytes behind these tensors (shards of DTensors) to the host; storages they share move once.
-
-        Tensors of the optimizer that live on the host anyway may be among them only on a machine without accelerator.
-        """
+        """Moves the bytes behind these tensors (of a DTensor its shard) to the host; a storage they share moves once."""
         storages = {s.data_ptr(): s for s in (local(t).untyped_storage() for t in tensors) if s.nbytes()}
         for storage in storages.values():
             host = torch.UntypedStorage(storage.nbytes())
