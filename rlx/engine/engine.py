@@ -306,7 +306,8 @@ def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "Pre
     """The model with weights on rank 0, and without them on the other ranks, which get theirs as it is sharded."""
     first = dist.get_rank() == 0
     plain = load_model(model, head, dtype, seed) if first else load_skeleton(model, head, dtype)
-    layout = [[(name, tensor.shape, tensor.dtype) for name, tensor in plain.state_dict().items()]]
+    tensors = [*plain.named_parameters(), *plain.named_buffers()]
+    layout = [[(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
     own = layout[0]
     dist.broadcast_object_list(layout, src=0)
     # A model class may keep some weights in a type of its own when it loads them, which a skeleton cannot know.
