@@ -12,6 +12,7 @@ from rlx.config.machine import Cluster, inspect_machine
 from rlx.config.memory import table
 from rlx.config.schema import PPOConfig
 from rlx.config.validate import check
+from rlx.errors import ExplainedError
 
 DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
 
@@ -57,11 +58,14 @@ def _run(composed: Composed) -> int:
         from rlx.trainer.run import run
 
         run(composed.config, composed.yaml)
+    except ExplainedError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"\nrlx stopped: {error}", file=sys.stderr)
+        return FAILED
     except Exception as error:
         traceback.print_exception(error)
-        # A failed worker's message ends with the first cause; so does any other that fits on one line.
-        last_line = (str(error).strip().splitlines() or [""])[-1]
-        print(f"\nrlx stopped: {type(error).__name__}: {last_line}", file=sys.stderr)
+        print(f"\nrlx stopped: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILED
     return DONE
 

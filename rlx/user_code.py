@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlx.errors import ExplainedError
 
-class UserCodeError(ValueError):
+
+class UserCodeError(ExplainedError, ValueError):
     """A file of the user's is missing, cannot be imported, or lacks the name asked for."""
 
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1] / "rlx"
 
 # Which parts of rlx a part may import, beside itself and the leaves.
 MAY_IMPORT = {
+    "errors": set(),
     "main_ppo": {"cluster", "config", "trainer"},
     "export": {"engine", "models"},
     "user_code": set(),
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "trainer": {"algorithms", "cluster", "config", "data", "engine", "models", "rewards", "rollout", "workers"},
 }
 # Modules that every part may import, but for those that are libraries of their own.
-LEAVES = {"rlx.config.schema", "rlx.data.batch", "rlx"}
+LEAVES = {"rlx.config.schema", "rlx.data.batch", "rlx.errors", "rlx"}
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
 # What these may import at all beside the standard library.
@@ -37,7 +38,8 @@ ONLY = {
     "rlx.config.schema": {"rlx.config.keys"},
     "rlx.config.keys": set(),
     "rlx.data.batch": {"torch", "tensordict"},
-    "rlx.user_code": set(),
+    "rlx.errors": set(),
+    "rlx.user_code": {"rlx.errors"},
     "rlx.algorithms": {"torch", "rlx.algorithms"},
     "rlx.offload": {"torch", "rlx.offload"},
 }

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rlx.errors import ExplainedError
+
 Kind = Literal["error", "died", "collective"]
 
 _DISTRIBUTED_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -24,7 +26,7 @@ _OTHERS_SHOWN = 3
 _RAY_MARKS = (":job_id:", ":actor_name:")
 
 
-class ClusterError(RuntimeError):
+class ClusterError(ExplainedError, RuntimeError):
     """The cluster cannot be reached, or does not have what is asked of it."""
 
 
@@ -103,7 +105,7 @@ def first_cause(faults: Sequence[Fault]) -> Fault:
     return min(faults, key=lambda fault: (fault.kind == "collective", fault.time_s))
 
 
-class WorkerFailure(RuntimeError):
+class WorkerFailure(ExplainedError, RuntimeError):
     """A call on a worker group failed; the last line of its text is the first cause.
 
     Args:

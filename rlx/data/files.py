@@ -7,8 +7,10 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlx.errors import ExplainedError
 
-class DataError(ValueError):
+
+class DataError(ExplainedError, ValueError):
     """A prompt file, or a row of it, is not what was expected."""
 
 

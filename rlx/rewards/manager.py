@@ -15,12 +15,13 @@ from torch import Tensor
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import Batch
+from rlx.errors import ExplainedError
 from rlx.rewards import gsm8k
 from rlx.rewards import math as math_reward
 from rlx.rewards.function import RewardFunction, load_function
 
 
-class RewardError(ValueError):
+class RewardError(ExplainedError, ValueError):
     """A reward function failed, or no function is known for a data source."""
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.schema import PPOConfig
+from rlx.errors import ExplainedError
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
 
-class ResumeError(ValueError):
+class ResumeError(ExplainedError, ValueError):
     """The checkpoint asked for cannot be used."""
 
 

@@ -17,6 +17,7 @@ from rlx.trainer import steps, validation
 from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
+from rlx.workers.settings import critic_settings
 
 Metrics = dict[str, float]
 
@@ -173,12 +174,8 @@ class Trainer:
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The critic's optimizer steps on this batch."""
-        critic, actor = self.config.critic, self.config.actor_rollout_ref.actor
-        cut = (
-            critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
-            critic.ppo_epochs or actor.ppo_epochs,
-            actor.shuffle if critic.shuffle is None else critic.shuffle,
-        )
+        critic = critic_settings(self.config)
+        cut = (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle)
         return self.update("critic", batch, CRITIC_UPDATE, step, *cut)
 
     def update(

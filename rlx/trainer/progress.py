@@ -4,6 +4,7 @@ On a terminal a bar with the current phase stays at the bottom and the rows scro
 log of a Ray job) the same rows come as plain lines without control characters.
 """
 
+import logging
 import math
 import os
 import sys
@@ -167,6 +168,21 @@ class StepTable:
         return " ".join(shown[name] for name in order if name in shown)
 
 
+class _NoticeHandler(logging.Handler):
+    """Shows what rlx logs, in workers too, where the bar does not overwrite it."""
+
+    def __init__(self, progress: "Progress") -> None:
+        super().__init__(logging.INFO)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Warnings as notices, the rest as plain lines."""
+        if record.levelno >= logging.WARNING:
+            self._progress.notice(record.getMessage())
+        else:
+            self._progress.remark(record.getMessage())
+
+
 class Progress:
     """The console of one run. Inside `with progress:` the bar stands; rows, notices and summary may come at any time.
 
@@ -208,10 +224,14 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._bar.start()
+        self._log = _NoticeHandler(self)
+        logging.getLogger("rlx").addHandler(self._log)
+        logging.getLogger("rlx").setLevel(logging.INFO)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.stop()
+        logging.getLogger("rlx").removeHandler(self._log)
         if kind is not None and self._failed_phase is not None:
             self.notice(f"stopped in step {self._step}, phase {self._failed_phase}")
 
@@ -275,6 +295,10 @@ class Progress:
     def notice(self, text: str) -> None:
         """A remark that the user should read, above the bar."""
         self._line(f"! {text}", "yellow")
+
+    def remark(self, text: str) -> None:
+        """A line for information, above the bar."""
+        self._line(text, "dim")
 
     def generations(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show some generations; each row maps a name (prompt, response, score, ...) to its value."""

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from rlx.errors import ExplainedError
 from rlx.trainer.progress import PHASES
 from rlx.trainer.tracking import METRICS_FILE
 
@@ -41,7 +42,7 @@ DPI = 130
 Series = tuple[list[int], list[float]]
 
 
-class ReportError(ValueError):
+class ReportError(ExplainedError, ValueError):
     """The metrics cannot be read."""
 
 

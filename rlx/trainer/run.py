@@ -6,7 +6,7 @@ from pathlib import Path
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY, has_critic
+from rlx.config.roles import TINY
 from rlx.config.schema import PPOConfig
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.models.loading import load_tokenizer
@@ -67,14 +67,20 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
 
 
 def with_models(config: PPOConfig) -> PPOConfig:
-    """The configuration with `builtin:tiny` replaced by the folder of the warm-started model, and null by its meaning."""
-    policy = config.actor_rollout_ref
-    if policy.model.path == TINY:
-        policy = replace(policy, model=replace(policy.model, path=str(warm_start(config))))
-    critic = config.critic
-    if has_critic(config) and critic.model.path in (None, TINY):
-        critic = replace(critic, model=replace(critic.model, path=policy.model.path))
-    return replace(config, actor_rollout_ref=policy, critic=critic)
+    """The configuration with folders that workers find: `builtin:tiny` warm-started, null replaced, paths absolute."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    policy_path = str(warm_start(config)) if policy.model.path == TINY else absolute(policy.model.path)
+    critic_path = policy_path if critic.model.path in (None, TINY) else absolute(critic.model.path)
+    return replace(
+        config,
+        actor_rollout_ref=replace(policy, model=replace(policy.model, path=policy_path)),
+        critic=replace(critic, model=replace(critic.model, path=critic_path)),
+    )
+
+
+def absolute(path: str | None) -> str | None:
+    """A folder's path from the root, as workers run in folders of their own; a hub name as it is."""
+    return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 
 def with_steps(config: PPOConfig, train: PromptDataset) -> PPOConfig:

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import yaml
 
+from rlx.errors import ExplainedError
+
 METRICS_FILE = "metrics.jsonl"
 
 
-class TrackingError(ValueError):
+class TrackingError(ExplainedError, ValueError):
     """A logger cannot start."""
 
 

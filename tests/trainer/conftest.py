@@ -7,19 +7,8 @@ import pytest
 
 from rlx.cluster.runtime import session
 from rlx.config.compose import compose
-from rlx.config.schema import PPOConfig, TinyModelConfig
-from rlx.models.tiny import make_tiny
+from rlx.config.schema import PPOConfig
 from rlx.trainer.run import run
-
-
-@pytest.fixture(scope="session")
-def untrained(tmp_path_factory) -> str:
-    """Folder of a tiny model with fresh weights, so that a run needs no warm start."""
-    folder = tmp_path_factory.mktemp("untrained")
-    model, tokenizer = make_tiny(TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="session")

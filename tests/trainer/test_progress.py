@@ -1,4 +1,5 @@
 import io
+import logging
 import time
 from pathlib import Path
 
@@ -185,3 +186,12 @@ def test_a_terminal_gets_a_bar_with_the_phase_and_is_left_clean(monkeypatch: pyt
     assert "rollout" in text and "1/3" in text and "2/3" in text
     assert "reward" in text and "0.375" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor must come back"
+
+
+def test_what_rlx_logs_is_shown_while_a_run_lasts():
+    stream = io.StringIO()
+    with Progress(3, stream=stream):
+        logging.getLogger("rlx.anything").info("layers found: 4")
+        logging.getLogger("rlx.anything").warning("host memory is short")
+    logging.getLogger("rlx.anything").warning("too late")
+    assert stream.getvalue().splitlines() == ["layers found: 4", "! host memory is short"]

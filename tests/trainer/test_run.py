@@ -30,8 +30,11 @@ def broken(data_source, solution_str, ground_truth, extra_info=None):
 
 def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
     for process in psutil.Process().children(recursive=True):
-        if "ray::WorkerProcess" in " ".join(process.cmdline()):
-            os.kill(process.pid, signal.SIGKILL)
+        try:
+            if "ray::WorkerProcess" in " ".join(process.cmdline()):
+                os.kill(process.pid, signal.SIGKILL)
+        except psutil.Error:
+            continue  # it is a zombie already
     return 0.0
 """
 
