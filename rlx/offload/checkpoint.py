@@ -112,6 +112,7 @@ class RecomputedCall(LayerCall):
         module: the layer.
         forward: its forward, bound.
         args, kwargs: the call's arguments; tensors in nested tuples, lists and dicts are found.
+        tensors: those of the arguments.
         recompute_context: entered around each recomputation.
     """
 
@@ -123,6 +124,7 @@ class RecomputedCall(LayerCall):
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        tensors: list[Tensor],
         recompute_context: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         super().__init__(engine, layer)
@@ -135,9 +137,7 @@ class RecomputedCall(LayerCall):
         self._has_ended = False
         self._lock = threading.Lock()
         self._inputs: dict[int, _Input] = {}
-        accelerators = dict.fromkeys(
-            t.device for t in tensors_in((args, kwargs)) if t.device.type not in ("cpu", "meta")
-        )
+        accelerators = dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta"))
         self._device = next(iter(accelerators), None)
         self._args, self._kwargs = map_leaves(self._save_input, (args, kwargs))
         self._inputs_in_order = tuple(self._inputs.values())
@@ -268,18 +268,15 @@ def run_recomputed(
     recompute_context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Any:
     """Run a layer's forward so that nothing but its inputs is kept, and backward repeats it."""
-    if not _needs_graph(module, args, kwargs):
+    tensors = tensors_in((args, kwargs))
+    wants_gradient = any(tensor.requires_grad for tensor in tensors)
+    if not wants_gradient and not any(parameter.requires_grad for parameter in module.parameters()):
         return forward(*args, **kwargs)
-    call = RecomputedCall(engine, layer, module, forward, args, kwargs, recompute_context)
+    call = RecomputedCall(engine, layer, module, forward, args, kwargs, tensors, recompute_context)
     with saved_tensors_hooks(call.pack, unpack):
         outputs = forward(*args, **kwargs)
     call.end_forward()
     return outputs
-
-
-def _needs_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    inputs_want = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-    return inputs_want or any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _same(tensor: Tensor) -> Tensor:

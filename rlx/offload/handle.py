@@ -139,7 +139,7 @@ class ActivationOffloading:
             self._flags = CheckpointingFlags(model.modules())
             self._flags.switch_off()
             if len(self._flags):
-                logger.info(
+                logger.warning(
                     "activation offloading: gradient checkpointing of transformers is switched off; the %d layers are "
                     "recomputed by rlx instead. disable() switches it on again",
                     len(layers),

@@ -24,6 +24,10 @@ def find_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> l
     Raises:
         ValueError: if there are none, or one lies inside another.
     """
+    if isinstance(layers, str):
+        raise ValueError(
+            f"layers= is the string {layers!r}, expected a sequence of modules, module names or class names"
+        )
     if layers is not None:
         found = _named_layers(model, layers)
     else:
@@ -151,6 +155,8 @@ class CheckpointingFlags:
 
 def is_cache(value: Any) -> bool:
     """Whether an argument of a layer is a key/value cache as transformers has them."""
+    if value is None or isinstance(value, torch.Tensor):
+        return False
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 

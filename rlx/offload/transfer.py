@@ -248,10 +248,9 @@ class Mover:
     def _copied(self, start: Mark, stop: Mark, nbytes: int) -> torch.Event | None:
         self._counters.copied_bytes += nbytes
         self._timeline.add("copy_ms", start, stop, self._counters)
-        if isinstance(stop, torch.Event):
-            return stop
-        self._timeline.add("stall_ms", start, stop, self._counters)
-        return None
+        if self._leaving is None:  # compute waits for every copy on its own stream
+            self._timeline.add("stall_ms", start, stop, self._counters)
+        return stop if isinstance(stop, torch.Event) else None
 
 
 def _bytes_of(storage: torch.UntypedStorage, region: Region) -> Tensor:

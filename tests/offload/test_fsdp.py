@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import profile
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
@@ -124,3 +126,30 @@ def test_sharded_gradients_are_equal_and_nothing_more_is_gathered(outcomes, stra
         hidden, norm_statistics = 4 * WIDTH * 4, 2 * 4 * 4
         # boundary: each block's input; all: what each block saves, of which no byte is a parameter's
         assert outcome["moved_per_call"] == (hidden if enable_ckpt else 5 * hidden + norm_statistics)
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
+def test_dtensors_stay_and_are_right(compare, toys, enable_ckpt):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def forward(block, x):
+            spread = DTensor.from_local(block.lin(x), mesh, [Shard(0)])
+            return torch.tanh(spread).to_local() + x
+
+        def between_layers(block, x):
+            x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()])
+            return DTensor.from_local(block.lin(x.to_local()), mesh, [Replicate()]).exp() * x
+
+        compare(toys.of(forward), toys.step, enable_ckpt)
+        model = toys.of(between_layers)
+        model.head = nn.Sequential(Local(), model.head)
+        compare(model, toys.step, enable_ckpt)
+    finally:
+        dist.destroy_process_group()
+
+
+class Local(nn.Module):
+    def forward(self, x):
+        return x.to_local()

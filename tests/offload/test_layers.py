@@ -53,6 +53,8 @@ def test_bad_layers_are_told(toys):
         find_layers(nn.Linear(1, 1), None)
     with pytest.raises(ValueError, match=r"'layers\.7'"):
         find_layers(toys.stack(), ["layers.7"])
+    with pytest.raises(ValueError, match="the string 'Block'"):
+        find_layers(toys.stack(), "Block")
     with pytest.raises(ValueError, match="module Linear"):
         find_layers(toys.stack(), [nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="inside one another"):
