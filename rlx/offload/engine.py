@@ -67,11 +67,9 @@ class LayerCall:
 
         The call that it was at before lets the device's copies go: where a graph is retained nobody else would.
         """
-        engine = self.engine
-        before = engine.in_backward() if engine.in_backward is not None else None
+        before = self.engine.enter_backward(self)
         if before is self:
             return False
-        engine.in_backward = weakref.ref(self)
         self._is_prefetched = False
         if before is not None:
             before.unload(unless_parked_by=self)
@@ -112,7 +110,6 @@ class Engine:
         self.timeline = Timeline()
         self.counters = Counters()
         self.layers: list[Layer] = []
-        self.in_backward: weakref.ref[LayerCall] | None = None
         self._movers: dict[torch.device, Mover] = {}
         self._accounts: dict[bool, Account] = {}
         self._table: weakref.WeakValueDictionary[Region, Parked] = weakref.WeakValueDictionary()
@@ -130,6 +127,14 @@ class Engine:
         for mover in tuple(self._movers.values()):
             mover.begin_layer(number, _LAG[self.save])
         return number, last if before is not None and before.layer.index <= call.layer.index else None
+
+    def enter_backward(self, call: LayerCall) -> LayerCall | None:
+        """Note the call that backward on this thread is at; returns the one it was at before."""
+        last: weakref.ref[LayerCall] | None = getattr(self._thread, "in_backward", None)
+        before = last() if last is not None else None
+        if before is not call:
+            self._thread.in_backward = weakref.ref(call)
+        return before
 
     def park(self, tensor: Tensor, call: LayerCall) -> Parked | None:
         """Send the bytes of a tensor off, once for all that look at them; None where the host has no room.

@@ -44,7 +44,8 @@ class LayerForward:
         module = self._module()
         assert module is not None
         forward = self.original(module)
-        if not torch.is_grad_enabled():
+        # Disabled, but still called: somebody else has wrapped this object since.
+        if not torch.is_grad_enabled() or not self.handle.is_enabled:
             return forward(*args, **kwargs)
         engine = self.handle.engine
         if engine.save == "all":

@@ -57,7 +57,7 @@ class Parked:
         self._region = region
         self._block = block
         self._source: Tensor | None = tensor.detach()
-        self._buffer: torch.UntypedStorage | None = None
+        self._buffer: Tensor | None = None
         self._is_torn = False
         self._home = mover.compute_stream()
         self._last_copy: torch.Event | None = None
@@ -87,11 +87,14 @@ class Parked:
     def fetch(self) -> None:
         """Begin to bring the bytes back, unless they are on the device."""
         with self._mover.lock:
-            if self._source is None and self._buffer is None:
-                left = self._last_copy
-                self._buffer, self._home, self._last_copy = self._mover.copy_back(
-                    self._block, self._region.device, left
-                )
+            if self._source is None:
+                self._fetched()
+
+    def _fetched(self) -> tuple[Tensor, torch.Stream | None, torch.Event | None]:
+        if self._buffer is None:
+            device, left = self._region.device, self._last_copy
+            self._buffer, self._home, self._last_copy = self._mover.copy_back(self._block, device, left)
+        return self._buffer, self._home, self._last_copy
 
     def on_device(self) -> OnDevice:
         """The bytes, ready for the current stream.
@@ -109,12 +112,14 @@ class Parked:
             )
         if source is not None:
             return OnDevice(source.untyped_storage(), 0)
-        self.fetch()
-        buffer, event, stream = self._buffer, self._last_copy, self._mover.compute_stream()
-        assert buffer is not None
+        with self._mover.lock:
+            buffer, home, event = self._fetched()
+        stream = self._mover.compute_stream()
         if event is not None and stream is not None:
             self._mover.wait(stream, event)
-        return OnDevice(buffer, self._region.start)
+            if stream != home:
+                buffer.record_stream(stream)  # fetched ahead by a layer that computes on another stream
+        return OnDevice(buffer.untyped_storage(), self._region.start)
 
     def unload(self) -> None:
         """Let the device's copy go again; a later use fetches anew. Call it on the thread that used the bytes."""
@@ -207,7 +212,7 @@ class Mover:
 
     def copy_back(
         self, block: Block, device: torch.device, left: torch.Event | None
-    ) -> tuple[torch.UntypedStorage, torch.Stream | None, torch.Event | None]:
+    ) -> tuple[Tensor, torch.Stream | None, torch.Event | None]:
         """Copy a block into a new buffer; returns it, the stream it belongs to, and the event that ends the copy."""
         home = self.compute_stream()
         buffer = torch.empty(block.nbytes, dtype=torch.uint8, device=device)
@@ -218,7 +223,7 @@ class Mover:
                 buffer[first : first + view.numel()].copy_(view, non_blocking=stream is not None)
                 first += view.numel()
             event = self._copied(start, mark(stream), block.nbytes)
-        return buffer.untyped_storage(), home, event
+        return buffer, home, event
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         """Make a compute stream wait for a copy, and measure for how long it does."""

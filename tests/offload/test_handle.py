@@ -45,6 +45,19 @@ def test_an_instance_level_forward_is_run(toys, compare):
     assert not torch.equal(tripled, toys.step(model))
 
 
+def test_a_wrapper_put_around_an_enabled_forward_outlives_it(toys):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
+    enabled = model.layers[0].forward
+    model.layers[0].forward = lambda x: enabled(x)
+    expected.assert_equal(toys.grade(model, toys.step))
+    handle.disable()
+    offloaded = handle.stats().offloaded_bytes
+    expected.assert_equal(toys.grade(model, toys.step))
+    assert handle.stats().offloaded_bytes == offloaded
+
+
 @pytest.mark.parametrize("enable_ckpt", [True, False])
 def test_disable_on_a_live_graph_is_right(toys, enable_ckpt):
     model = toys.stack()
