@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from rlx.config.compose import Composed, compose
 from rlx.config.describe import help_text
@@ -39,17 +40,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_and_run(composed: Composed, only_check: bool) -> int:
-    machine = inspect_machine(find_cluster(composed.partial))
-    verdict = check(composed, machine)
-    if only_check and not composed.faults:
-        print(composed.yaml)
-        print(table(composed.config, machine))
-    for warning in verdict.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if verdict.faults:
-        print(f"{len(verdict.faults)} fault(s) in the configuration:\n{numbered(verdict.faults)}", file=sys.stderr)
-        return FAULTY
-    return DONE if only_check else _run(composed)
+    # A cluster is joined once, for the check and the run: joining takes seconds.
+    with ExitStack() as until_done:
+        machine = inspect_machine(join_cluster(composed.partial, until_done))
+        verdict = check(composed, machine)
+        if only_check and not composed.faults:
+            print(composed.yaml)
+            print(table(composed.config, machine))
+        for warning in verdict.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        if verdict.faults:
+            print(f"{len(verdict.faults)} fault(s) in the configuration:\n{numbered(verdict.faults)}", file=sys.stderr)
+            return FAULTY
+        return DONE if only_check else _run(composed)
 
 
 def _run(composed: Composed) -> int:
@@ -70,8 +73,13 @@ def _run(composed: Composed) -> int:
     return DONE
 
 
-def find_cluster(config: PPOConfig) -> Cluster | None:
-    """The cluster that the run will join, with the GPUs of its machines; None when Ray is to start here."""
+def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
+    """The cluster that the run is part of, with the GPUs of its machines; None when Ray is to start here.
+
+    Args:
+        config: reads `ray_kwargs.ray_init`.
+        until_done: leaves the cluster when it closes.
+    """
     address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         return None
@@ -80,8 +88,8 @@ def find_cluster(config: PPOConfig) -> Cluster | None:
     from rlx.cluster.runtime import session
 
     try:
-        with session(config):
-            nodes = [node for node in ray.nodes() if node["Alive"]]
+        until_done.enter_context(session(config))
+        nodes = [node for node in ray.nodes() if node["Alive"]]
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         return Cluster(address, error=" ".join(str(error).split()))
     return Cluster(address, tuple(int(node["Resources"].get("GPU", 0)) for node in nodes))

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,7 @@ import pytest
 
 from rlx.cluster.errors import Fault, WorkerFailure
 from rlx.config.schema import PPOConfig
-from rlx.main_ppo import find_cluster, main
+from rlx.main_ppo import join_cluster, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,7 +168,8 @@ def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path, monkeypatch: pytest.M
     ray.init(address="local", num_cpus=1, num_gpus=3, include_dashboard=False, log_to_driver=False)
     try:
         monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        cluster = find_cluster(PPOConfig())
+        with ExitStack() as stack:
+            cluster = join_cluster(PPOConfig(), stack)
         assert cluster is not None
         assert (cluster.node_gpus, cluster.error) == ((3,), None)
         done = started("--check", "trainer.n_gpus_per_node=4", folder=tmp_path)

@@ -57,6 +57,7 @@ class Trainer:
         workers: hosts the roles that `roles_of(config)` names.
         tokenizer: of the actor's model.
         train, val: prompts.
+        rewards: who scores responses.
         folder: of the run; validation and checkpoints go there.
         progress, tracker: who shows and who keeps the numbers.
     """
@@ -68,14 +69,14 @@ class Trainer:
         tokenizer: PreTrainedTokenizerBase,
         train: PromptDataset,
         val: PromptDataset,
+        rewards: RewardManager,
         folder: Path,
         progress: Progress,
         tracker: Tracker,
     ):
         self.config, self.workers, self.tokenizer = config, workers, tokenizer
-        self.train, self.val, self.folder = train, val, folder
+        self.train, self.val, self.rewards, self.folder = train, val, rewards, folder
         self.progress, self.tracker = progress, tracker
-        self.rewards = RewardManager(config.reward, config.custom_reward_function)
         self.sampler = PromptSampler(len(train), config.data.train_batch_size, config.data.shuffle, config.data.seed)
         self.kl_controller = kl_controller(config)
         self.seed = config.trainer.seed

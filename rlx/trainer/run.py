@@ -10,6 +10,7 @@ from rlx.config.roles import TINY
 from rlx.config.schema import PPOConfig
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.models.loading import load_tokenizer
+from rlx.rewards.manager import RewardManager
 from rlx.trainer.checkpoints import read_driver_state, run_folder, starting_checkpoint
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
@@ -37,6 +38,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
     train = load_prompts(config.data, tokenizer, "train")
     val = load_prompts(config.data, tokenizer, "val")
     config = with_steps(config, train)
+    rewards = RewardManager(config.reward, config.custom_reward_function)
     step = read_driver_state(checkpoint).step if checkpoint else 0
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
     for report in (train.report, val.report):
@@ -49,7 +51,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
         session(config),
         start_workers(config) as workers,
     ):
-        trainer = Trainer(config, workers, tokenizer, train, val, folder, progress, tracker)
+        trainer = Trainer(config, workers, tokenizer, train, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint)
         trainer.fit()

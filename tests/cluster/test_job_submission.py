@@ -1,6 +1,7 @@
 """`ray job submit` to a cluster of two nodes that asks for a token."""
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -16,31 +17,35 @@ import pytest
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
-DRIVER = """
+# Says on the driver what the job took along; every response scores by its variety, so that there is something to learn.
+REWARD = """
     import os
-    import ray
-    from rlx.cluster.group import WorkerGroup
-    from rlx.cluster.placement import Pool
-    from rlx.cluster.runtime import session
-    from rlx.config.schema import PPOConfig
-
-    class Worker:
-        def __init__(self):
-            import torch.distributed
-            torch.distributed.init_process_group("gloo")
-
-        def call(self, role, method):
-            import torch.distributed
-            ranks = torch.tensor([float(os.environ["RANK"])])
-            torch.distributed.all_reduce(ranks)
-            return ray.get_runtime_context().get_node_id(), os.environ["LOCAL_RANK"], ranks.item()
 
     print("uploaded:", sorted(os.listdir()))
-    with session(PPOConfig()), WorkerGroup(Pool.reserve(2, 2, "cpu"), Worker) as group:
-        nodes, local_ranks, sums = zip(*group.broadcast("any", "meet"))
-        assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
-        print("local ranks:", local_ranks, "sums:", sums)
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return len(set(solution_str)) / 16
 """
+
+
+def command(untrained: str, runs: Path) -> list[str]:
+    """Two steps of the arithmetic experiment on two nodes with two processes each."""
+    return [
+        *(sys.executable, "-m", "rlx.main_ppo", "experiment=arithmetic"),
+        f"actor_rollout_ref.model.path={untrained}",
+        f"trainer.default_local_dir={runs}",
+        "custom_reward_function.path=my_reward.py",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "data.train_batch_size=8",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.logger=[console]",
+    ]
 
 
 def free_port() -> int:
@@ -70,7 +75,9 @@ def cluster():
         nodes = [start(folder / "head.log", environment, *head, *common)]
         try:
             wait_for_port(dashboard, nodes[0], folder / "head.log")
-            nodes.append(start(folder / "node.log", environment, f"--address=127.0.0.1:{port}", *common))
+            # A folder of its own, as on a machine of its own: nodes that share one replace each other's copies of the job.
+            joins = [f"--address=127.0.0.1:{port}", f"--temp-dir={name}/other"]
+            nodes.append(start(folder / "node.log", environment, *joins, *common))
             yield environment, port
         finally:
             for node in reversed(nodes):
@@ -104,9 +111,9 @@ def stop(node: subprocess.Popen) -> None:
     node.wait()
 
 
-def submit(environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess:
-    """Submits the driver, again while the cluster is not ready for jobs yet."""
-    command = [RAY, "job", "submit", "--working-dir", ".", "--", sys.executable, "driver.py"]
+def submit(environment: dict[str, str], folder: Path, entry: list[str]) -> subprocess.CompletedProcess:
+    """Submits the run, again while the cluster is not ready for jobs yet."""
+    command = [RAY, "job", "submit", "--working-dir", ".", "--", *entry]
     deadline_s = time.monotonic() + 60
     while True:
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
@@ -115,32 +122,36 @@ def submit(environment: dict[str, str], folder: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.e2e
-def test_a_submitted_job_runs_on_both_nodes(cluster, tmp_path):
+def test_a_submitted_run_trains_on_both_nodes(cluster, untrained, tmp_path):
     environment, port = cluster
-    (tmp_path / "driver.py").write_text(textwrap.dedent(DRIVER))
-    (tmp_path / ".gitignore").write_text("outputs/\n.venv/\n")
-    (tmp_path / ".rayignore").write_text("*.bin\n")
+    entry, folder = command(untrained, tmp_path / "runs"), tmp_path / "job"
     for name in ("outputs", ".venv"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "large").write_text("x")
-    (tmp_path / "weights.bin").write_text("x")
+        (folder / name).mkdir(parents=True)
+        (folder / name / "large").write_text("x")
+    (folder / "my_reward.py").write_text(textwrap.dedent(REWARD))
+    (folder / ".gitignore").write_text("outputs/\n.venv/\n")
+    (folder / ".rayignore").write_text("*.bin\n")
+    (folder / "weights.bin").write_text("x")
 
     # Without the token; it takes Ray half a minute to give up, so both run at once.
     tokenless = {k: v for k, v in environment.items() if not k.startswith("RAY_AUTH")}
     stranger = subprocess.Popen(
-        [sys.executable, str(tmp_path / "driver.py")],
+        entry,
         env=tokenless | {"RAY_ADDRESS": f"127.0.0.1:{port}"},
-        cwd=tmp_path,
+        cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    done = submit(environment, tmp_path)
+    done = submit(environment, folder, entry)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    assert "local ranks: ('0', '1', '0', '1') sums: (6.0, 6.0, 6.0, 6.0)" in output
-    assert "uploaded: ['.gitignore', '.rayignore', 'driver.py']" in output
+    assert "uploaded: ['.gitignore', '.rayignore', 'my_reward.py']" in output
+    assert "2/2" in output and "summary" in output
+    metrics = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2]
+    assert all(json.loads(line)["actor/grad_norm"] > 0 for line in metrics)
 
     _, errors = stranger.communicate(timeout=240)
-    assert stranger.returncode == 1
-    assert "RAY_AUTH_TOKEN_PATH" in errors.strip().splitlines()[-1]
+    assert stranger.returncode == 2, errors
+    assert "RAY_AUTH_TOKEN_PATH" in errors
