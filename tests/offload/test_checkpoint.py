@@ -1,6 +1,7 @@
 """Boundary mode: each hazard of recomputation against plain autograd, bit for bit."""
 
 import copy
+import gc
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlx.offload import OffloadOptions, RecomputeError, enable_activation_offloading
+from rlx.offload.checkpoint import RecomputedCall, Slot
 
 
 def test_gradients_are_those_of_plain_autograd(compare, toys):
@@ -23,6 +25,50 @@ def test_gradients_are_those_of_plain_autograd(compare, toys):
 @pytest.mark.parametrize("prefetch", [None, 0, 1, 2, 100])
 def test_any_prefetch_is_valid(compare, toys, prefetch):
     compare(toys.stack(blocks=5), toys.step, True, prefetch_layers=prefetch)
+
+
+@pytest.mark.parametrize(("prefetch", "early", "late"), [(None, 0, 1), (0, 0, 0), (1, 1, 1), (2, 2, 2), (100, 3, 3)])
+def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, late):
+    """How many layers' inputs are back when the last layer has just been recomputed, and when it is nearly done."""
+    calls, ahead = [], []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            ahead.append(sum(parked()._buffer is not None for call in calls for parked in call.parked if parked()))
+            return grad
+
+    def forward(block, x):
+        y = torch.tanh(block.lin(Watch.apply(x)))
+        return torch.tanh(Watch.apply(block.lin(y)))
+
+    model = toys.of(forward, blocks=4)
+    handle = enable(model, True, prefetch_layers=prefetch)
+    loss = toys.step(model)
+    call = handle.engine._thread.last()
+    while call.previous is not None:
+        call = call.previous()
+        calls.append(call)
+    loss.backward()
+    assert ahead[:2] == [early, late]
+
+
+def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
+    model = toys.stack()
+    handle = enable(model, True)
+    loss = toys.step(model)
+    loss.backward(retain_graph=True)
+    alive = gc.get_objects()
+    slots = [found for found in alive if type(found) is Slot]
+    assert len(slots) > 0
+    assert all(slot.value is None for slot in slots)
+    calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
+    assert len(calls) == 3
+    assert all(parked()._buffer is None for call in calls for parked in call.parked)
 
 
 def test_small_inputs_stay(compare, toys):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -226,14 +227,17 @@ def test_dropped_graphs_and_exceptions_free_everything(enable, toys):
     expected.assert_equal(toys.grade(model, toys.step))
 
 
-def test_an_output_that_is_saved_makes_no_cycle(enable, toys):
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
+def test_an_output_that_is_saved_makes_no_cycle(enable, toys, min_bytes):
     model = toys.of(lambda block, x: block.lin(x).exp())
-    handle = enable(model, False)
+    handle = enable(model, False, min_bytes=min_bytes)
+    outputs = []
+    model.layers[1].register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
     gc.disable()
     try:
         loss = toys.step(model)
-        grad_fn = loss.grad_fn
-        del loss, grad_fn
+        del loss
+        assert outputs[0]() is None
     finally:
         gc.enable()
     assert handle.stats().held_bytes == 0
