@@ -1,0 +1,118 @@
+"""Boundary mode: writes in place, refused where plain autograd refuses them and right where it allows them."""
+
+import pytest
+import torch
+from torch import nn
+
+
+def raises_as_plain(toys, enable, forward, after=None):
+    """Both plain autograd and the engine raise RuntimeError for a write in place."""
+    model = toys.of(forward)
+    for enabled in (False, True):
+        if enabled:
+            enable(model, True)
+        x = model.embed(toys.batch())
+        outputs = []
+        for layer in model.layers:
+            x = layer(x)
+            outputs.append(x)
+        if after is not None:
+            with torch.no_grad():
+                after(outputs)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            x.sum().backward()
+
+
+def test_a_write_inside_the_layer_raises(toys, enable):
+    def forward(block, x):
+        y = block.lin(x).exp()
+        y.add_(1)
+        return torch.tanh(block.lin(y))
+
+    raises_as_plain(toys, enable, forward)
+
+
+def test_a_write_behind_the_last_save_raises(toys, enable):
+    """Recomputation stops before this write; the version counter of forward tells."""
+
+    def forward(block, x):
+        y = block.lin(x).exp()
+        y.add_(1)
+        return y
+
+    raises_as_plain(toys, enable, forward)
+
+
+def test_a_write_to_a_layers_output_raises(toys, enable):
+    raises_as_plain(toys, enable, lambda block, x: block.lin(x).exp(), lambda outputs: outputs[1].mul_(2))
+
+
+def test_a_write_to_an_input_that_was_saved_raises(toys, enable):
+    raises_as_plain(toys, enable, lambda block, x: block.lin(x), lambda outputs: outputs[0].mul_(2))
+
+
+def test_a_write_to_a_weight_between_forward_and_backward_raises(toys, enable):
+    model = toys.stack()
+    enable(model, True)
+    loss = toys.step(model)
+    with torch.no_grad():
+        model.layers[1].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_writes_that_plain_autograd_allows_are_right(compare, toys):
+    def forward(block, x):
+        y = block.lin(x)
+        y.add_(1)  # a linear layer does not save its output
+        y = torch.relu_(y)
+        z = torch.zeros_like(x)
+        z[:, :4] = y[:, :4]
+        return z + x
+
+    compare(toys.of(forward), toys.step, True)
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(8))
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.lin(torch.tanh(x + self.bias))
+
+
+def test_an_input_that_no_operation_saved_may_be_written_to_later(compare, toys):
+    """Its bytes have left before; recomputation sees the old ones."""
+
+    class Model(type(toys.stack())):
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers:
+                y = layer(x)
+                with torch.no_grad():
+                    x.detach().zero_()
+                x = y
+            return self.head(x).sum()
+
+    model = Model(Shifted)
+    compare(model, toys.step, True)
+
+
+def test_a_kept_input_that_is_written_to_later_is_refused(enable, toys):
+    model = toys.stack(Shifted)
+    enable(model, True, min_bytes=1 << 20)
+    x = model.embed(toys.batch())
+    y = model.layers[0](x)
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="an input of a layer"):
+        y.sum().backward()
+
+
+def test_a_layer_that_writes_to_its_own_input_is_refused_at_once(enable, toys):
+    model = toys.of(lambda block, x: block.lin(x.mul_(2)))
+    enable(model, True)
+    with pytest.raises(RuntimeError, match=r"layer layers\.0 modifies one of its inputs"):
+        toys.step(model)
