@@ -88,7 +88,7 @@ def tiny_shape(tiny: TinyModelConfig) -> Shape:
         layers=tiny.num_hidden_layers,
         heads=tiny.num_attention_heads,
         kv_heads=tiny.num_key_value_heads,
-        head_width=max(32, tiny.hidden_size // tiny.num_attention_heads),
+        head_width=tiny.head_dim,
         mlp_width=tiny.intermediate_size,
         qk_norm=True,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlx.config.faults import Fault
 from rlx.config.machine import processes
-from rlx.config.roles import has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.config.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.config.setting import Setting
 
 Faults = Iterator[Fault]
@@ -244,7 +244,7 @@ def validation_has_a_model(s: Setting) -> Faults:
     if s.config.trainer.val_only and is_tiny(s.config) and s.config.trainer.resume_mode == "disable":
         keys = ("trainer.val_only", "actor_rollout_ref.model.path", "trainer.resume_mode")
         remedy = f"set {keys[1]} to an exported model, or {keys[2]}=auto to validate the newest checkpoint"
-        got = f"{keys[1]}=builtin:tiny, {keys[2]}=disable"
+        got = f"{keys[1]}={TINY}, {keys[2]}=disable"
         yield Fault("trainer.val_only has nothing to load", got, "a trained model", remedy, keys)
 
 

@@ -44,6 +44,9 @@ TENSORS: dict[str, Column] = {
     "returns": Column("BR", F32, "algorithms", "regression target of the critic"),
 }
 
+SEQUENCE = ("input_ids", "attention_mask", "response_mask")
+"""The columns that a model reads."""
+
 INFO: dict[str, str] = {
     "data_source": "str: which reward function scores the sample (data)",
     "ground_truth": "Any: what the reward function compares with (data)",

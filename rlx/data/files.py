@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlx.config.schema import ARITHMETIC
 from rlx.errors import ExplainedError
 
 
@@ -94,9 +95,7 @@ def open_rows(file: str) -> Rows:
     """
     path = Path(file).expanduser()
     if path.suffix not in (".parquet", ".jsonl"):
-        raise DataError(
-            f"{file}: got a file of kind {path.suffix!r}, expected .parquet, .jsonl or `builtin:arithmetic`"
-        )
+        raise DataError(f"{file}: got a file of kind {path.suffix!r}, expected .parquet, .jsonl or `{ARITHMETIC}`")
     if not path.is_file():
         raise DataError(
             f"{file}: no such file (looked for {path.absolute()}); correct data.train_files or data.val_files"

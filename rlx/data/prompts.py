@@ -8,14 +8,13 @@ import torch
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
-from rlx.config.schema import DataConfig
+from rlx.config.schema import ARITHMETIC, DataConfig
 from rlx.data import gsm8k
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch
 from rlx.data.files import DataError, ListRows, Rows, open_rows
 from rlx.user_code import UserCodeError, load_name
 
-ARITHMETIC = "builtin:arithmetic"
 INTERFACE = ("__len__", "batch", "report")
 """What a data set of the user's own class must have."""
 CHUNK_ROWS = 512

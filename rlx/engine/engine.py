@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
-from rlx.data.batch import Batch
+from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Head, response_outputs
-from rlx.engine.micro_batch import SEQUENCE, MicroBatchRule, cut, row_lengths, take
+from rlx.engine.micro_batch import MicroBatchRule, cut, row_lengths, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
 from rlx.engine.residency import Parking

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from rlx.data.batch import TENSORS, Batch
 
-SEQUENCE = ("input_ids", "attention_mask", "response_mask")
-
 
 @dataclass(frozen=True)
 class MicroBatchRule:

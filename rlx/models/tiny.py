@@ -39,7 +39,7 @@ def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedToke
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
-        head_dim=max(32, config.hidden_size // config.num_attention_heads),
+        head_dim=config.head_dim,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,

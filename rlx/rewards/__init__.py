@@ -1,0 +1,1 @@
+"""Reward functions, built in and the user's own, and who calls them."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlx.algorithms.advantages import gae, grpo, masked_whiten, token_rewards
 from rlx.algorithms.kl import kl_estimate
+from rlx.cluster.mesh import share_ranges
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
@@ -32,11 +33,6 @@ def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int)
     return prompts.rows(index).with_(group_id=torch.tensor(index), seed=torch.tensor(seeds))
 
 
-def share_sizes(rows: int, parts: int) -> list[int]:
-    """Sizes of `parts` nearly equal contiguous shares of `rows`; the first ones get the remainder."""
-    return [rows // parts + (part < rows % parts) for part in range(parts)]
-
-
 def balance(batch: Batch, parts: int) -> Batch:
     """Rows reordered so that contiguous shares hold about the same number of tokens.
 
@@ -44,7 +40,7 @@ def balance(batch: Batch, parts: int) -> Batch:
     has room, so shares keep the row counts that a plain cut gives them.
     """
     counts = batch.token_counts()
-    room = share_sizes(len(batch), parts)
+    room = [len(share) for share in share_ranges(len(batch), parts)]
     load = [0] * parts
     shares: list[list[int]] = [[] for _ in range(parts)]
     for row in sorted(range(len(batch)), key=lambda i: -counts[i]):

@@ -1,0 +1,1 @@
+"""One FSDP training engine for every role: sharding, micro-batches, objectives, optimizer, checkpoints."""

@@ -1,0 +1,1 @@
+"""Samplers behind one protocol: requests in, completions out, weights through one door."""

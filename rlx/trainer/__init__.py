@@ -1,0 +1,1 @@
+"""The driver: the loop, validation, checkpoints, console, tracking, report."""
