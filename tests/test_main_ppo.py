@@ -119,6 +119,7 @@ def test_a_failed_worker_ends_with_the_first_cause(capsys: pytest.CaptureFixture
     printed = capsys.readouterr().err
     assert "OutOfMemoryError: 3 GiB asked for" in printed.splitlines()[-1]
     assert "Traceback of rank 1" in printed
+    assert printed.count("Traceback") == 1, "the driver's own says nothing"
 
 
 def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], run_is):

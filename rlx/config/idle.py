@@ -176,7 +176,16 @@ IDLE = (
         "trainer.save_freq is not set: nothing is saved",
     ),
     Idle(("trainer.max_critic_ckpt_to_keep",), lambda s: not has_critic(s.config), "grpo has no critic"),
-    Idle(("trainer.validation_data_dir", "trainer.log_val_generations"), _never_validates, "the run never validates"),
+    Idle(
+        (
+            "data.val_batch_size",
+            f"{ROLLOUT}.val_kwargs.*",
+            "trainer.validation_data_dir",
+            "trainer.log_val_generations",
+        ),
+        _never_validates,
+        "the run never validates",
+    ),
 )
 
 

@@ -49,7 +49,7 @@ class DataConfig:
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
-    truncation: str = key("error", "What a longer prompt is otherwise: an error, or cut there.", choices=TRUNCATIONS)
+    truncation: str = key("error", "A longer prompt otherwise: an error, or cut on this side.", choices=TRUNCATIONS)
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
     arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")
 
@@ -88,6 +88,11 @@ class TinyModelConfig:
     num_attention_heads: int = key(4, "Attention heads; each at least 32 wide, as vLLM asks.", minimum=1)
     num_key_value_heads: int = key(2, "Key/value heads.", minimum=1)
     seed: int = key(0, "Seed of the first weights.", minimum=0)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return max(32, self.hidden_size // self.num_attention_heads)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ class RefConfig:
 class ValKwargsConfig:
     temperature: float = key(0.0, "0: greedy.", minimum=0)
     top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
-    top_k: int = key(-1, "Most likely tokens considered; -1: all.", minimum=-1)
+    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
     n: int = key(1, "Responses per validation prompt.", minimum=1)
     do_sample: bool = key(False, "False: greedy, whatever temperature says.")
 
@@ -224,7 +229,7 @@ class RolloutConfig:
     name: str = key("vllm", "Generation engine: transformers (`hf`) or `vllm`.", choices=("hf", "vllm"))
     temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs use the same.", exclusive_minimum=0)
     top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
-    top_k: int = key(-1, "Most likely tokens considered; -1: all.", minimum=-1)
+    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
     n: int = key(1, "Responses per prompt.", minimum=1)
     dtype: str = key(
         "auto",

@@ -5,7 +5,7 @@ _NO_NEED = "remove it: rlx needs no such key"
 # A pattern matches a key that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str] = {
     "use_liger": "remove it: rlx does not use Liger kernels",
-    "use_fused_kernels": "remove it: token log-probs are always computed in chunks, without the whole matrix of logits",
+    "use_fused_kernels": "remove it: token log-probs are always computed in chunks, without a copy of the logits in fp32",
     "fused_kernel_options": "remove it: rlx has no fused kernels to choose from",
     "ulysses_sequence_parallel_size": "remove it: rlx has no sequence parallelism yet; activation offloading "
     "(model.enable_activation_offload) is what makes long sequences fit",

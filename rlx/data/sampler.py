@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.data.files import DataError
 from rlx.data.seeding import seed_for
 
 
@@ -17,12 +18,12 @@ class PromptSampler:
         seed: of the permutations.
 
     Raises:
-        ValueError: batch_size is larger than size.
+        DataError: batch_size is larger than size.
     """
 
     def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int):
         if not 1 <= batch_size <= size:
-            raise ValueError(
+            raise DataError(
                 f"data.train_batch_size is {batch_size}, but there are {size} prompts; "
                 f"expected 1 to {size}: lower data.train_batch_size or add prompts"
             )
@@ -57,11 +58,11 @@ class PromptSampler:
         """Continues exactly where `state` was taken; the batch size may differ, the order may not.
 
         Raises:
-            ValueError: the state comes from another data set, seed or kind of order.
+            DataError: the state comes from another data set, seed or kind of order.
         """
         saved = {name: state[name] for name in self._identity()}
         if saved != self._identity():
-            raise ValueError(
+            raise DataError(
                 f"the checkpoint's sampler had {saved}, this run has {self._identity()}: it cannot continue in the same "
                 "order; use the same data files, data.seed and data.shuffle, or start anew with trainer.resume_mode=disable"
             )

@@ -8,7 +8,7 @@ from rlx.algorithms.kl import AdaptiveKL, FixedKL
 from rlx.cluster.group import WorkerGroup
 from rlx.config.roles import has_critic, has_reference
 from rlx.config.schema import PPOConfig
-from rlx.data.batch import Batch
+from rlx.data.batch import SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
@@ -21,7 +21,6 @@ from rlx.workers.settings import critic_settings
 
 Metrics = dict[str, float]
 
-SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 ACTOR_UPDATE = (*SEQUENCE, "old_log_probs", "advantages")
 CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
 
@@ -57,6 +56,7 @@ class Trainer:
         workers: hosts the roles that `roles_of(config)` names.
         tokenizer: of the actor's model.
         train, val: prompts.
+        sampler: which of `train` come next.
         rewards: who scores responses.
         folder: of the run; validation and checkpoints go there.
         progress, tracker: who shows and who keeps the numbers.
@@ -68,6 +68,7 @@ class Trainer:
         workers: WorkerGroup,
         tokenizer: PreTrainedTokenizerBase,
         train: PromptDataset,
+        sampler: PromptSampler,
         val: PromptDataset,
         rewards: RewardManager,
         folder: Path,
@@ -75,9 +76,8 @@ class Trainer:
         tracker: Tracker,
     ):
         self.config, self.workers, self.tokenizer = config, workers, tokenizer
-        self.train, self.val, self.rewards, self.folder = train, val, rewards, folder
-        self.progress, self.tracker = progress, tracker
-        self.sampler = PromptSampler(len(train), config.data.train_batch_size, config.data.shuffle, config.data.seed)
+        self.train, self.sampler, self.val = train, sampler, val
+        self.rewards, self.folder, self.progress, self.tracker = rewards, folder, progress, tracker
         self.kl_controller = kl_controller(config)
         self.seed = config.trainer.seed
         self.last_step = config.trainer.total_training_steps or 0
@@ -266,6 +266,15 @@ class Trainer:
         self.finished_steps, self.seed = state.step, state.seed
         self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps
         self.first_validation = state.first_validation
+        if state.seed != self.config.trainer.seed:
+            self.progress.notice(
+                f"trainer.seed={self.config.trainer.seed} has no effect: the run goes on with {state.seed}"
+            )
+        if self.finished_steps >= self.last_step and not self.config.trainer.val_only:
+            self.progress.notice(
+                f"nothing to train: the checkpoint is of step {self.finished_steps} and the run ends at {self.last_step}; "
+                "raise trainer.total_training_steps or trainer.total_epochs"
+            )
 
     def state(self) -> DriverState:
         """What the driver itself must remember."""

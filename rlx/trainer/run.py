@@ -8,7 +8,8 @@ from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
 from rlx.config.roles import TINY
 from rlx.config.schema import PPOConfig
-from rlx.data.prompts import PromptDataset, load_prompts
+from rlx.data.prompts import load_prompts
+from rlx.data.sampler import PromptSampler
 from rlx.models.loading import load_tokenizer
 from rlx.rewards.manager import RewardManager
 from rlx.trainer.checkpoints import read_driver_state, run_folder, starting_checkpoint
@@ -37,7 +38,9 @@ def run(config: PPOConfig, yaml: str) -> Path:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.trust_remote_code)
     train = load_prompts(config.data, tokenizer, "train")
     val = load_prompts(config.data, tokenizer, "val")
-    config = with_steps(config, train)
+    data = config.data
+    sampler = PromptSampler(len(train), data.train_batch_size, data.shuffle, data.seed)
+    config = with_steps(config, sampler)
     rewards = RewardManager(config.reward, config.custom_reward_function)
     step = read_driver_state(checkpoint).step if checkpoint else 0
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
@@ -51,7 +54,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
         session(config),
         start_workers(config) as workers,
     ):
-        trainer = Trainer(config, workers, tokenizer, train, val, rewards, folder, progress, tracker)
+        trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint)
         trainer.fit()
@@ -82,11 +85,11 @@ def with_models(config: PPOConfig) -> PPOConfig:
 
 def absolute(path: str | None) -> str | None:
     """A folder's path from the root, as workers run in folders of their own; a hub name as it is."""
-    return str(Path(path).absolute()) if path and Path(path).exists() else path
+    folder = Path(path or "").expanduser()
+    return str(folder.absolute()) if path and folder.exists() else path
 
 
-def with_steps(config: PPOConfig, train: PromptDataset) -> PPOConfig:
+def with_steps(config: PPOConfig, sampler: PromptSampler) -> PPOConfig:
     """The configuration with the number of training steps set: the schedules of the optimizers need it."""
-    per_epoch = len(train) // config.data.train_batch_size
-    steps = config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
+    steps = config.trainer.total_training_steps or sampler.batches_per_epoch * config.trainer.total_epochs
     return replace(config, trainer=replace(config.trainer, total_training_steps=steps))

@@ -59,6 +59,7 @@ def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
 
 def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
     """Writes <folder>/<step>.jsonl, one record a line."""
+    folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
     (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -85,8 +85,14 @@ CASES = [
     ),
     ("trainer.save_freq=2 trainer.max_critic_ckpt_to_keep=1", ["trainer.max_critic_ckpt_to_keep"]),
     (
-        "trainer.test_freq=-1 trainer.val_before_train=False trainer.log_val_generations=2",
-        ["trainer.log_val_generations"],
+        f"trainer.test_freq=-1 trainer.val_before_train=False trainer.log_val_generations=2 data.val_batch_size=8 "
+        f"{ROLLOUT}.val_kwargs.do_sample=True {ROLLOUT}.val_kwargs.temperature=1",
+        [
+            "data.val_batch_size",
+            f"{ROLLOUT}.val_kwargs.temperature",
+            f"{ROLLOUT}.val_kwargs.do_sample",
+            "trainer.log_val_generations",
+        ],
     ),
 ]
 

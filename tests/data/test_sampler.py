@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlx.data.files import DataError
 from rlx.data.sampler import PromptSampler
 
 sizes = st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))
@@ -48,13 +49,13 @@ def test_order_never_changes():
 
 @pytest.mark.parametrize("batch_size", [0, 6])
 def test_batch_that_does_not_fit(batch_size):
-    with pytest.raises(ValueError, match=rf"train_batch_size is {batch_size}, but there are 5 prompts"):
+    with pytest.raises(DataError, match=rf"train_batch_size is {batch_size}, but there are 5 prompts"):
         PromptSampler(5, batch_size, True, 0)
 
 
 @pytest.mark.parametrize("other", [(11, 2, True, 0), (10, 2, False, 0), (10, 2, True, 1)])
 def test_state_of_another_order_is_refused(other):
-    with pytest.raises(ValueError, match="cannot continue in the same order"):
+    with pytest.raises(DataError, match="cannot continue in the same order"):
         PromptSampler(*other).load_state_dict(PromptSampler(10, 2, True, 0).state_dict())
 
 

@@ -97,3 +97,9 @@ def test_sampling_of_training_and_validation(val, expected):
     config = tree(temperature=0.9, top_p=0.8, top_k=7, val_kwargs=val)
     assert sampling_for(config, "train", (1,)) == Sampling(20, 0.9, 0.8, 7, (1,))
     assert sampling_for(config, "val", (1,)) == expected
+
+
+def test_a_top_k_of_0_keeps_all_tokens():
+    val = ValKwargsConfig(temperature=1.0, top_k=0, do_sample=True)
+    for purpose in ("train", "val"):
+        assert sampling_for(tree(top_k=0, val_kwargs=val), purpose, ()).top_k == -1
