@@ -74,7 +74,7 @@ class ActivationOffloadConfig:
     min_bytes: int = key(1 << 20, "Smaller tensors stay on the device [bytes].", minimum=0)
     pin_memory: bool = key(True, "Page-locked host memory, for copies that overlap compute.")
     use_streams: bool = key(True, "Copy on streams of their own.")
-    max_host_bytes: int | None = key(None, "Hard cap of host memory per process [bytes]; null: none.", minimum=0)
+    max_host_bytes: int | None = key(None, "Limit of host memory per process [bytes]; null: none.", minimum=0)
     max_device_bytes: int | None = key(None, "What `save=auto` may leave on the device [bytes].", minimum=0)
 
 

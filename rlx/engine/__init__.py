@@ -1,1 +1,1 @@
-"""One FSDP training engine for every role: sharding, micro-batches, objectives, optimizer, checkpoints."""
+"""The FSDP training engine that all roles share: sharding, micro-batches, objectives, optimizer, checkpoints."""
