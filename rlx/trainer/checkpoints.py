@@ -104,6 +104,11 @@ def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
     raise ResumeError(f"a thousand runs started in the same second in {base}")
 
 
+def reopen(checkpoint: Path) -> None:
+    """Takes the mark of a finished checkpoint away, before its parts are written anew."""
+    (checkpoint / "driver.json").unlink(missing_ok=True)
+
+
 def write_driver_state(checkpoint: Path, state: DriverState) -> None:
     """Marks the checkpoint as finished, by writing driver.json whole or not at all."""
     checkpoint.mkdir(parents=True, exist_ok=True)
@@ -117,11 +122,15 @@ def read_driver_state(checkpoint: Path) -> DriverState:
     return DriverState(**json.loads((checkpoint / "driver.json").read_text()))
 
 
-def keep_newest(folder: Path, role: str, keep: int | None) -> None:
-    """Removes the role's part of all but its newest `keep` checkpoints, and folders left with no part; None keeps all."""
+def keep_newest(folder: Path, role: str, keep: int | None, step: int) -> None:
+    """Removes the role's part of all but its newest `keep` checkpoints, and folders left with no part; None keeps all.
+
+    `step` is that of the checkpoint just written. What lies beyond it is older: the run was resumed from before.
+    """
     if keep is None:
         return
-    holders = sorted((c for c in folder.glob("global_step_*") if (c / role).is_dir()), key=step_of)
+    found = [c for c in folder.glob("global_step_*") if (c / role).is_dir()]
+    holders = sorted(found, key=lambda c: (step_of(c) <= step, step_of(c)))
     for old in holders[:-keep]:
         # The marker goes first: a crash in between must not leave a checkpoint that looks whole.
         (old / "driver.json").unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
 from rlx.trainer import steps, validation
-from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, write_driver_state
+from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, reopen, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
 from rlx.workers.settings import critic_settings
@@ -248,12 +248,13 @@ class Trainer:
         folder = self.folder / "checkpoints"
         checkpoint = folder / f"global_step_{self.finished_steps}"
         with self.progress.phase("checkpoint"):
+            reopen(checkpoint)
             self.workers.broadcast("actor", "save", str(checkpoint / "actor"))
             if has_critic(self.config):
                 self.workers.broadcast("critic", "save", str(checkpoint / "critic"))
             write_driver_state(checkpoint, self.state())
-            keep_newest(folder, "actor", self.config.trainer.max_actor_ckpt_to_keep)
-            keep_newest(folder, "critic", self.config.trainer.max_critic_ckpt_to_keep)
+            keep_newest(folder, "actor", self.config.trainer.max_actor_ckpt_to_keep, self.finished_steps)
+            keep_newest(folder, "critic", self.config.trainer.max_critic_ckpt_to_keep, self.finished_steps)
 
     def load(self, checkpoint: Path) -> None:
         """Goes on from a checkpoint that `save` wrote."""

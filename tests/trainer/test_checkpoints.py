@@ -69,11 +69,28 @@ def test_a_path_that_is_no_finished_checkpoint_is_refused(tmp_path, name, words)
 
 def test_only_the_newest_are_kept_for_each_role(tmp_path):
     made = [make(tmp_path, step, "actor", "critic") for step in (1, 2, 10)]
-    ck.keep_newest(tmp_path / "checkpoints", "actor", 1)
+    ck.keep_newest(tmp_path / "checkpoints", "actor", 1, 10)
     assert [(m / "actor").exists() for m in made] == [False, False, True]
     assert [ck.finished(m) for m in made] == [False, False, True]
     assert all((m / "critic").exists() for m in made)
-    ck.keep_newest(tmp_path / "checkpoints", "critic", 2)
+    ck.keep_newest(tmp_path / "checkpoints", "critic", 2, 10)
     assert [m.exists() for m in made] == [False, True, True]
-    ck.keep_newest(tmp_path / "checkpoints", "critic", None)
+    ck.keep_newest(tmp_path / "checkpoints", "critic", None, 10)
     assert made[1].exists()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [2, 4]), (3, [2, 4, 10])])
+def test_after_resuming_from_before_the_one_just_written_is_the_newest(tmp_path, keep, left):
+    for step in (2, 10, 4):
+        make(tmp_path, step, "actor")
+    ck.keep_newest(tmp_path / "checkpoints", "actor", keep, 4)
+    assert [ck.step_of(c) for c in ck.checkpoints_in(tmp_path / "checkpoints")] == left
+
+
+def test_a_checkpoint_being_written_anew_is_not_finished(tmp_path):
+    folder = make(tmp_path, 3, "actor")
+    ck.reopen(folder)
+    assert not ck.finished(folder) and (folder / "actor").is_dir()
+    ck.write_driver_state(folder, STATE)
+    assert ck.finished(folder)
+    ck.reopen(tmp_path / "checkpoints" / "global_step_4")  # of one that is new there is nothing to take
