@@ -133,8 +133,8 @@ def estimate(config: PPOConfig, machine: Machine) -> list[Memory]:
     policy = shape_of(config.actor_rollout_ref.model)
     found = []
     for role in sharded_roles(config):
-        own_path = role.name == "critic" and role.model.path not in (None, TINY)
-        shape = shape_of(role.model) if own_path else policy
+        # The built-in critic has the policy's shape, whatever its own subtree says.
+        shape = policy if role.model.path == TINY else shape_of(role.model)
         found.append(_of_role(role, shape, config, machine))
     return [*found, _of_rollout(policy, config, machine)]
 

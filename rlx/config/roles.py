@@ -1,8 +1,9 @@
-"""The roles of a run as the rules see them: one view of actor, critic and reference, with null replaced by its meaning."""
+"""The roles of a run: which it has, what their nulls stand for, and one view of all three for the rules."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from rlx.config.schema import FSDPConfig, ModelConfig, PPOConfig
+from rlx.config.schema import CriticConfig, FSDPConfig, ModelConfig, PPOConfig
 
 TINY = "builtin:tiny"
 
@@ -46,6 +47,19 @@ def is_tiny(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.model.path == TINY
 
 
+def critic_settings(config: PPOConfig) -> CriticConfig:
+    """The critic's subtree with the actor's value in place of each null that stands for it."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    inherited = ("strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode")
+    filled = {name: getattr(policy.actor, name) for name in inherited if getattr(critic, name) is None}
+    if critic.model.path is None:
+        filled["model"] = replace(critic.model, path=policy.model.path)
+    if critic.ppo_micro_batch_size_per_gpu is None and not critic.use_dynamic_bsz:
+        sizes = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
+        filled |= {name: getattr(policy.actor, name) for name in sizes}
+    return replace(critic, **filled)
+
+
 def actor_role(config: PPOConfig) -> Role:
     """The policy that is trained."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
@@ -66,8 +80,8 @@ def actor_role(config: PPOConfig) -> Role:
 
 def critic_role(config: PPOConfig) -> Role:
     """The value model."""
-    critic, actor = config.critic, actor_role(config)
-    own = critic.use_dynamic_bsz or critic.ppo_micro_batch_size_per_gpu is not None
+    critic = critic_settings(config)
+    assert critic.strategy is not None and critic.ppo_mini_batch_size is not None, "the actor's are never null"
     return Role(
         name="critic",
         key="critic",
@@ -75,12 +89,10 @@ def critic_role(config: PPOConfig) -> Role:
         fsdp_key="critic.fsdp",
         model=critic.model,
         fsdp=critic.fsdp,
-        strategy=critic.strategy or actor.strategy,
-        mini_batch_prompts=critic.ppo_mini_batch_size or actor.mini_batch_prompts,
-        micro_rows=critic.ppo_micro_batch_size_per_gpu if own else actor.micro_rows,
-        micro_tokens=(critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None)
-        if own
-        else actor.micro_tokens,
+        strategy=critic.strategy,
+        mini_batch_prompts=critic.ppo_mini_batch_size,
+        micro_rows=critic.ppo_micro_batch_size_per_gpu,
+        micro_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
         trained=True,
     )
 

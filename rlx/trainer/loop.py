@@ -17,7 +17,6 @@ from rlx.trainer import steps, validation
 from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, reopen, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
-from rlx.workers.settings import critic_settings
 
 Metrics = dict[str, float]
 
@@ -52,7 +51,7 @@ class Trainer:
     """Runs PPO or GRPO on a started worker group.
 
     Args:
-        config: resolved: total_training_steps is set, model paths are folders.
+        config: total_training_steps and the critic's nulls are set, model paths are folders or hub names.
         workers: hosts the roles that `roles_of(config)` names.
         tokenizer: of the actor's model.
         train, val: prompts.
@@ -175,7 +174,7 @@ class Trainer:
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The critic's optimizer steps on this batch."""
-        critic = critic_settings(self.config)
+        critic = self.config.critic
         cut = (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle)
         return self.update("critic", batch, CRITIC_UPDATE, step, *cut)
 

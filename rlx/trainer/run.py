@@ -6,7 +6,7 @@ from pathlib import Path
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY
+from rlx.config.roles import TINY, critic_settings
 from rlx.config.schema import PPOConfig
 from rlx.data.prompts import load_prompts
 from rlx.data.sampler import PromptSampler
@@ -72,10 +72,10 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
 
 
 def with_models(config: PPOConfig) -> PPOConfig:
-    """The configuration with folders that workers find: `builtin:tiny` warm-started, null replaced, paths absolute."""
-    policy, critic = config.actor_rollout_ref, config.critic
+    """The configuration as workers take it: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
+    policy, critic = config.actor_rollout_ref, critic_settings(config)
     policy_path = str(warm_start(config)) if policy.model.path == TINY else absolute(policy.model.path)
-    critic_path = policy_path if critic.model.path in (None, TINY) else absolute(critic.model.path)
+    critic_path = policy_path if critic.model.path == TINY else absolute(critic.model.path)
     return replace(
         config,
         actor_rollout_ref=replace(policy, model=replace(policy.model, path=policy_path)),

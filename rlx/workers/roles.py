@@ -16,7 +16,6 @@ from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Sampling
 from rlx.workers.settings import (
     Purpose,
-    critic_settings,
     log_prob_rule,
     optimizer_steps,
     sampling_for,
@@ -121,7 +120,7 @@ class CriticRole(TrainedRole):
     """The value model."""
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase"):
-        critic = critic_settings(config)
+        critic = config.critic
         assert critic.strategy is not None
         engine = Engine(
             critic.model,

@@ -1,6 +1,5 @@
-"""What the configuration means for a role: nulls that stand for another key, sizes, schedules. Pure functions."""
+"""What the configuration means for a role: sizes of forwards, schedules, sampling. Pure functions."""
 
-from dataclasses import replace
 from typing import Literal
 
 from rlx.config.schema import ActorConfig, CriticConfig, PPOConfig, RefConfig, RolloutConfig
@@ -10,21 +9,8 @@ from rlx.rollout.protocol import Sampling
 Purpose = Literal["train", "val"]
 
 
-def critic_settings(config: PPOConfig) -> CriticConfig:
-    """The critic's subtree with the actor's value in place of each null that stands for it."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    inherited = ("strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode")
-    filled = {name: getattr(policy.actor, name) for name in inherited if getattr(critic, name) is None}
-    if critic.model.path is None:
-        filled["model"] = replace(critic.model, path=policy.model.path)
-    if critic.ppo_micro_batch_size_per_gpu is None and not critic.use_dynamic_bsz:
-        sizes = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
-        filled |= {name: getattr(policy.actor, name) for name in sizes}
-    return replace(critic, **filled)
-
-
 def update_rule(settings: ActorConfig | CriticConfig) -> MicroBatchRule:
-    """Size of an update's forward and backward; of a critic's only after `critic_settings`."""
+    """Size of an update's forward and backward."""
     if settings.use_dynamic_bsz:
         return MicroBatchRule(tokens=settings.ppo_max_token_len_per_gpu)
     return MicroBatchRule(rows=settings.ppo_micro_batch_size_per_gpu)
@@ -41,7 +27,7 @@ def log_prob_rule(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
 
 def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
     """Optimizer steps of the whole run; `trainer.total_training_steps` is set. The actor has none while the critic warms up."""
-    settings = config.actor_rollout_ref.actor if role == "actor" else critic_settings(config)
+    settings = config.actor_rollout_ref.actor if role == "actor" else config.critic
     steps = config.trainer.total_training_steps
     assert steps is not None and settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
     if role == "actor":

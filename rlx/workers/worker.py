@@ -21,7 +21,7 @@ class Worker:
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment.
 
     Args:
-        config: the tree; `trainer.total_training_steps` is set and model paths are folders or hub names.
+        config: the tree; `trainer.total_training_steps` and the critic's nulls are set, model paths are folders or hub names.
         roles: of actor, rollout, ref, critic; built in this order, as `rollout` is fed by `actor`.
 
     Raises:

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rlx.cluster.runtime import session
+from rlx.config.roles import critic_settings
 from rlx.config.schema import (
     ActivationOffloadConfig,
     ActorConfig,
@@ -54,12 +57,13 @@ def config(model_folder) -> PPOConfig:
         optim=OptimConfig(lr=1e-2),
         checkpoint=everything,
     )
-    return PPOConfig(
+    tree = PPOConfig(
         data=DataConfig(max_prompt_length=PROMPT_TOKENS, max_response_length=RESPONSE_TOKENS, train_batch_size=4),
         actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor, rollout=RolloutConfig(name="hf")),
         critic=CriticConfig(model=ModelConfig(path=None), optim=OptimConfig(lr=1e-2)),
         trainer=TrainerConfig(device="cpu", total_training_steps=3, n_gpus_per_node=2),
     )
+    return replace(tree, critic=critic_settings(tree))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from rlx.config.schema import (
 )
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.rollout.protocol import Sampling
-from rlx.workers.settings import critic_settings, log_prob_rule, optimizer_steps, sampling_for, update_rule
+from rlx.workers.settings import log_prob_rule, optimizer_steps, sampling_for, update_rule
 
 ACTOR = ActorConfig(
     strategy="fsdp",
@@ -34,39 +34,9 @@ def tree(actor=ACTOR, critic=None, **rollout):
         actor_rollout_ref=ActorRolloutRefConfig(
             model=ModelConfig(path="/policy"), actor=actor, rollout=RolloutConfig(**rollout)
         ),
-        critic=critic or CriticConfig(),
+        critic=critic or CriticConfig(ppo_mini_batch_size=8, ppo_epochs=2),
         trainer=TrainerConfig(total_training_steps=10, critic_warmup=4),
     )
-
-
-def test_the_critics_nulls_are_the_actors_values():
-    critic = critic_settings(tree())
-    names = (
-        "strategy",
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ppo_epochs",
-        "shuffle",
-        "loss_agg_mode",
-    )
-    assert {name: getattr(critic, name) for name in names} == {name: getattr(ACTOR, name) for name in names}
-    assert critic.model.path == "/policy"
-    assert replace(critic.model, path=None) == ModelConfig(), "only the path is the actor's"
-
-
-def test_what_the_critic_says_itself_stays():
-    own = CriticConfig(
-        strategy="fsdp2",
-        model=ModelConfig(path="/value"),
-        ppo_mini_batch_size=4,
-        ppo_micro_batch_size_per_gpu=1,
-        ppo_epochs=1,
-        shuffle=False,
-        loss_agg_mode="token-mean",
-    )
-    assert critic_settings(tree(critic=own)) == own
-    dynamic = CriticConfig(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=99)
-    assert update_rule(critic_settings(tree(critic=dynamic))) == MicroBatchRule(tokens=99)
 
 
 def test_micro_batches_follow_the_actor_where_nothing_else_is_said():
@@ -74,7 +44,7 @@ def test_micro_batches_follow_the_actor_where_nothing_else_is_said():
     for settings in (RolloutConfig(), RefConfig()):
         assert log_prob_rule(settings, ACTOR) == MicroBatchRule(rows=3)
         assert log_prob_rule(settings, by_tokens) == MicroBatchRule(tokens=77)
-    assert update_rule(critic_settings(tree(by_tokens))) == MicroBatchRule(tokens=77)
+    assert update_rule(by_tokens) == MicroBatchRule(tokens=77)
     assert log_prob_rule(RefConfig(log_prob_micro_batch_size_per_gpu=5), by_tokens) == MicroBatchRule(rows=5)
     tokens = RolloutConfig(log_prob_use_dynamic_bsz=True, log_prob_max_token_len_per_gpu=11)
     assert log_prob_rule(tokens, ACTOR) == MicroBatchRule(tokens=11)

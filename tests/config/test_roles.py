@@ -1,0 +1,59 @@
+from dataclasses import replace
+
+from rlx.config.roles import critic_role, critic_settings
+from rlx.config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, ModelConfig, PPOConfig
+
+ACTOR = ActorConfig(
+    strategy="fsdp",
+    ppo_mini_batch_size=8,
+    ppo_micro_batch_size_per_gpu=3,
+    ppo_epochs=2,
+    shuffle=True,
+    loss_agg_mode="seq-mean-token-sum",
+)
+
+
+def tree(actor=ACTOR, critic=None):
+    policy = ActorRolloutRefConfig(model=ModelConfig(path="/policy"), actor=actor)
+    return PPOConfig(actor_rollout_ref=policy, critic=critic or CriticConfig())
+
+
+def test_the_critics_nulls_are_the_actors_values():
+    critic = critic_settings(tree())
+    names = (
+        "strategy",
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ppo_epochs",
+        "shuffle",
+        "loss_agg_mode",
+    )
+    assert {name: getattr(critic, name) for name in names} == {name: getattr(ACTOR, name) for name in names}
+    assert critic.model.path == "/policy"
+    assert replace(critic.model, path=None) == ModelConfig(), "only the path is the actor's"
+
+
+def test_what_the_critic_says_itself_stays():
+    own = CriticConfig(
+        strategy="fsdp2",
+        model=ModelConfig(path="/value"),
+        ppo_mini_batch_size=4,
+        ppo_micro_batch_size_per_gpu=1,
+        ppo_epochs=1,
+        shuffle=False,
+        loss_agg_mode="token-mean",
+    )
+    assert critic_settings(tree(critic=own)) == own
+
+
+def test_the_critic_cuts_by_its_own_size_else_by_the_actors():
+    by_tokens = replace(ACTOR, use_dynamic_bsz=True, ppo_micro_batch_size_per_gpu=None, ppo_max_token_len_per_gpu=77)
+    dynamic = CriticConfig(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=99)
+    for actor, critic, rows, tokens in (
+        (ACTOR, None, 3, None),
+        (by_tokens, None, None, 77),
+        (ACTOR, dynamic, None, 99),
+        (by_tokens, CriticConfig(ppo_micro_batch_size_per_gpu=5), 5, None),
+    ):
+        role = critic_role(tree(actor, critic))
+        assert (role.micro_rows, role.micro_tokens) == (rows, tokens)
