@@ -18,7 +18,7 @@ from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Head, response_outputs
-from rlx.engine.micro_batch import MicroBatchRule, cut, row_lengths, take
+from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
 from rlx.engine.residency import Parking
@@ -134,24 +134,25 @@ class Engine:
         self.to_device(optimizer=False)
         self.root.eval()
         columns: dict[str, Tensor] = {}
-        for rows, part in self._micro_batches(batch.select(*SEQUENCE), micro):
-            width = part.response_length
-            padding = ~part["attention_mask"][:, -width:]
+        sequences = batch.select(*SEQUENCE)
+        padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
+        for rows, part, lead in self._micro_batches(sequences, micro):
             for name, figures in compute(response_outputs(self.root, part, self.head), part).items():
-                empty = torch.zeros(len(batch), batch.response_length, dtype=figures.dtype)
-                column = columns.setdefault(name, empty)
+                column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=figures.dtype))
                 if rows:
-                    column[rows, :width] = figures.masked_fill(padding, 0).cpu()
+                    own = shifted(figures.cpu(), lead, batch.response_length)
+                    column[rows] = own.masked_fill(padding_BR[rows], 0)
         self.sharded.reshard()
         return columns
 
-    def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[tuple[list[int], Batch]]:
-        """Row numbers and rows of each micro-batch, as many on every process; without rows it is a dummy."""
+    def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
+        """The share on the device, in as many micro-batches on every process; one without rows is a dummy."""
         lengths = row_lengths(batch)
         most = torch.tensor(max(1, len(cut(lengths, micro))), device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         for rows in cut(lengths, micro, at_least=int(most)):
-            yield rows, take(batch, rows, lengths).map_tensors(lambda column: column.to(self.device))
+            part = take(batch, rows, lengths)
+            yield part._replace(batch=part.batch.map_tensors(lambda column: column.to(self.device)))
 
     # Learning -----------------------------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class Engine:
         totals = self._totals(batch, objective)
         sums: dict[str, Tensor] = {}
         parts = list(self._micro_batches(batch, micro))
-        for number, (_, part) in enumerate(parts, start=1):
+        for number, (_, part, _) in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
                 share = objective.share(response_outputs(self.root, part, self.head), part, totals)
                 # FSDP averages gradients over the processes; what is wanted is their sum.

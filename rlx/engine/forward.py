@@ -1,6 +1,6 @@
-"""One micro-batch through a model: from left-padded prompts and right-padded responses to what concerns the responses.
+"""One micro-batch through a model, from tokens to what concerns the responses.
 
-Shape letters: B rows, T = P + R tokens of prompt and response, V vocabulary.
+Shape letters: B rows, W columns of the window that holds the responses, V vocabulary.
 """
 
 from typing import Literal
@@ -14,25 +14,21 @@ Head = Literal["lm", "value"]
 
 
 def response_outputs(model: nn.Module, batch: Batch, head: Head) -> Tensor:
-    """What the model says at the positions from which the response tokens are predicted.
+    """What the model says at the positions from which the tokens of the window are predicted.
 
     Args:
         model: a transformers model, sharded or not.
-        batch: input_ids, attention_mask, response_mask on the model's device.
+        batch: laid out as Note [rows start at column 0] of micro_batch.py says, on the model's device.
         head: what the model ends in.
 
     Returns:
-        lm: logits (B, R, V) in the model's type. value: values (B, R), fp32 or wider.
+        lm: logits (B, W, V) in the model's type. value: values (B, W), fp32 or wider.
     """
     # Nothing is predicted from the last token, so it need not be read.
-    input_ids, mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1].long()
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    length = batch.response_length
-    only_responses = {"logits_to_keep": length} if head == "lm" else {}
-    output = model(
-        input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False, **only_responses
-    ).logits
+    input_ids, window = batch["input_ids"][:, :-1], batch.response_length
+    only_window = {"logits_to_keep": window} if head == "lm" else {}
+    output = model(input_ids=input_ids, use_cache=False, **only_window).logits
     if head == "lm":
         return output
-    values = output[:, -length:, 0]
+    values = output[:, -window:, 0]
     return values.to(torch.promote_types(values.dtype, torch.float32))

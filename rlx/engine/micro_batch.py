@@ -1,6 +1,11 @@
-"""The cut of one process's share into micro-batches: pure decisions on row lengths, then columns cut to what is used.
+"""The cut of one process's share into micro-batches: pure decisions on row lengths, then rows laid out for a forward.
 
 Shape letters as in `rlx/data/batch.py`: B rows, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
+
+Note [rows start at column 0]: in a micro-batch every row begins with its first prompt token and all padding is behind
+its last token. A causal model then never sees padding, so it needs no attention mask: the fastest kernels apply, and no
+query is without keys, which some kernels answer with gradients that are NaN. Responses begin in different columns, so the
+R columns of a micro-batch are a window of W that holds them all; `lead` says where in it each row's response begins.
 """
 
 from collections.abc import Sequence
@@ -82,42 +87,61 @@ def _by_rows(count: int, rows: int) -> list[list[int]]:
 
 def _by_tokens(lengths: Sequence[RowLength], tokens: int) -> list[list[int]]:
     parts: list[list[int]] = []
-    prompt = response = 0
     for row in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
-        wider = max(prompt, lengths[row].prompt), max(response, lengths[row].response)
-        if parts and (len(parts[-1]) + 1) * sum(wider) <= tokens:
+        if parts and (len(parts[-1]) + 1) * sum(lengths[parts[-1][0]]) <= tokens:
             parts[-1].append(row)
-            prompt, response = wider
         else:
             parts.append([row])
-            prompt, response = lengths[row]
     return parts
 
 
-def take(batch: Batch, rows: Sequence[int], lengths: Sequence[RowLength]) -> Batch:
-    """These rows, without the columns that are padding in all of them; at least one prompt and one response column stay.
+class MicroBatch(NamedTuple):
+    """Rows laid out for one forward; see Note [rows start at column 0].
 
-    No rows give a dummy: one row of one prompt and one response token that is in no response mask, so that it takes
-    part in every collective and weighs nothing.
+    Args:
+        rows: their numbers in the share; none for a dummy, whose one row is in no response mask: it takes part in every
+            collective and weighs nothing.
+        batch: the columns, in which R is the window W.
+        lead: (B,) int64 on CPU, window columns before each row's first response token.
     """
-    if not rows:
-        return _dummy(batch)
-    prompt = max(1, *(lengths[row].prompt for row in rows))
-    response = max(1, *(lengths[row].response for row in rows))
-    first = batch["input_ids"].shape[1] - batch.response_length - prompt
 
-    def trim(name: str, tensor: Tensor) -> Tensor:
-        width = TENSORS[name].shape[1:]
-        return (
-            tensor[:, first : first + prompt + response]
-            if width == "T"
-            else tensor[:, :response]
-            if width == "R"
-            else tensor
-        )
+    rows: list[int]
+    batch: Batch
+    lead: Tensor
+
+
+def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:
+    """These rows of the share as a micro-batch; without rows, a dummy."""
+    if not rows:
+        return MicroBatch(rows, _dummy(batch), torch.zeros(1, dtype=torch.int64))
+    prompts = torch.tensor([max(1, lengths[row].prompt) for row in rows])
+    tokens = prompts + torch.tensor([max(1, lengths[row].response) for row in rows])
+    lead = prompts - prompts.min()
+    width = int(tokens.max())
+    starts = {
+        "T": (batch["input_ids"].shape[1] - batch.response_length - prompts, width),
+        "R": (-lead, width - int(prompts.min())),
+    }
+
+    def lay_out(name: str, column: Tensor) -> Tensor:
+        letter = TENSORS[name].shape[1:]
+        return shifted(column, *starts[letter]) if letter else column
 
     chosen = batch.rows(rows)
-    return Batch.of({name: trim(name, tensor) for name, tensor in chosen.tensors.items()})
+    return MicroBatch(rows, Batch.of({name: lay_out(name, column) for name, column in chosen.tensors.items()}), lead)
+
+
+def shifted(column: Tensor, start: Tensor, width: int) -> Tensor:
+    """`width` entries of each row, from that row's own start on; 0 before its first and behind its last entry.
+
+    Args:
+        column: (B, N).
+        start: (B,) int64, may be negative.
+        width: entries to return.
+    """
+    index = start[:, None] + torch.arange(width)
+    inside = (index >= 0) & (index < column.shape[1])
+    return column.gather(1, index.clamp(0, column.shape[1] - 1)).masked_fill(~inside, 0)
 
 
 def _dummy(batch: Batch) -> Batch:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.data.batch import Batch
-from rlx.engine.micro_batch import MicroBatchRule, RowLength, cut, row_lengths, take
+from rlx.engine.micro_batch import MicroBatchRule, RowLength, cut, row_lengths, shifted, take
 
 LENGTHS = st.lists(st.builds(RowLength, st.integers(0, 20), st.integers(0, 20)), max_size=12)
 
@@ -23,7 +23,7 @@ def test_by_tokens_no_part_computes_more_unless_it_is_one_row(lengths, tokens, a
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert len(parts) >= at_least
     for part in parts:
-        computed = len(part) * sum(max((lengths[row][side] for row in part), default=0) for side in (0, 1))
+        computed = len(part) * max((sum(lengths[row]) for row in part), default=0)
         assert computed <= tokens or len(part) == 1
 
 
@@ -61,20 +61,35 @@ def test_row_lengths_count_from_the_first_prompt_to_the_last_response_token():
     assert row_lengths(batch()) == [RowLength(2, 1), RowLength(3, 2), RowLength(1, 0)]
 
 
-def test_take_drops_what_is_padding_in_all_rows():
-    taken = take(batch(), [2, 0], row_lengths(batch()))
-    assert taken["input_ids"].tolist() == [[16, 17, 18], [2, 3, 4]]
-    assert taken["advantages"].tolist() == [[6.0], [0.0]]
-    assert taken.responses().tolist() == [[18], [4]]
+def test_rows_start_with_their_prompt_and_end_with_padding_only():
+    rows, taken, lead = take(batch(), [2, 0, 1], row_lengths(batch()))
+    assert rows == [2, 0, 1] and lead.tolist() == [0, 1, 2]
+    mask = taken["attention_mask"]
+    assert mask.tolist() == [[True] * 1 + [False] * 4, [True] * 3 + [False] * 2, [True] * 5]
+    assert (taken["input_ids"] * mask).tolist() == [[17, 0, 0, 0, 0], [2, 3, 4, 0, 0], [8, 9, 10, 11, 12]]
 
 
-def test_take_keeps_a_prompt_and_a_response_column_of_empty_rows():
-    assert take(batch(), [2], row_lengths(batch()))["input_ids"].tolist() == [[17, 18]]
+def test_the_window_holds_every_response_and_its_columns():
+    _, taken, lead = take(batch(), [2, 0, 1], row_lengths(batch()))
+    assert taken["response_mask"].tolist() == [[False] * 4, [False, True, False, False], [False, False, True, True]]
+    assert (taken["advantages"] * taken["response_mask"]).tolist() == [[0] * 4, [0, 0, 0, 0], [0, 0, 3, 4]]
+    assert (taken.responses() * taken["response_mask"]).tolist() == [[0] * 4, [0, 4, 0, 0], [0, 0, 11, 12]]
+    back = shifted(taken["advantages"], lead, 3)
+    assert torch.equal(back[2, :2], batch()["advantages"][1, :2])
+
+
+def test_shifted_gives_zero_where_a_row_has_nothing():
+    column = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert shifted(column, torch.tensor([-1, 2]), 4).tolist() == [[0, 1, 2, 3], [6, 0, 0, 0]]
+
+
+def test_a_prompt_and_a_response_column_stay_of_an_empty_row():
+    assert take(batch(), [2], row_lengths(batch())).batch["input_ids"].shape == (1, 2)
 
 
 def test_no_rows_give_a_dummy_that_counts_for_nothing():
-    dummy = take(batch(), [], [])
-    assert dummy["input_ids"].shape == (1, 2)
+    rows, dummy, _ = take(batch(), [], [])
+    assert rows == [] and dummy["input_ids"].shape == (1, 2)
     assert dummy["attention_mask"].all() and not dummy["response_mask"].any()
 
 
