@@ -110,7 +110,7 @@ class Trainer:
         """One turn of the road: a batch of prompts and the optimizer steps it gives. Returns the step's metrics."""
         phase, config = self.progress.phase, self.config
         with phase("rollout"):
-            prompts = self.train.batch(self.sampler.next())
+            epoch, prompts = self.sampler.epoch, self.train.batch(self.sampler.next())
             batch = self.generate(prompts, config.actor_rollout_ref.rollout.n, "train", step)
         with phase("reward"):
             scores = self.score(batch)
@@ -131,6 +131,7 @@ class Trainer:
             batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
             batch = steps.add_advantages(batch, config.algorithm)
         metrics = steps.describe(batch) | {"reward/accuracy": steps.accuracy(scores.scores, scores.extra)}
+        metrics["train/epoch"] = float(epoch)
         if reward_kl is not None:
             metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
             self.kl_controller.update(reward_kl, len(batch))
@@ -209,7 +210,6 @@ class Trainer:
         return {
             "train/skipped_steps": float(self.skipped_steps),
             "train/policy_version": float(self.policy_version),
-            "train/epoch": float(self.sampler.epoch),
             "perf/tokens": float(batch["attention_mask"].sum()),
             "perf/offloaded_mb": sum(u["offloaded_mb"] for u in usage),
             "perf/peak_memory_gb": max(u["peak_memory_gb"] for u in usage),
@@ -224,7 +224,8 @@ class Trainer:
 
     def validate(self) -> Metrics:
         """Scores the policy on the held-out prompts and keeps what it wrote."""
-        samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        val = self.config.actor_rollout_ref.rollout.val_kwargs
+        samples = val.n if val.do_sample else 1  # greedy ones would all be the same
         parts: list[tuple[Batch, Scores]] = []
         with self.progress.phase("validate"):
             for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY, critic_settings
+from rlx.config.roles import TINY, critic_settings, has_critic
 from rlx.config.schema import PPOConfig
 from rlx.data.prompts import load_prompts
 from rlx.data.sampler import PromptSampler
@@ -90,6 +90,10 @@ def absolute(path: str | None) -> str | None:
 
 
 def with_steps(config: PPOConfig, sampler: PromptSampler) -> PPOConfig:
-    """The configuration with the number of training steps set: the schedules of the optimizers need it."""
+    """The configuration with the numbers of steps set, which the optimizers' schedules need.
+
+    Without a critic there is none to warm up: the actor would wait for nothing.
+    """
     steps = config.trainer.total_training_steps or sampler.batches_per_epoch * config.trainer.total_epochs
-    return replace(config, trainer=replace(config.trainer, total_training_steps=steps))
+    warmup = config.trainer.critic_warmup if has_critic(config) else 0
+    return replace(config, trainer=replace(config.trainer, total_training_steps=steps, critic_warmup=warmup))

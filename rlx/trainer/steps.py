@@ -104,13 +104,11 @@ def accuracy(scores_B: Tensor, extra: dict[str, list[float]]) -> float:
     return torch.where(own_B.isnan(), by_score_B, own_B).mean().item()
 
 
-def equal_groups_share(batch: Batch) -> float:
-    """Share of prompts whose samples all have the same score, so that they teach GRPO nothing."""
-    _, group = batch["group_id"].unique(return_inverse=True)
-    size = int(group.max()) + 1
-    low = torch.full((size,), float("inf")).scatter_reduce(0, group, batch["scores"], "amin")
-    high = torch.full((size,), float("-inf")).scatter_reduce(0, group, batch["scores"], "amax")
-    return (low == high).float().mean().item()
+def zero_advantage_share(batch: Batch) -> float:
+    """Share of prompts that teach nothing: no token of any of their samples has an advantage."""
+    groups, of_row = batch["group_id"].unique(return_inverse=True)
+    taught = of_row[(batch["advantages"] != 0).any(dim=1)].unique()
+    return 1 - len(taught) / len(groups)
 
 
 def describe(batch: Batch) -> dict[str, float]:
@@ -125,7 +123,7 @@ def describe(batch: Batch) -> dict[str, float]:
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
         "response_length/clip_ratio": (lengths == mask.shape[1]).float().mean().item(),
-        "train/zero_advantage_share": equal_groups_share(batch),
+        "train/zero_advantage_share": zero_advantage_share(batch),
         "advantages/abs_mean": masked_mean(batch["advantages"].abs(), mask),
     }
     if "entropy" in batch:

@@ -1,0 +1,87 @@
+"""What the loop does around the road: without workers, since no number is computed here."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlx.config.schema import (
+    ActorRolloutRefConfig,
+    AlgorithmConfig,
+    DataConfig,
+    PPOConfig,
+    RolloutConfig,
+    TrainerConfig,
+    ValKwargsConfig,
+)
+from rlx.data.batch import Batch
+from rlx.data.sampler import PromptSampler
+from rlx.rewards.manager import Scores
+from rlx.trainer import checkpoints as ck
+from rlx.trainer.loop import Trainer
+from rlx.trainer.progress import Progress
+from rlx.trainer.run import with_steps
+
+
+class Held(SimpleNamespace):
+    """Three held-out prompts, each its number."""
+
+    def __len__(self):
+        return 3
+
+    def batch(self, rows):
+        ids = torch.tensor(rows)[:, None]
+        names = ("prompt_text", "response_text", "ground_truth", "data_source")
+        info = {name: ["x"] * len(rows) for name in names}
+        return Batch.of({"prompt_ids": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool)}, info)
+
+
+class Dying:
+    """Workers of which one dies while it writes the critic."""
+
+    world_size = 1
+
+    def broadcast(self, role, method, *args):
+        if role == "critic":
+            raise RuntimeError("died")
+
+
+def test_a_checkpoint_whose_second_writing_breaks_off_is_not_resumed_from(tmp_path):
+    config = PPOConfig(data=DataConfig(train_batch_size=1))
+    sampler = PromptSampler(4, 1, shuffle=True, seed=0)
+    prompts = SimpleNamespace()
+    trainer = Trainer(config, Dying(), None, prompts, sampler, prompts, None, tmp_path, Progress(4), None)
+    trainer.finished_steps = 3
+    checkpoint = tmp_path / "checkpoints/global_step_3"
+    ck.write_driver_state(checkpoint, trainer.state())
+    assert ck.finished(checkpoint)
+    with pytest.raises(RuntimeError, match="died"):
+        trainer.save()
+    assert not ck.finished(checkpoint), "its actor is new and its critic old"
+
+
+def test_without_a_critic_there_is_no_warm_up_to_wait_for():
+    base = PPOConfig(data=DataConfig(train_batch_size=2), trainer=TrainerConfig(critic_warmup=3, total_epochs=2))
+    sampler = PromptSampler(9, 2, shuffle=False, seed=0)
+    ppo, grpo = (replace(base, algorithm=AlgorithmConfig(adv_estimator=name)) for name in ("gae", "grpo"))
+    assert with_steps(ppo, sampler).trainer.critic_warmup == 3
+    assert with_steps(grpo, sampler).trainer.critic_warmup == 0
+    assert with_steps(grpo, sampler).trainer.total_training_steps == 8
+
+
+@pytest.mark.parametrize(("val", "samples"), [({"n": 4}, 1), ({"n": 4, "do_sample": True, "temperature": 1.0}, 4)])
+def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path, monkeypatch):
+    policy = ActorRolloutRefConfig(rollout=RolloutConfig(val_kwargs=ValKwargsConfig(**val)))
+    config = PPOConfig(data=DataConfig(train_batch_size=1, val_batch_size=2), actor_rollout_ref=policy)
+    sampler = PromptSampler(4, 1, shuffle=True, seed=0)
+    trainer = Trainer(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None)
+
+    def generate(prompts, count, purpose, step):
+        batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
+        return batch.with_(response_mask=torch.ones(len(batch), 2, dtype=torch.bool)).drop("prompt_ids", "prompt_mask")
+
+    monkeypatch.setattr(trainer, "generate", generate)
+    monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.ones(len(batch)), {}))
+    assert trainer.validate()["val/accuracy"] == 1.0
+    assert len((tmp_path / "validation/0.jsonl").read_text().splitlines()) == 3 * samples
