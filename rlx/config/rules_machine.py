@@ -74,7 +74,7 @@ def sampler_is_there(s: Setting) -> Faults:
         return
     key = "actor_rollout_ref.rollout.name"
     if "vllm" not in s.machine.packages:
-        remedy = f"install it with `pip install vllm` (it pins its own torch), or set {key}=hf"
+        remedy = f"set {key}=hf, the one sampler of this version; vLLM itself comes with `pip install vllm` and its own torch"
         yield Fault("vLLM is not installed", f"{key}=vllm", "the package vllm", remedy, (key,))
     else:
         yield Fault("this version of rlx generates with hf only", f"{key}=vllm", f"{key}=hf", f"set {key}=hf", (key,))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rlx.config.schema import ArithmeticConfig
+from rlx.data.files import DataError
 from rlx.data.seeding import seed_for
 
 SOURCE = "rlx/arithmetic"
@@ -16,23 +17,9 @@ SOURCE = "rlx/arithmetic"
 BOYS = ("Tom", "Ben", "Max", "Sam", "Leo", "Dan", "Tim", "Jack", "Adam", "Omar", "Ravi", "Luis")
 GIRLS = ("Ann", "Eva", "Mia", "Zoe", "Kim", "Lily", "Nina", "Sara", "Emma", "Rosa", "Aiko", "Ruth")
 THINGS = (
-    *(
-        "apples",
-        "pens",
-        "books",
-        "coins",
-        "cards",
-        "eggs",
-        "pears",
-        "plums",
-        "cups",
-        "shells",
-        "stamps",
-        "beads",
-        "keys",
-    ),
-    *("cakes", "balls", "nuts", "dolls", "rings", "seeds", "hats", "lamps", "kites", "boxes", "stones"),
-)
+    "apples", "pens", "books", "coins", "cards", "eggs", "pears", "plums", "cups", "shells", "stamps", "beads",
+    "keys", "cakes", "balls", "nuts", "dolls", "rings", "seeds", "hats", "lamps", "kites", "boxes", "stones",
+)  # fmt: skip
 GAINS = (
     "{He} buys {n} more.",
     "{He} finds {n} more.",
@@ -101,7 +88,7 @@ def make_problems(config: ArithmeticConfig, split: str) -> list[dict[str, Any]]:
         `train_size` or `val_size` rows with distinct questions; extra_info holds index, split and the worked answer.
 
     Raises:
-        ValueError: there are not so many distinct problems.
+        DataError: there are not so many distinct problems.
     """
     size = {"train": config.train_size, "val": config.val_size}[split]
     rows: dict[str, dict[str, Any]] = {}
@@ -110,7 +97,7 @@ def make_problems(config: ArithmeticConfig, split: str) -> list[dict[str, Any]]:
         if problem.question in rows:
             repeats += 1
             if repeats == MOST_REPEATS:
-                raise ValueError(
+                raise DataError(
                     f"data.arithmetic: found {len(rows)} distinct {split} problems of difficulty {config.difficulty}, "
                     f"expected {split}_size={size}; lower {split}_size or raise difficulty"
                 )

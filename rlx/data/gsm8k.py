@@ -26,8 +26,8 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
     Args:
         row: `answer` is the worked solution, its last line `#### <number>`.
-        split: "train", "val" or "test": kept in extra_info, as is
-        index: the row's number.
+        split: "train", "val" or "test", kept in extra_info.
+        index: the row's number, kept there too.
 
     Raises:
         ValueError: question or answer is no text, or the answer has no `####`.
