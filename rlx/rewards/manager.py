@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,8 +132,10 @@ def _sample(batch: Batch, row: int) -> dict[str, Any]:
 def _numbers(result: Any) -> dict[str, float]:
     """The numbers of a report, by name; text and lists in a dict are for the user's own use."""
     report = result if isinstance(result, dict) else {"score": result}
-    scalars = {
-        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for name, value in report.items()
-    }
+    # A bool of numpy's and an array of one number are no `Real` before .item().
+    scalars = {name: value.item() if _is_scalar(value) else value for name, value in report.items()}
     return {str(name): float(value) for name, value in scalars.items() if isinstance(value, Real)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1)

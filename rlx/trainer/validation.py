@@ -22,9 +22,15 @@ def chunks(size: int, step: int | None) -> Iterator[list[int]]:
 
 
 def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
-    """Validation metrics: accuracy, reward and length, and accuracy by data source where there are several."""
+    """Validation metrics: accuracy, reward, length, accuracy by data source where there are several, and the means of
+    what else the reward functions reported as `val/extra/...`, where no name of theirs can hide one of these."""
     lengths = batch["response_mask"].sum(dim=1).float()
     metrics = {
+        # Not every data source reports every number.
+        f"val/extra/{name}": torch.tensor(values, dtype=torch.float64).nanmean().item()
+        for name, values in scores.extra.items()
+    }
+    metrics |= {
         "val/accuracy": accuracy(scores.scores, scores.extra),
         "val/reward": scores.scores.mean().item(),
         "val/response_length": lengths.mean().item(),
@@ -36,22 +42,19 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
         for source, rows in rows_of.items():
             part = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
             metrics[f"val/accuracy/{source}"] = accuracy(scores.scores[rows], part)
-    for name, values in scores.extra.items():
-        # Not every data source reports every number.
-        metrics[f"val/{name}"] = torch.tensor(values, dtype=torch.float64).nanmean().item()
     return metrics
 
 
 def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
-    """One readable record per sample."""
+    """One readable record per sample; numbers that JSON has no words for (a missing one is NaN) are None."""
     return [
         {
+            **{name: values[i] if math.isfinite(values[i]) else None for name, values in scores.extra.items()},
             "prompt": batch.info["prompt_text"][i],
             "response": batch.info["response_text"][i],
             "ground_truth": batch.info["ground_truth"][i],
             "data_source": batch.info["data_source"][i],
             "score": score,
-            **{name: values[i] for name, values in scores.extra.items()},
         }
         for i, score in enumerate(scores.scores.tolist())
     ]

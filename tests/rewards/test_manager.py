@@ -28,6 +28,20 @@ def test_each_sample_goes_to_the_function_of_its_source(make_batch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_numbers_of_numpy_and_torch_are_numbers(make_batch, write_module, tmp_path):
+    path = write_module(
+        "import numpy as np, torch\n"
+        "def compute_score(solution_str, **rest):\n"
+        "    right = np.bool_(solution_str == 'b')\n"
+        "    if solution_str == 'c': return right\n"
+        "    return {'score': np.float32(right), 'acc': right, 'len': np.array(3), 'p': torch.tensor([0.5])}\n"
+    )
+    scores = manager(path).score(make_batch(["a", "b", "c"], [0, 0, 0]), tmp_path)
+    assert scores.scores.tolist() == [0.0, 1.0, 0.0]
+    assert scores.extra["acc"][:2] == [0.0, 1.0]
+    assert scores.extra["len"][:2] == [3.0, 3.0] and scores.extra["p"][:2] == [0.5, 0.5]
+
+
 def test_unknown_source_lists_the_known_ones(make_batch, tmp_path):
     with pytest.raises(RewardError) as caught:
         manager().score(make_batch(["a", "b"], ["1", "2"], ["openai/gsm8k", "my/data"]), tmp_path)

@@ -35,8 +35,23 @@ def test_parts_of_different_width_and_numbers_are_joined_and_summarised_by_sourc
     metrics = validation.summarise(batch, scores)
     assert metrics["val/accuracy"] == pytest.approx(2 / 3)
     assert metrics["val/accuracy/a"] == 0.5 and metrics["val/accuracy/b"] == 1.0
-    assert metrics["val/steps"] == 4.0 and math.isnan(scores.extra["steps"][0])
+    assert metrics["val/extra/steps"] == 4.0 and math.isnan(scores.extra["steps"][0])
     assert metrics["val/response_length"] == 3.0
+
+
+def test_a_number_of_the_reward_functions_hides_none_of_ours():
+    batch, scores = part(5, 2, "a", [1.0, 0.0], {"accuracy": [7.0, 7.0], "reward": [8.0, 8.0], "score": [9.0, 9.0]})
+    metrics = validation.summarise(batch, scores)
+    assert metrics["val/accuracy"] == metrics["val/reward"] == 0.5
+    assert metrics["val/extra/accuracy"] == 7.0 and metrics["val/extra/reward"] == 8.0
+    assert [record["score"] for record in validation.generations(batch, scores)] == [1.0, 0.0]
+
+
+def test_a_missing_number_is_dumped_as_null(tmp_path):
+    batch, scores = part(5, 2, "a", [1.0, 0.0], {"steps": [math.nan, 5.0]})
+    validation.dump(validation.generations(batch, scores), tmp_path, 7)
+    text = (tmp_path / "7.jsonl").read_text()
+    assert "NaN" not in text and [json.loads(line)["steps"] for line in text.splitlines()] == [None, 5.0]
 
 
 def test_generations_are_dumped_one_a_line(tmp_path):
