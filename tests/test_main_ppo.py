@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from rlx.cluster.errors import Fault, WorkerFailure
+from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.schema import PPOConfig
 from rlx.main_ppo import join_cluster, main
 
@@ -112,8 +112,8 @@ def test_a_failed_run_ends_with_its_cause(capsys: pytest.CaptureFixture[str], ru
 
 
 def test_a_failed_worker_ends_with_the_first_cause(capsys: pytest.CaptureFixture[str], run_is):
-    first = Fault(1, "error", "OutOfMemoryError: 3 GiB asked for", "Traceback of rank 1")
-    after = Fault(0, "collective", "DistBackendError: connection closed")
+    first = RankFault(1, "error", "OutOfMemoryError: 3 GiB asked for", "Traceback of rank 1")
+    after = RankFault(0, "collective", "DistBackendError: connection closed")
     run_is(fails(WorkerFailure("actor", "update", first, others=(after,))))
     assert main(["trainer.device=cpu"]) == 1
     printed = capsys.readouterr().err

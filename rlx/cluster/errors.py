@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFault:
     """One rank's failure.
 
     Args:
@@ -71,20 +71,20 @@ class Fault:
     time_s: float = field(default_factory=time.time)
 
 
-def fault_of(rank: int, error: BaseException) -> Fault:
+def fault_of(rank: int, error: BaseException) -> RankFault:
     """The picklable account of an exception caught in a worker."""
     kind: Kind = "collective" if _is_collective(error) else "error"
     detail = "".join(traceback.format_exception(error)).rstrip()
-    return Fault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail)
+    return RankFault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail)
 
 
-def death_of(rank: int, report: str) -> Fault:
+def death_of(rank: int, report: str) -> RankFault:
     """The account of a process that is gone, from Ray's report on its actor."""
     reason = one_line(report).rpartition("The actor is dead because ")[2].partition(" Some common causes")[0]
     summary = f"the worker process died: {reason}"
     if "SYSTEM_ERROR" in reason:
         summary += " It was killed (out of memory, or by hand) or crashed."
-    return Fault(rank, "died", summary)
+    return RankFault(rank, "died", summary)
 
 
 def one_line(text: str) -> str:
@@ -100,7 +100,7 @@ def _is_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _DISTRIBUTED_MARKS)
 
 
-def first_cause(faults: Sequence[Fault]) -> Fault:
+def first_cause(faults: Sequence[RankFault]) -> RankFault:
     """The failure that the others follow from: the earliest that is no collective's, else the earliest."""
     return min(faults, key=lambda fault: (fault.kind == "collective", fault.time_s))
 
@@ -117,7 +117,7 @@ class WorkerFailure(ExplainedError, RuntimeError):
     """
 
     def __init__(
-        self, role: str, method: str, fault: Fault, place: Place | None = None, others: tuple[Fault, ...] = ()
+        self, role: str, method: str, fault: RankFault, place: Place | None = None, others: tuple[RankFault, ...] = ()
     ) -> None:
         super().__init__(role, method, fault, place, others)
         self.role, self.method, self.fault, self.place, self.others = role, method, fault, place, others

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from rlx.cluster.errors import Fault, Place, WorkerFailure, death_of, first_cause, one_line
+from rlx.cluster.errors import Place, RankFault, WorkerFailure, death_of, first_cause, one_line
 from rlx.cluster.mesh import Mesh, share_ranges
 from rlx.cluster.placement import Pool
 from rlx.cluster.process import Answer, WorkerProcess
@@ -125,7 +125,7 @@ class WorkerGroup:
         """The ranks' results; at a failure waits a little for its cause, ends the group and raises that."""
         rank_of = {call: rank for rank, call in enumerate(calls)}
         results: dict[int, Any] = {}
-        faults: list[Fault] = []
+        faults: list[RankFault] = []
         seen: set[tuple[int, str, str]] = set()
         give_up_s = float("inf")
         while rank_of and (left_s := give_up_s - time.monotonic()) > 0:
@@ -136,7 +136,7 @@ class WorkerGroup:
                 if isinstance(result, Answer):
                     _forward(result.log, seen)
                     result = result.fault or result.value
-                if isinstance(result, Fault):
+                if isinstance(result, RankFault):
                     faults.append(result)
                     grace_s = COLLECTIVE_GRACE_S if result.kind == "collective" else GRACE_S
                     give_up_s = min(give_up_s, time.monotonic() + grace_s)
@@ -179,13 +179,13 @@ class WorkerGroup:
 
 
 def _receive(call: Any, rank: int) -> Any:
-    """The result of a finished call; a Fault when Ray cannot give it."""
+    """The result of a finished call; a RankFault when Ray cannot give it."""
     try:
         return ray.get(call)
     except RayActorError as error:
         return death_of(rank, str(error))
     except RayError as error:
-        return Fault(rank, "error", one_line(f"{type(error).__name__}: {error}"), str(error))
+        return RankFault(rank, "error", one_line(f"{type(error).__name__}: {error}"), str(error))
 
 
 def _forward(log: tuple[tuple[int, str, str], ...], seen: set[tuple[int, str, str]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import ray
 
-from rlx.cluster.errors import Fault, Place, fault_of
+from rlx.cluster.errors import Place, RankFault, fault_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Answer:
     """
 
     value: Any
-    fault: Fault | None
+    fault: RankFault | None
     log: tuple[tuple[int, str, str], ...]
 
 

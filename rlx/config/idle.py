@@ -4,10 +4,9 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from rlx.config.machine import on_accelerator, processes
+from rlx.config.machine import Setting, on_accelerator, processes
 from rlx.config.roles import TINY, has_critic, has_reference, is_tiny
 from rlx.config.schema import ARITHMETIC
-from rlx.config.setting import Setting
 
 
 class Idle(NamedTuple):

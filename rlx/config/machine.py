@@ -1,11 +1,13 @@
-"""What the machine offers, as data, so that the rules about it are pure."""
+"""What the machine offers, as data, and with the configuration: what the rules look at, so that they are pure."""
 
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rlx.config.schema import PPOConfig
+from rlx.config.tree import LEAVES, value_at
 
 OPTIONAL_PACKAGES = ("vllm", "peft", "wandb", "flash_attn")
 # Any of these exists where a driver for CUDA devices is loaded (the last one under WSL).
@@ -47,6 +49,30 @@ class Machine:
     def node_gpus(self) -> tuple[int, ...]:
         """GPUs of each machine that the run can use."""
         return (self.gpus,) if self.cluster is None else self.cluster.node_gpus
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration on a machine.
+
+    Args:
+        config: the tree.
+        set_keys: dotted names of the keys that the user set.
+        machine: where it is to run.
+    """
+
+    config: PPOConfig
+    set_keys: frozenset[str]
+    machine: Machine
+
+    def value(self, key: str) -> Any:
+        """The value of a dotted key."""
+        return value_at(self.config, key)
+
+    @property
+    def changed_keys(self) -> list[str]:
+        """The keys that the user set to something else than the default, in the tree's order."""
+        return [key for key, leaf in LEAVES.items() if key in self.set_keys and self.value(key) != leaf.default]
 
 
 def inspect_machine(cluster: Cluster | None = None) -> Machine:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.config.machine import Machine, on_accelerator, processes
-from rlx.config.roles import TINY, Role, sharded_roles
+from rlx.config.roles import TINY, ModelRole, sharded_roles
 from rlx.config.schema import ModelConfig, PPOConfig, TinyModelConfig
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -139,7 +139,7 @@ def estimate(config: PPOConfig, machine: Machine) -> list[Memory]:
     return [*found, _of_rollout(policy, config, machine)]
 
 
-def _of_role(role: Role, shape: Shape | None, config: PPOConfig, machine: Machine) -> Memory:
+def _of_role(role: ModelRole, shape: Shape | None, config: PPOConfig, machine: Machine) -> Memory:
     if shape is None:
         return Memory(role.name, *(None,) * 5)
     stored = BYTES[role.fsdp.model_dtype]
@@ -169,7 +169,7 @@ def _of_rollout(shape: Shape | None, config: PPOConfig, machine: Machine) -> Mem
     return Memory("rollout", shape.language_model * width / rollout.tensor_model_parallel_size, cache=cache)
 
 
-def micro_batch_tokens(role: Role, config: PPOConfig) -> int | None:
+def micro_batch_tokens(role: ModelRole, config: PPOConfig) -> int | None:
     """Tokens of one forward on one process, at most; None when nothing says so."""
     if role.micro_tokens is not None:
         return role.micro_tokens

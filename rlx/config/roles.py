@@ -8,7 +8,7 @@ from rlx.config.schema import CriticConfig, FSDPConfig, ModelConfig, PPOConfig
 TINY = "builtin:tiny"
 
 
-class Role(NamedTuple):
+class ModelRole(NamedTuple):
     """A model under FSDP.
 
     Args:
@@ -60,10 +60,10 @@ def critic_settings(config: PPOConfig) -> CriticConfig:
     return replace(critic, **filled)
 
 
-def actor_role(config: PPOConfig) -> Role:
+def actor_role(config: PPOConfig) -> ModelRole:
     """The policy that is trained."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-    return Role(
+    return ModelRole(
         name="actor",
         key="actor_rollout_ref.actor",
         model_key="actor_rollout_ref.model",
@@ -78,11 +78,11 @@ def actor_role(config: PPOConfig) -> Role:
     )
 
 
-def critic_role(config: PPOConfig) -> Role:
+def critic_role(config: PPOConfig) -> ModelRole:
     """The value model."""
     critic = critic_settings(config)
     assert critic.strategy is not None and critic.ppo_mini_batch_size is not None, "the actor's are never null"
-    return Role(
+    return ModelRole(
         name="critic",
         key="critic",
         model_key="critic.model",
@@ -97,7 +97,7 @@ def critic_role(config: PPOConfig) -> Role:
     )
 
 
-def reference_role(config: PPOConfig) -> Role:
+def reference_role(config: PPOConfig) -> ModelRole:
     """The policy that the actor is compared with."""
     ref, actor = config.actor_rollout_ref.ref, actor_role(config)
     own = ref.log_prob_use_dynamic_bsz or ref.log_prob_micro_batch_size_per_gpu is not None
@@ -113,11 +113,11 @@ def reference_role(config: PPOConfig) -> Role:
     )
 
 
-def trained_roles(config: PPOConfig) -> list[Role]:
+def trained_roles(config: PPOConfig) -> list[ModelRole]:
     """The roles with an optimizer."""
     return [actor_role(config), *([critic_role(config)] if has_critic(config) else [])]
 
 
-def sharded_roles(config: PPOConfig) -> list[Role]:
+def sharded_roles(config: PPOConfig) -> list[ModelRole]:
     """All roles under FSDP."""
     return [*trained_roles(config), *([reference_role(config)] if has_reference(config) else [])]

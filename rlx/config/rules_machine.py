@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.faults import Fault
-from rlx.config.machine import on_accelerator
+from rlx.config.machine import Setting, on_accelerator
 from rlx.config.roles import TINY, has_critic, is_tiny, trained_roles
 from rlx.config.schema import ARITHMETIC
-from rlx.config.setting import Setting
 
 Faults = Iterator[Fault]
 

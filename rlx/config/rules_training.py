@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.faults import Fault
-from rlx.config.machine import processes
+from rlx.config.machine import Setting, processes
 from rlx.config.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
-from rlx.config.setting import Setting
 
 Faults = Iterator[Fault]
 

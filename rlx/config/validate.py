@@ -6,10 +6,9 @@ from typing import NamedTuple
 from rlx.config.compose import Composed
 from rlx.config.faults import Fault
 from rlx.config.idle import idle_keys
-from rlx.config.machine import Machine, on_accelerator
+from rlx.config.machine import Machine, Setting, on_accelerator
 from rlx.config.rules_machine import MACHINE_RULES
 from rlx.config.rules_training import TRAINING_RULES
-from rlx.config.setting import Setting
 
 RULES = (*TRAINING_RULES, *MACHINE_RULES)
 

@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 
-from rlx.cluster.errors import Fault, Place, WorkerFailure, death_of, fault_of, first_cause
+from rlx.cluster.errors import Place, RankFault, WorkerFailure, death_of, fault_of, first_cause
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
 RAY_REPORT = """The actor died unexpectedly before finishing this task.
@@ -36,16 +36,16 @@ def test_errors_of_collectives_are_told_from_a_ranks_own(error, kind):
 
 
 def test_the_first_cause_is_the_earliest_that_is_no_collectives():
-    peer = Fault(0, "collective", "connection closed", time_s=1.0)
-    own = Fault(2, "error", "ValueError: x", time_s=3.0)
-    late = Fault(1, "died", "gone", time_s=4.0)
+    peer = RankFault(0, "collective", "connection closed", time_s=1.0)
+    own = RankFault(2, "error", "ValueError: x", time_s=3.0)
+    late = RankFault(1, "died", "gone", time_s=4.0)
     assert first_cause([peer, late, own]) is own
     assert first_cause([peer]) is peer
 
 
 def test_last_line_names_rank_node_call_and_cause_on_one_line():
     fault = fault_of(1, caught(ValueError("two\nlines")))
-    others = tuple(Fault(rank, "collective", "connection closed") for rank in range(2, 9))
+    others = tuple(RankFault(rank, "collective", "connection closed") for rank in range(2, 9))
     failure = WorkerFailure("actor", "update", fault, Place(1, "n", "10.0.0.7", 42), others)
     lines = str(failure).splitlines()
     assert lines[-1] == "rank 1 (pid 42 on 10.0.0.7), actor.update: ValueError: two lines"

@@ -7,8 +7,7 @@ import pytest
 
 from rlx.config.compose import compose
 from rlx.config.idle import IDLE, idle_keys
-from rlx.config.machine import Machine
-from rlx.config.setting import Setting
+from rlx.config.machine import Machine, Setting
 from rlx.config.tree import LEAVES
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))

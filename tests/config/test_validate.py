@@ -7,9 +7,8 @@ from omegaconf import OmegaConf
 
 from rlx.config.build import build
 from rlx.config.compose import Composed, compose
-from rlx.config.machine import Cluster, Machine, inspect_machine
+from rlx.config.machine import Cluster, Machine, Setting, inspect_machine
 from rlx.config.memory import table
-from rlx.config.setting import Setting
 from rlx.config.tree import LEAVES
 from rlx.config.validate import RULES, Verdict, check
 
