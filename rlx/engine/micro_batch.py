@@ -62,8 +62,9 @@ def _reach(mask: Tensor) -> Tensor:
 def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int = 0) -> list[list[int]]:
     """Row numbers of each micro-batch.
 
-    By rows: contiguous, the last one ragged. By tokens: longest rows first, so that rows of like length share their
-    padding; a row longer than the limit is its own micro-batch. When there are fewer than `at_least`, the ones with most
+    By rows: rows with prompts of like length together, so that the window of their responses is narrow; the last one
+    ragged. By tokens: longest rows first, so that rows of like length share their padding; a row longer than the limit
+    is its own micro-batch. When there are fewer than `at_least`, the ones with most
     rows are halved; what is still missing then is empty.
 
     Args:
@@ -74,15 +75,16 @@ def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int = 0) -
     Returns:
         Each row exactly once.
     """
-    parts = _by_rows(len(lengths), rule.rows) if rule.rows is not None else _by_tokens(lengths, rule.tokens or 1)
+    parts = _by_rows(lengths, rule.rows) if rule.rows is not None else _by_tokens(lengths, rule.tokens or 1)
     while len(parts) < at_least and (largest := max(parts, key=len, default=[])) and len(largest) > 1:
         at, half = parts.index(largest), (len(largest) + 1) // 2
         parts[at : at + 1] = [largest[:half], largest[half:]]
     return parts + [[] for _ in range(at_least - len(parts))]
 
 
-def _by_rows(count: int, rows: int) -> list[list[int]]:
-    return [list(range(first, min(first + rows, count))) for first in range(0, count, rows)]
+def _by_rows(lengths: Sequence[RowLength], rows: int) -> list[list[int]]:
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i].prompt, i))
+    return [order[first : first + rows] for first in range(0, len(order), rows)]
 
 
 def _by_tokens(lengths: Sequence[RowLength], tokens: int) -> list[list[int]]:

@@ -103,7 +103,8 @@ class Trainer:
                 if due(trainer.save_freq, self.finished_steps, self.last_step):
                     self.save()
             metrics |= timings
-            metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / metrics["timing_s/step"]
+            beside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
+            metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / (timings["timing_s/step"] - beside)
             self.report(metrics)
 
     def step(self, step: int) -> Metrics:
@@ -130,8 +131,8 @@ class Trainer:
         with phase("advantages"):
             batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
             batch = steps.add_advantages(batch, config.algorithm)
-        metrics = steps.describe(batch) | {"reward/accuracy": steps.accuracy(scores.scores, scores.extra)}
-        metrics["train/epoch"] = float(epoch)
+        metrics = steps.describe(batch) | validation.extras(scores, "reward")
+        metrics |= {"reward/accuracy": steps.accuracy(scores.scores, scores.extra), "train/epoch": float(epoch)}
         if reward_kl is not None:
             metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
             self.kl_controller.update(reward_kl, len(batch))
@@ -182,14 +183,17 @@ class Trainer:
     def update(
         self, role: str, batch: Batch, columns: tuple[str, ...], step: int, prompts: int, epochs: int, shuffle: bool
     ) -> Metrics:
-        """One optimizer step per mini-batch and epoch; the mean of their metrics, and how many were skipped."""
+        """One optimizer step per mini-batch and epoch; the mean of their metrics, and how many were skipped.
+
+        A skipped one has metrics that are no numbers; they are left out of the means.
+        """
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
         each: list[Metrics] = []
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
                 part = steps.balance(part, self.workers.world_size)
             each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
-        means = {name: sum(m[name] for m in each) / len(each) for name in each[0]}
+        means = {name: steps.finite_mean([m[name] for m in each]) for name in each[0]}
         means[f"{role}/skipped"] = sum(m[f"{role}/skipped"] for m in each)
         return means
 

@@ -39,7 +39,8 @@ def run(config: PPOConfig, yaml: str) -> Path:
     train = load_prompts(config.data, tokenizer, "train")
     val = load_prompts(config.data, tokenizer, "val")
     data = config.data
-    sampler = PromptSampler(len(train), data.train_batch_size, data.shuffle, data.seed)
+    drawn = 1 if config.trainer.val_only else data.train_batch_size  # a validation draws none, however few there are
+    sampler = PromptSampler(len(train), drawn, data.shuffle, data.seed)
     config = with_steps(config, sampler)
     rewards = RewardManager(config.reward, config.custom_reward_function)
     step = read_driver_state(checkpoint).step if checkpoint else 0

@@ -4,7 +4,7 @@ Pure functions from batches to batches; no worker is called here. Shape letters 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -137,9 +137,15 @@ def describe(batch: Batch) -> dict[str, float]:
         numbers["actor/kl_ref"] = masked_mean(k3, mask)
     if "values" in batch:
         numbers["critic/values_mean"] = masked_mean(batch["values"], mask)
-        left = masked_variance(batch["returns"] - batch["values"], mask)
-        numbers["critic/explained_variance"] = 1 - left / max(masked_variance(batch["returns"], mask), 1e-8)
+        left, total = (masked_variance(x, mask) for x in (batch["returns"] - batch["values"], batch["returns"]))
+        numbers["critic/explained_variance"] = 1 - left / total if total > 0 else math.nan
     return numbers
+
+
+def finite_mean(values: Sequence[float]) -> float:
+    """Mean of the finite ones among the values; NaN where there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def masked_mean(x_BR: Tensor, mask_BR: Tensor) -> float:

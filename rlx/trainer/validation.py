@@ -25,12 +25,7 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
     """Validation metrics: accuracy, reward, length, accuracy by data source where there are several, and the means of
     what else the reward functions reported as `val/extra/...`, where no name of theirs can hide one of these."""
     lengths = batch["response_mask"].sum(dim=1).float()
-    metrics = {
-        # Not every data source reports every number.
-        f"val/extra/{name}": torch.tensor(values, dtype=torch.float64).nanmean().item()
-        for name, values in scores.extra.items()
-    }
-    metrics |= {
+    metrics = extras(scores, "val") | {
         "val/accuracy": accuracy(scores.scores, scores.extra),
         "val/reward": scores.scores.mean().item(),
         "val/response_length": lengths.mean().item(),
@@ -43,6 +38,14 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
             part = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
             metrics[f"val/accuracy/{source}"] = accuracy(scores.scores[rows], part)
     return metrics
+
+
+def extras(scores: Scores, prefix: str) -> dict[str, float]:
+    """Means of what the reward functions reported beside the score, over the samples that have it."""
+    return {
+        f"{prefix}/extra/{name}": torch.tensor(values, dtype=torch.float64).nanmean().item()
+        for name, values in scores.extra.items()
+    }
 
 
 def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:

@@ -27,8 +27,9 @@ def test_by_tokens_no_part_computes_more_unless_it_is_one_row(lengths, tokens, a
         assert computed <= tokens or len(part) == 1
 
 
-def test_rows_are_cut_in_order_with_a_ragged_end():
+def test_rows_with_like_prompts_are_together_and_the_end_is_ragged():
     assert cut([RowLength(1, 1)] * 8, MicroBatchRule(rows=3)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert cut([RowLength(9, 1), RowLength(2, 5), RowLength(9, 2)], MicroBatchRule(rows=2)) == [[1, 0], [2]]
 
 
 def test_a_row_longer_than_the_limit_is_alone():

@@ -19,25 +19,30 @@ def one_ray():
 
 
 @pytest.fixture
-def train(untrained, one_ray, tmp_path):
-    """train(*overrides) runs the arithmetic experiment, cut short, and returns (run folder, metrics by step)."""
+def short_run(untrained, tmp_path) -> list[str]:
+    """Overrides that cut the arithmetic experiment short."""
+    return [
+        "experiment=arithmetic",
+        f"actor_rollout_ref.model.path={untrained}",
+        f"trainer.default_local_dir={tmp_path / 'runs'}",
+        "data.train_batch_size=8",
+        "data.max_response_length=16",
+        "data.val_max_samples=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.logger=[jsonl]",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+    ]
+
+
+@pytest.fixture
+def train(short_run, one_ray):
+    """train(*overrides) runs the shortened experiment and returns (run folder, metrics by step)."""
 
     def start(*overrides: str) -> tuple[Path, dict[int, dict[str, float]]]:
-        short = [
-            "experiment=arithmetic",
-            f"actor_rollout_ref.model.path={untrained}",
-            f"trainer.default_local_dir={tmp_path / 'runs'}",
-            "data.train_batch_size=8",
-            "data.max_response_length=16",
-            "data.val_max_samples=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6",
-            "actor_rollout_ref.rollout.n=4",
-            "trainer.logger=[jsonl]",
-            "trainer.test_freq=-1",
-            "trainer.val_before_train=False",
-        ]
-        composed = compose([*short, *overrides])
+        composed = compose([*short_run, *overrides])
         assert not composed.faults, composed.faults
         folder = run(composed.config, composed.yaml)
         return folder, metrics_of(folder)

@@ -1,5 +1,6 @@
 """What the loop does around the road: without workers, since no number is computed here."""
 
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -85,3 +86,40 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
     monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.ones(len(batch)), {}))
     assert trainer.validate()["val/accuracy"] == 1.0
     assert len((tmp_path / "validation/0.jsonl").read_text().splitlines()) == 3 * samples
+
+
+class Skipping:
+    """Workers of which the second optimizer step is skipped."""
+
+    world_size = 1
+
+    def __init__(self):
+        self.metrics = iter(
+            [
+                {"actor/skipped": 0.0, "actor/grad_norm": 2.0, "actor/loss": 1.0},
+                {"actor/skipped": 1.0, "actor/grad_norm": float("nan"), "actor/loss": float("nan")},
+            ]
+        )
+
+    def split_metrics(self, role, method, batch):
+        return next(self.metrics)
+
+    def broadcast(self, role, method, *args):
+        return [{"offloaded_mb": 1.0, "peak_memory_gb": 2.0}]
+
+
+def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
+    stream = io.StringIO()
+    prompts, sampler = SimpleNamespace(), PromptSampler(4, 2, shuffle=True, seed=0)
+    config = PPOConfig(data=DataConfig(train_batch_size=2))
+    progress = Progress(4, stream=stream)
+    trainer = Trainer(config, Skipping(), None, prompts, sampler, prompts, None, tmp_path, progress, None)
+    columns = {name: torch.zeros(2, 3) for name in ("old_log_probs", "advantages")}
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    ids = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "group_id": torch.arange(2)}
+    batch = Batch.of({**ids, "attention_mask": mask, "response_mask": mask, **columns})
+    metrics = trainer.update("actor", batch, tuple(columns), step=1, prompts=1, epochs=1, shuffle=False)
+    assert metrics == {"actor/skipped": 1.0, "actor/grad_norm": 2.0, "actor/loss": 1.0}
+    assert trainer.account(1, batch, metrics)["train/skipped_steps"] == 1.0
+    assert "1 optimizer step(s) skipped" in stream.getvalue()
+    assert "all advantages are zero" in stream.getvalue()
