@@ -18,6 +18,7 @@ def export(checkpoint: Path, out: Path, trust_remote_code: bool = False) -> None
 
     Raises:
         CheckpointError: no checkpoint, or one without model.
+        ModelError: what the checkpoint says of the model cannot be read.
         ValueError: something is in `out`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

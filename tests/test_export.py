@@ -1,6 +1,7 @@
 """The command turns a checkpoint into a folder that `from_pretrained` loads, in a process without process group."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -72,3 +73,10 @@ def test_what_is_no_checkpoint_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     assert "checkpoint.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_card_that_cannot_be_read_is_named(checkpoint, tmp_path, capsys):
+    shutil.copytree(checkpoint[0] / "actor", tmp_path / "actor")
+    (tmp_path / "actor" / "card" / "config.json").write_text("{")
+    assert main([str(tmp_path / "actor"), str(tmp_path / "out")]) == 2
+    assert str(tmp_path / "actor" / "card") in capsys.readouterr().err

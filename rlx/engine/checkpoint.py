@@ -30,13 +30,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import AdamW
 
 from rlx.engine.sharding import Sharded
+from rlx.errors import ExplainedError
 from rlx.models.lora import Adapter, merged_weights
 
 FORMAT = 1
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ExplainedError, ValueError):
     """A checkpoint cannot be read as what is asked of it."""
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from rlx.models.loading import explained
+
 # transformers takes seconds to import.
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,15 +42,16 @@ class ModelCard:
 
     @classmethod
     def read(cls, folder: Path, head: Literal["lm", "value"], trust_remote_code: bool) -> "ModelCard":
-        """The card that `write` left. Raises OSError when there is none."""
+        """The card that `write` left. Raises ModelError when it cannot be read."""
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         generation = tokenizer = None
-        if (folder / "generation_config.json").exists():
-            generation = GenerationConfig.from_pretrained(folder)
-        if (folder / "tokenizer_config.json").exists():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with explained(f"the model's configuration in {folder}"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            if (folder / "generation_config.json").exists():
+                generation = GenerationConfig.from_pretrained(folder)
+            if (folder / "tokenizer_config.json").exists():
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return cls(head, config, generation, tokenizer)
 
     def write(self, folder: Path) -> None:

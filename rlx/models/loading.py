@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlx.config.schema import ModelConfig
+from rlx.errors import ExplainedError
 
 # transformers takes seconds to import: the driver needs a tokenizer only, and tools that only plan need nothing of it.
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ DROPOUT = re.compile("dropout|pdrop")
 FRESH_HEAD_SCALE = 0.01
 
 
+class ModelError(ExplainedError, ValueError):
+    """A model, its tokenizer or adapters cannot be had as configured."""
+
+
 def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model, with a pad token: its own, else its EOS token.
 
@@ -46,7 +51,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
         trust_remote_code: run code that the folder brings.
 
     Raises:
-        ValueError: no tokenizer there, or one without EOS token.
+        ModelError: no tokenizer there, or one without EOS token.
     """
     from transformers import AutoTokenizer
 
@@ -54,13 +59,13 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
     folder = Path(source)
     # transformers makes a tokenizer of one word from a folder that has none.
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise ValueError(
+        raise ModelError(
             f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer beside the model"
         )
-    with _explained(f"the tokenizer of {path}"):
+    with explained(f"the tokenizer of {path}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise ModelError(
             f"tokenizer of {path}: it has no EOS token, so no response could end; set eos_token in its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
@@ -78,12 +83,12 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
         config: reads path, trust_remote_code, override_config.
 
     Raises:
-        ValueError: nothing loadable at the path, or an override that the model's config does not have or refuses.
+        ModelError: nothing loadable at the path, or an override that the model's config does not have or refuses.
     """
     from transformers import AutoConfig
 
     source = _source(config.path)
-    with _explained(f"the config of {config.path}"):
+    with explained(f"the config of {config.path}"):
         loaded = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     for name, value in loaded.to_dict().items():
         if DROPOUT.search(name) and isinstance(value, float):
@@ -108,11 +113,11 @@ def load_model(
             as it was.
 
     Raises:
-        ValueError: no such model, a checkpoint that lacks weights or has them in other shapes, a kernel that is not there.
+        ModelError: no such model, a checkpoint that lacks weights or has them in other shapes, a kernel that is not there.
     """
     auto_class, loaded_config = _class_and_config(config, head)
     with (
-        _explained(f"{config.path} as {head} model"),
+        explained(f"{config.path} as {head} model"),
         torch.random.fork_rng(devices=[]),
         _load_report(show=head == "lm"),
     ):
@@ -135,10 +140,10 @@ def load_skeleton(config: ModelConfig, head: Literal["lm", "value"], dtype: torc
     """What `load_model` gives, on the meta device: shapes without weights, for processes that receive them from another.
 
     Raises:
-        ValueError: no such model, or a kernel that is not there.
+        ModelError: no such model, or a kernel that is not there.
     """
     auto_class, loaded_config = _class_and_config(config, head)
-    with _explained(f"{config.path} as {head} model"), torch.device("meta"):
+    with explained(f"{config.path} as {head} model"), torch.device("meta"):
         model = auto_class.from_config(
             loaded_config,
             dtype=dtype,
@@ -159,40 +164,42 @@ def _class_and_config(config: ModelConfig, head: Literal["lm", "value"]) -> tupl
 
 
 def _source(path: str | None) -> str:
-    """A path or hub name as transformers takes it, or a ValueError that says why it cannot be one."""
+    """A path or hub name as transformers takes it, or a ModelError that says why it cannot be one."""
     if path is None or path.startswith("builtin:"):
-        raise ValueError(
+        raise ModelError(
             f"model.path: got {path}, expected a Hugging Face folder or hub name; `builtin:tiny` has to be made and saved "
             "first (rlx.models.tiny)"
         )
     folder = Path(path).expanduser()
     looks_local = path.startswith(("/", "~", ".")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
-        raise ValueError(
+        raise ModelError(
             f"model.path: {folder} is no folder; give a folder with config.json and weights, or a hub name"
         )
     return str(folder) if folder.is_dir() else path
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns whatever transformers raises into a ValueError that says what was being loaded."""
+def explained(what: str) -> Iterator[None]:
+    """Turns whatever transformers raises into a ModelError that says what was being loaded."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"could not load {what}: {type(error).__name__}: {error}") from error
+        # What transformers says in these needs no traceback.
+        cause = None if isinstance(error, ImportError | OSError | ValueError) else error
+        raise ModelError(f"could not load {what}: {type(error).__name__}: {error}") from cause
 
 
 def _override(loaded: "PreTrainedConfig", name: str, value: Any, key: str) -> None:
     from transformers import PreTrainedConfig
 
     if name in NOT_OVERRIDABLE:
-        raise ValueError(f"{key}: cannot be overridden; {NOT_OVERRIDABLE[name]}")
+        raise ModelError(f"{key}: cannot be overridden; {NOT_OVERRIDABLE[name]}")
     known = {**loaded.to_dict(), **loaded.attribute_map}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
-        raise ValueError(f"{key}: {type(loaded).__name__} has no such key; {hint}")
+        raise ModelError(f"{key}: {type(loaded).__name__} has no such key; {hint}")
     part = getattr(loaded, name)
     if isinstance(part, PreTrainedConfig) and isinstance(value, dict):
         for inner, inner_value in value.items():
@@ -201,7 +208,7 @@ def _override(loaded: "PreTrainedConfig", name: str, value: Any, key: str) -> No
     try:
         setattr(loaded, name, value)
     except Exception as error:
-        raise ValueError(f"{key}: got {value!r}: {error}") from error
+        raise ModelError(f"{key}: got {value!r}: {error}") from error
 
 
 @contextmanager
@@ -232,12 +239,12 @@ def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, 
     backbone = f"{model.base_model_prefix}."
     if report["mismatched_keys"]:
         wrong = [f"{n}: {tuple(got)} instead of {tuple(want)}" for n, got, want in sorted(report["mismatched_keys"])]
-        raise ValueError(
+        raise ModelError(
             f"{path}: weights of other shapes than its config says: {_some(wrong)}; check model.override_config"
         )
     missing = sorted(k for k in report["missing_keys"] if head == "lm" or k.startswith(backbone))
     if missing:
-        raise ValueError(
+        raise ModelError(
             f"{path}: the checkpoint lacks {_some(missing)} of {type(model).__name__}; is it a {head} model, and does "
             "model.override_config agree with it?"
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlx.config.schema import ModelConfig
+from rlx.models.loading import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,16 +40,16 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         The adapted layers by name, for `merged_weights`.
 
     Raises:
-        ValueError: peft is missing, no rank, or a target that does not exist, is not linear, or is tied to another weight.
+        ModelError: peft is missing, no rank, or a target that does not exist, is not linear, or is tied to another weight.
 
     Source: arXiv:2106.09685, section 4.1.
     """
     if config.lora_rank < 1:
-        raise ValueError(f"lora_rank: got {config.lora_rank}, expected at least 1 to add adapters")
+        raise ModelError(f"lora_rank: got {config.lora_rank}, expected at least 1 to add adapters")
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'rlx[lora]'") from error
+        raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'rlx[lora]'") from None
 
     head = _value_head(model)
     targets = _targets(model, config.target_modules, head)
@@ -124,16 +125,16 @@ def _targets(model: "PreTrainedModel", text: str, head: list[str]) -> list[str]:
         if not matches:
             near = difflib.get_close_matches(wanted, {name.rpartition(".")[2] for name in modules})
             hint = f"did you mean {' or '.join(near)}?" if near else "expected `all-linear` or names joined by commas"
-            raise ValueError(f"target_modules: the model has no module {wanted!r}; {hint}")
+            raise ModelError(f"target_modules: the model has no module {wanted!r}; {hint}")
         found.update(dict.fromkeys(matches))
     weights = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in found:
         if not isinstance(modules[name], nn.Linear | Conv1D):
-            raise ValueError(f"target_modules: {name} is no linear layer but {type(modules[name]).__name__}")
+            raise ModelError(f"target_modules: {name} is no linear layer but {type(modules[name]).__name__}")
         if name in head:
-            raise ValueError(f"target_modules: {name} is the value head, which is trained as a whole; leave it out")
+            raise ModelError(f"target_modules: {name} is the value head, which is trained as a whole; leave it out")
         if sum(weight is modules[name].weight for weight in weights) > 1:
-            raise ValueError(
+            raise ModelError(
                 f"target_modules: {name} shares its weight with another module; an adapter would part them"
             )
     return list(found)

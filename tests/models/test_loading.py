@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from rlx.config.schema import ModelConfig
-from rlx.models.loading import load_config, load_model, load_skeleton, load_tokenizer
+from rlx.errors import ExplainedError
+from rlx.models.loading import ModelError, load_config, load_model, load_skeleton, load_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -52,16 +53,16 @@ def test_tokenizer_without_pad_token_pads_with_eos(tmp_path):
 
 
 def test_tokenizer_errors(tmp_path, folders):
-    with pytest.raises(ValueError, match=r"has none of tokenizer\.json.*save the tokenizer beside the model"):
+    with pytest.raises(ModelError, match=r"has none of tokenizer\.json.*save the tokenizer beside the model"):
         load_tokenizer(folders["qwen3"], False)
     word_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no EOS token"):
+    with pytest.raises(ModelError, match="no EOS token"):
         load_tokenizer(str(tmp_path), False)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="could not load the tokenizer of"):
+    with pytest.raises(ModelError, match="could not load the tokenizer of"):
         load_tokenizer(str(tmp_path), False)
     for path in (str(tmp_path / "gone"), "builtin:tiny", None):
-        with pytest.raises(ValueError, match=r"model\.path: "):
+        with pytest.raises(ModelError, match=r"model\.path: "):
             load_tokenizer(path, False)
 
 
@@ -99,7 +100,7 @@ def test_overrides(folders):
     ],
 )
 def test_override_errors(folders, overrides, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ModelError, match=message):
         load_config(ModelConfig(path=folders["qwen3"], override_config=overrides))
 
 
@@ -170,14 +171,14 @@ def test_reward_model_gives_its_head(folders, tmp_path):
 def test_incomplete_checkpoint_is_refused(folders, tmp_path, head):
     lost = "model.layers.1.mlp.up_proj.weight"
     broken = edit_weights(folders["llama"], tmp_path / "m", lambda w: {k: v for k, v in w.items() if k != lost})
-    with pytest.raises(ValueError, match=f"lacks {lost}") as caught:
+    with pytest.raises(ModelError, match=f"lacks {lost}") as caught:
         load_model(ModelConfig(path=broken), head, torch.float32)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_value_model_is_no_language_model(folders, tmp_path):
     load_model(ModelConfig(path=folders["llama"]), "value", torch.float32).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight of LlamaForCausalLM; is it a lm model"):
+    with pytest.raises(ModelError, match=r"lacks lm_head\.weight of LlamaForCausalLM; is it a lm model"):
         load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)
 
 
@@ -185,7 +186,7 @@ def test_value_model_is_no_language_model(folders, tmp_path):
 def test_mismatched_shapes_are_refused(folders, head):
     config = ModelConfig(path=folders["llama"], override_config={"intermediate_size": 96})
     with pytest.raises(
-        ValueError, match=r"down_proj\.weight: \(48, 64\) instead of \(48, 96\).* and 2 more; check model\.override"
+        ModelError, match=r"down_proj\.weight: \(48, 64\) instead of \(48, 96\).* and 2 more; check model\.override"
     ):
         load_model(config, head, torch.float32)
 
@@ -213,18 +214,19 @@ def test_skeleton_is_the_model_without_weights(folder, head):
 
 
 def test_model_errors(folders, tmp_path):
-    with pytest.raises(ValueError, match=f"model.path: {tmp_path}/gone is no folder"):
+    with pytest.raises(ModelError, match=f"model.path: {tmp_path}/gone is no folder"):
         load_model(ModelConfig(path=f"{tmp_path}/gone"), "lm", torch.float32)
-    with pytest.raises(ValueError, match="could not load the config of"):
+    with pytest.raises(ModelError, match="could not load the config of") as caught:
         load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)
-    with pytest.raises(ValueError, match=r"could not load .* as lm model: ValueError: .*no_such_kernel"):
+    assert isinstance(caught.value, ExplainedError) and caught.value.__cause__ is None, "no traceback is shown"
+    with pytest.raises(ModelError, match=r"could not load .* as lm model: ValueError: .*no_such_kernel"):
         load_model(ModelConfig(path=folders["qwen3"], attn_implementation="no_such_kernel"), "lm", torch.float32)
     shutil.copytree(folders["qwen3"], tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"could not load .* as value model: OSError: .*model\.safetensors"):
+    with pytest.raises(ModelError, match=r"could not load .* as value model: OSError: .*model\.safetensors"):
         load_model(ModelConfig(path=str(tmp_path / "m")), "value", torch.float32)
     (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "no_such_type"}))
-    with pytest.raises(ValueError, match="no_such_type"):
+    with pytest.raises(ModelError, match="no_such_type"):
         load_config(ModelConfig(path=str(tmp_path / "m")))
 
 

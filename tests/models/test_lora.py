@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch import nn
 
 from rlx.config.schema import ModelConfig
-from rlx.models.loading import load_model
+from rlx.models.loading import ModelError, load_model
 from rlx.models.lora import Adapter, add_lora, merged_weights
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -150,14 +150,14 @@ def test_bf16_is_merged_in_fp32(folders):
     ],
 )
 def test_target_errors(folders, targets, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ModelError, match=message):
         adapted(folders["qwen3"], "value" if targets == "score" else "lm", targets=targets)
 
 
 def test_other_errors(folders, monkeypatch):
     model = load_model(ModelConfig(path=folders["qwen3"]), "lm", torch.float32)
-    with pytest.raises(ValueError, match="lora_rank: got 0, expected at least 1"):
+    with pytest.raises(ModelError, match="lora_rank: got 0, expected at least 1"):
         add_lora(model, ModelConfig())
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"lora_rank=2 needs peft .*; pip install 'rlx\[lora\]'"):
+    with pytest.raises(ModelError, match=r"lora_rank=2 needs peft .*; pip install 'rlx\[lora\]'"):
         add_lora(model, ModelConfig(lora_rank=2))
