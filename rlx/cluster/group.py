@@ -32,19 +32,13 @@ class WorkerGroup:
         worker_class: importable class of the workers.
         arguments: what its constructor takes, the same on all ranks.
         meshes: role -> how batches are dealt to the ranks for it; each rank gets a share of its own otherwise.
-        environment: variables to set in each process before torch is imported.
 
     Raises:
         WorkerFailure: a process did not start or a constructor raised.
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        worker_class: type,
-        *arguments: Any,
-        meshes: Mapping[str, Mesh] | None = None,
-        environment: Mapping[str, str] | None = None,
+        self, pool: Pool, worker_class: type, *arguments: Any, meshes: Mapping[str, Mesh] | None = None
     ) -> None:
         self.world_size = len(pool.slots)
         self._pool = pool
@@ -58,7 +52,7 @@ class WorkerGroup:
             self._places = dict(
                 enumerate(self._collect([p.place.remote() for p in self._processes], "worker", "start"))
             )
-            self._set_environment(environment or {})
+            self._set_environment()
             shared = ray.put(arguments)
             built = [p.build.remote(worker_class, shared) for p in self._processes]
             self._collect(built, "worker", "__init__")
@@ -149,7 +143,7 @@ class WorkerGroup:
         others = tuple(fault for fault in faults if fault is not cause)
         raise WorkerFailure(role, method, cause, self._places.get(cause.rank), others)
 
-    def _set_environment(self, extra: Mapping[str, str]) -> None:
+    def _set_environment(self) -> None:
         """Gives each process its rank and the address at which rank 0 will listen."""
         port = ray.get(self._processes[0].reserve_port.remote())
         common = {
@@ -174,7 +168,7 @@ class WorkerGroup:
             if several_nodes and place.interface:
                 # By itself gloo takes the address of the host's name, which is often the loopback's.
                 own["GLOO_SOCKET_IFNAME"] = place.interface
-            prepared.append(process.prepare.remote({**common, **own, **extra}))
+            prepared.append(process.prepare.remote({**common, **own}))
         self._collect(prepared, "worker", "prepare")
 
 

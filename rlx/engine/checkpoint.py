@@ -123,8 +123,11 @@ def read_description(folder: Path) -> Description:
 def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> Description:
     """Puts a checkpoint's model and optimizer in place of the current ones; all processes together.
 
-    It may have been written by another number of processes or the other kind of FSDP. An optimizer that the checkpoint
-    lacks starts anew, with a warning.
+    It may have been written by another number of processes or the other kind of FSDP. What the checkpoint lacks, the
+    optimizer's state or the schedule's place, starts anew, with a warning.
+
+    Returns:
+        What the checkpoint says of itself, with the counters from which to go on.
 
     Raises:
         CheckpointError: no checkpoint, one without model, or of a model with another head.
@@ -146,7 +149,10 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> 
             set_optimizer_state_dict(sharded.root, optimizer, state, options=sharded.state_options)
         elif description.steps:
             logger.warning("%s holds no optimizer state: its moments start anew", folder)
-            return replace(description, steps=0)
+            description = replace(description, steps=0)
+        if "extra" not in description.contents and description.updates:
+            logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
+            description = replace(description, updates=0)
     return description
 
 

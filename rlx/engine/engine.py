@@ -51,7 +51,7 @@ class Engine:
         total_steps: optimizer steps of the whole run, for the learning rate's schedule.
         grad_clip: largest gradient norm.
         compile_layers: compile each transformer layer.
-        tokenizer: goes along with the weights into checkpoints and exports.
+        tokenizer: goes along with the weights into checkpoints.
         seed: of a fresh value head.
 
     Raises:
@@ -249,14 +249,7 @@ class Engine:
         """
         self.to_device()
         description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer)
-        if "extra" in description.contents:
-            self.updates = description.updates
-        self.steps = description.steps
-
-    def export(self, folder: str | Path) -> None:
-        """Writes a Hugging Face folder that takes the folder's place when it is complete."""
-        with checkpoint.replacing(Path(folder)) as partial:
-            self._write_hf_folder(partial)
+        self.updates, self.steps = description.updates, description.steps
 
     def _write_hf_folder(self, folder: Path) -> None:
         first = dist.get_rank() == 0

@@ -62,10 +62,6 @@ class TrainedRole(EngineRole):
         """Goes on from a checkpoint."""
         self.engine.load(folder)
 
-    def export(self, folder: str) -> None:
-        """Writes a Hugging Face folder."""
-        self.engine.export(folder)
-
     def _named(self, metrics: Metrics) -> Metrics:
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 

@@ -1,5 +1,6 @@
-"""Saving, loading and exporting."""
+"""Saving and loading."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -51,15 +52,25 @@ def resumed(folder, strategy, out, lora=0, used=False):
 
 
 def exported(folder, strategy, out, lora=0, head="lm"):
-    """An export after an update, and what the engine says of a sequence."""
+    """A checkpoint with a Hugging Face folder after an update, and what the engine says of a sequence."""
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
     engine = build(folder, strategy=strategy, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
     engine.update(share(), ROWS, {"lm": policy, "value": value}[head]())
-    engine.save(Path(out) / "checkpoint", ("model", "hf_model"))
-    engine.export(Path(out) / "exported")
+    engine.save(out, ("model", "hf_model"))
     engine.root.eval()
     with torch.no_grad():
         return engine.root(input_ids=torch.arange(3, 20)[None]).logits
+
+
+def warnings_of_loading(folder, out):
+    """What is logged when a checkpoint is loaded."""
+    told = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("rlx").addHandler(handler)
+    build(folder).load(out)
+    logging.getLogger("rlx").removeHandler(handler)
+    return told
 
 
 def refusal(folder, out, head="lm"):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from rlx.export import export
+
 STRATEGIES = ["fsdp2", "fsdp"]
 
 
@@ -77,6 +79,14 @@ def test_contents_left_out_start_anew(model_folder, one_rank, tmp_path):
     ((metrics, loaded, _, _),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder)
     same(saved, loaded)
     assert metrics[0]["lr"] == pytest.approx(1e-2 / 3), "the schedule begins again"
+    ((moments, schedule),) = one_rank("checkpoint", "warnings_of_loading", model_folder, folder)
+    assert "no optimizer state" in moments and "schedule starts anew" in schedule
+
+
+def test_a_whole_checkpoint_is_loaded_without_a_word(model_folder, one_rank, tmp_path):
+    folder = str(tmp_path / "actor")
+    one_rank("checkpoint", "stopped", model_folder, "fsdp2", folder)
+    assert one_rank("checkpoint", "warnings_of_loading", model_folder, folder) == [[]]
 
 
 def test_wrong_checkpoints_are_refused(model_folder, one_rank, tmp_path):
@@ -97,9 +107,10 @@ def test_a_crash_leaves_the_old_checkpoint(two_ranks, tmp_path):
 @pytest.mark.parametrize(("lora", "strategy"), [(0, "fsdp2"), (0, "fsdp"), (2, "fsdp2")])
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_exports_load_and_say_the_same(head, lora, strategy, model_folder, two_ranks, tmp_path):
-    (want, _) = two_ranks("checkpoint", "exported", model_folder, strategy, str(tmp_path), lora, head)
+    (want, _) = two_ranks("checkpoint", "exported", model_folder, strategy, str(tmp_path / "actor"), lora, head)
     auto_class = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head]
-    for folder in (tmp_path / "exported", tmp_path / "checkpoint" / "hf_model"):
+    export(tmp_path / "actor", tmp_path / "exported")
+    for folder in (tmp_path / "exported", tmp_path / "actor" / "hf_model"):
         model, report = auto_class.from_pretrained(folder, output_loading_info=True)
         assert model.dtype == torch.float64
         assert not any(report.values())

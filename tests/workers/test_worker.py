@@ -10,6 +10,7 @@ from rlx.cluster.errors import WorkerFailure
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Pool
 from rlx.data.batch import Batch
+from rlx.export import export
 from rlx.workers.worker import Worker
 
 ROLES = ["actor", "rollout", "ref", "critic"]
@@ -114,7 +115,7 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
         single.broadcast("critic", "load", str(folder / "critic"))
         loaded = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
         torch.testing.assert_close(loaded, own, atol=1e-3, rtol=0)
-        single.broadcast("actor", "export", str(folder / "exported"))
+    export(folder / "actor", folder / "exported")
     exported = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
     saved = AutoModelForCausalLM.from_pretrained(folder / "actor" / "hf_model").state_dict()
     assert exported.keys() == saved.keys()
