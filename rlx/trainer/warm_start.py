@@ -30,12 +30,12 @@ from rlx.rewards.gsm8k import compute_score
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request, Sampling
 
-HELD_OUT = 256
+HELD_OUT = 512
 """Problems that only measure accuracy; neither training nor validation of the run that follows sees them."""
 MAX_ANSWER_TOKENS = 64
 WARM_UP_STEPS = 50
 BETAS = (0.9, 0.98)
-SOLUTIONS_PER_PROBLEM = 4
+SOLUTIONS_PER_PROBLEM = 2
 IGNORED = -100
 
 
