@@ -30,13 +30,14 @@ MAY_IMPORT = {
     "trainer": {"algorithms", "cluster", "config", "data", "models", "rewards", "rollout", "workers"},
 }
 # Modules that every part may import, but for those that are libraries of their own.
-LEAVES = {"rlx.config.schema", "rlx.data.batch", "rlx.errors", "rlx"}
+LEAVES = {"rlx.config.schema", "rlx.config.roles", "rlx.data.batch", "rlx.errors", "rlx"}
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
 # What these may import at all beside the standard library.
 ONLY = {
     "rlx.config.schema": {"rlx.config.keys"},
     "rlx.config.keys": set(),
+    "rlx.config.roles": {"rlx.config.schema"},
     "rlx.data.batch": {"torch", "tensordict"},
     "rlx.errors": set(),
     "rlx.user_code": {"rlx.errors"},

@@ -84,7 +84,8 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
         return leaf.default
     if not _allowed(read, leaf):
-        remedy = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
+        usual = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
+        remedy = remedy_for(f"{key}={value}") or usual
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
         return read if leaf.info.choices is not None else leaf.default
     return read

@@ -64,7 +64,9 @@ Keys and meanings are verl's wherever both have the feature. The differences:
 - Exactly one of `ppo_micro_batch_size_per_gpu` and `use_dynamic_bsz` is set. The critic, the reference and the old
   log-probs follow the actor where theirs are null.
 - `trainer.n_gpus_per_node` counts processes; on CPU the number is free.
-- Null keys of the critic mean the actor's value. Its sharding is `critic.fsdp`.
+- Null keys of the critic mean the actor's value. With `critic.model.path=null` the critic also takes the actor's
+  `trust_remote_code`, `override_config` and `attn_implementation` where its own are the defaults. Its sharding is
+  `critic.fsdp`.
 - `model.enable_activation_offload` has options, `model.activation_offload`, and works with gradient checkpointing on or
   off. It cannot be combined with `actor.use_torch_compile`.
 - `data.train_files` also takes JSONL and `builtin:arithmetic`; a single file needs no brackets.
@@ -73,7 +75,7 @@ Keys and meanings are verl's wherever both have the feature. The differences:
 - Estimators other than gae and grpo do not exist yet.
 - Overrides never need `+`: an unknown key is a fault either way.
 
-Keys of verl that are answered with a remedy of their own:
+Keys and values of verl that are answered with a remedy of their own:
 """
 
 

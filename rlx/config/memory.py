@@ -171,12 +171,11 @@ def _of_rollout(shape: Shape | None, config: PPOConfig, machine: Machine) -> Mem
 
 def micro_batch_tokens(role: ModelRole, config: PPOConfig) -> int | None:
     """Tokens of one forward on one process, at most; None when nothing says so."""
-    if role.micro_tokens is not None:
-        return role.micro_tokens
-    if role.micro_rows is None:
-        return None
+    micro = role.micro
+    if micro.rows is None:
+        return micro.tokens
     rows = -(-role.mini_batch_prompts * config.actor_rollout_ref.rollout.n // processes(config))
-    return min(role.micro_rows, rows) * (config.data.max_prompt_length + config.data.max_response_length)
+    return min(micro.rows, rows) * (config.data.max_prompt_length + config.data.max_response_length)
 
 
 def table(config: PPOConfig, machine: Machine) -> str:

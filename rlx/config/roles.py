@@ -3,9 +3,24 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from rlx.config.schema import CriticConfig, FSDPConfig, ModelConfig, PPOConfig
+from rlx.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    FSDPConfig,
+    ModelConfig,
+    PPOConfig,
+    RefConfig,
+    RolloutConfig,
+)
 
 TINY = "builtin:tiny"
+
+
+class MicroSize(NamedTuple):
+    """How many samples, or with dynamic batch sizes how many tokens, a forward of one process takes; the other is None."""
+
+    rows: int | None
+    tokens: int | None
 
 
 class ModelRole(NamedTuple):
@@ -14,8 +29,7 @@ class ModelRole(NamedTuple):
     Args:
         name: actor, critic or ref.
         key: where its update or its log-probs are configured; `model_key`, `fsdp_key`: where model and sharding are.
-        micro_rows: samples per forward and process; None with `micro_tokens`.
-        micro_tokens: tokens per forward and process with dynamic batch sizes, else None.
+        micro: size of a forward on one process.
         trained: it has gradients and an optimizer.
     """
 
@@ -27,8 +41,7 @@ class ModelRole(NamedTuple):
     fsdp: FSDPConfig
     strategy: str
     mini_batch_prompts: int
-    micro_rows: int | None
-    micro_tokens: int | None
+    micro: MicroSize
     trained: bool
 
 
@@ -48,16 +61,37 @@ def is_tiny(config: PPOConfig) -> bool:
 
 
 def critic_settings(config: PPOConfig) -> CriticConfig:
-    """The critic's subtree with the actor's value in place of each null that stands for it."""
+    """The critic's subtree with the actor's value in place of each null that stands for it.
+
+    With the actor's path come the keys that say how to load it, where the critic's are the defaults.
+    """
     policy, critic = config.actor_rollout_ref, config.critic
     inherited = ("strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode")
     filled = {name: getattr(policy.actor, name) for name in inherited if getattr(critic, name) is None}
     if critic.model.path is None:
-        filled["model"] = replace(critic.model, path=policy.model.path)
+        default = ModelConfig()
+        loading = ("override_config", "trust_remote_code", "attn_implementation")
+        same = [name for name in loading if getattr(critic.model, name) == getattr(default, name)]
+        filled["model"] = replace(critic.model, **{name: getattr(policy.model, name) for name in ("path", *same)})
     if critic.ppo_micro_batch_size_per_gpu is None and not critic.use_dynamic_bsz:
         sizes = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
         filled |= {name: getattr(policy.actor, name) for name in sizes}
     return replace(critic, **filled)
+
+
+def update_size(settings: ActorConfig | CriticConfig) -> MicroSize:
+    """Size of an update's forward and backward; the critic's nulls are set."""
+    if settings.use_dynamic_bsz:
+        return MicroSize(None, settings.ppo_max_token_len_per_gpu)
+    return MicroSize(settings.ppo_micro_batch_size_per_gpu, None)
+
+
+def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> MicroSize:
+    """Size of a forward for log-probs; as the actor's update where nothing else is said."""
+    if settings.log_prob_use_dynamic_bsz:
+        return MicroSize(None, settings.log_prob_max_token_len_per_gpu)
+    rows = settings.log_prob_micro_batch_size_per_gpu
+    return update_size(actor) if rows is None else MicroSize(rows, None)
 
 
 def actor_role(config: PPOConfig) -> ModelRole:
@@ -72,8 +106,7 @@ def actor_role(config: PPOConfig) -> ModelRole:
         fsdp=actor.fsdp_config,
         strategy=actor.strategy,
         mini_batch_prompts=actor.ppo_mini_batch_size,
-        micro_rows=actor.ppo_micro_batch_size_per_gpu,
-        micro_tokens=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        micro=update_size(actor),
         trained=True,
     )
 
@@ -91,24 +124,20 @@ def critic_role(config: PPOConfig) -> ModelRole:
         fsdp=critic.fsdp,
         strategy=critic.strategy,
         mini_batch_prompts=critic.ppo_mini_batch_size,
-        micro_rows=critic.ppo_micro_batch_size_per_gpu,
-        micro_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
+        micro=update_size(critic),
         trained=True,
     )
 
 
 def reference_role(config: PPOConfig) -> ModelRole:
     """The policy that the actor is compared with."""
-    ref, actor = config.actor_rollout_ref.ref, actor_role(config)
-    own = ref.log_prob_use_dynamic_bsz or ref.log_prob_micro_batch_size_per_gpu is not None
-    tokens = ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None
-    return actor._replace(
+    ref = config.actor_rollout_ref.ref
+    return actor_role(config)._replace(
         name="ref",
         key="actor_rollout_ref.ref",
         fsdp_key="actor_rollout_ref.ref.fsdp_config",
         fsdp=ref.fsdp_config,
-        micro_rows=ref.log_prob_micro_batch_size_per_gpu if own else actor.micro_rows,
-        micro_tokens=tokens if own else actor.micro_tokens,
+        micro=log_prob_size(ref, config.actor_rollout_ref.actor),
         trained=False,
     )
 

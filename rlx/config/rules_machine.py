@@ -94,7 +94,7 @@ def packages_are_installed(s: Setting) -> Faults:
     flash = [
         f"{role.model_key}.attn_implementation"
         for role in trained_roles(s.config)
-        if role.model.attn_implementation == "flash_attention_2"
+        if s.value(f"{role.model_key}.attn_implementation") == "flash_attention_2"
     ]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (

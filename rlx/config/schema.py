@@ -128,7 +128,7 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
 
 
-DTYPES = ("bf16", "fp16", "fp32", "fp64")
+DTYPES = ("bf16", "fp32", "fp64")  # no fp16: nothing scales the loss
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class FSDPConfig:
     reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
     fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
     forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")
-    model_dtype: str = key("fp32", "Type of stored parameters and optimizer state.", choices=("bf16", "fp32", "fp64"))
+    model_dtype: str = key("fp32", "Type of stored parameters and optimizer state.", choices=DTYPES)
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
 
@@ -271,7 +271,7 @@ class CriticConfig:
     """The value model of GAE."""
 
     strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
-    model: ModelConfig = group(ModelConfig, "The value model's backbone.")
+    model: ModelConfig = group(ModelConfig, "The value model's backbone; without a path it is loaded as the actor's.")
     ppo_mini_batch_size: int | None = key(None, "Prompts per optimizer step; null: the actor's.", minimum=1)
     ppo_micro_batch_size_per_gpu: int | None = key(
         None, "Samples per forward and process; null without use_dynamic_bsz: the actor's.", minimum=1

@@ -7,6 +7,7 @@ from rlx.config.compose import Composed
 from rlx.config.faults import Fault
 from rlx.config.idle import idle_keys
 from rlx.config.machine import Machine, Setting, on_accelerator
+from rlx.config.roles import has_critic
 from rlx.config.rules_machine import MACHINE_RULES
 from rlx.config.rules_training import TRAINING_RULES
 
@@ -36,6 +37,9 @@ def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:
         yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in idle.items())
     if s.config.actor_rollout_ref.actor.use_kl_loss and s.config.algorithm.use_kl_in_reward:
         yield "the KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both set"
+    warmup, steps = s.config.trainer.critic_warmup, s.config.trainer.total_training_steps
+    if has_critic(s.config) and steps is not None and warmup >= steps:
+        yield f"the actor never learns: trainer.critic_warmup={warmup} of trainer.total_training_steps={steps} steps"
     per_machine = s.config.trainer.n_gpus_per_node
     if not on_accelerator(s.config, s.machine) and per_machine > s.machine.cpus:
         yield f"trainer.n_gpus_per_node={per_machine} processes share {s.machine.cpus} CPU cores: the run will be slow"

@@ -1,12 +1,14 @@
-"""Keys of verl that rlx does not have, and what to do instead."""
+"""Keys and values of verl that rlx does not have, and what to do instead."""
 
 _NO_NEED = "remove it: rlx needs no such key"
 
-# A pattern matches a key that equals it, ends with `.pattern`, or lies below such a key.
+# A pattern matches a key (or key=value) that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str] = {
     "use_liger": "remove it: rlx does not use Liger kernels",
     "use_fused_kernels": "remove it: token log-probs are always computed in chunks, without a copy of the logits in fp32",
     "fused_kernel_options": "remove it: rlx has no fused kernels to choose from",
+    "param_dtype=fp16": "use bf16, which needs no loss scaling; rlx has none",
+    "reduce_dtype=fp16": "use fp32 or bf16: rlx has no loss scaling",
     "ulysses_sequence_parallel_size": "remove it: rlx has no sequence parallelism yet; activation offloading "
     "(model.enable_activation_offload) is what makes long sequences fit",
     "return_raw_chat": "remove it: the messages always stay with the prompt",
@@ -61,7 +63,7 @@ REMEDIES: dict[str, str] = {
 
 
 def remedy_for(key: str) -> str | None:
-    """What to do about a key of verl that rlx does not have; None for any other key."""
+    """What to do about a key, or key=value, of verl that rlx does not have; None for any other."""
     padded = f".{key}."
     found = [pattern for pattern in REMEDIES if f".{pattern}." in padded]
     return REMEDIES[max(found, key=len)] if found else None

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Precision(NamedTuple):

@@ -7,20 +7,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rlx.config.roles import log_prob_size, update_size
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
+from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Sampling
-from rlx.workers.settings import (
-    Purpose,
-    log_prob_rule,
-    optimizer_steps,
-    sampling_for,
-    update_rule,
-)
+from rlx.workers.settings import Purpose, optimizer_steps, sampling_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +81,8 @@ class ActorRole(TrainedRole):
         )
         super().__init__("actor", engine, actor.checkpoint.save_contents)
         self._temperature = policy.rollout.temperature
-        self._update_rule, self._log_prob_rule = update_rule(actor), log_prob_rule(policy.rollout, actor)
+        self._update_rule = MicroBatchRule(*update_size(actor))
+        self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
         self._objective = PolicyObjective(actor, self._temperature, config.data.max_response_length)
 
     def log_probs(self, batch: Batch) -> Batch:
@@ -104,7 +101,8 @@ class RefRole(EngineRole):
     def __init__(self, config: PPOConfig, device: torch.device):
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
         super().__init__(Engine(policy.model, ref.fsdp_config, strategy=policy.actor.strategy, device=device))
-        self._temperature, self._rule = policy.rollout.temperature, log_prob_rule(ref, policy.actor)
+        self._temperature = policy.rollout.temperature
+        self._rule = MicroBatchRule(*log_prob_size(ref, policy.actor))
 
     def log_probs(self, batch: Batch) -> Batch:
         """ref_log_probs of the rows."""
@@ -131,7 +129,7 @@ class CriticRole(TrainedRole):
             seed=config.trainer.seed,
         )
         super().__init__("critic", engine, critic.checkpoint.save_contents)
-        self._rule = update_rule(critic)
+        self._rule = MicroBatchRule(*update_size(critic))
         self._objective = ValueObjective(critic, config.data.max_response_length)
 
     def values(self, batch: Batch) -> Batch:

@@ -1,28 +1,11 @@
-"""What the configuration means for a role: sizes of forwards, schedules, sampling. Pure functions."""
+"""What the configuration means for a role: schedules, sampling. Pure functions."""
 
 from typing import Literal
 
-from rlx.config.schema import ActorConfig, CriticConfig, PPOConfig, RefConfig, RolloutConfig
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.config.schema import PPOConfig
 from rlx.rollout.protocol import Sampling
 
 Purpose = Literal["train", "val"]
-
-
-def update_rule(settings: ActorConfig | CriticConfig) -> MicroBatchRule:
-    """Size of an update's forward and backward."""
-    if settings.use_dynamic_bsz:
-        return MicroBatchRule(tokens=settings.ppo_max_token_len_per_gpu)
-    return MicroBatchRule(rows=settings.ppo_micro_batch_size_per_gpu)
-
-
-def log_prob_rule(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> MicroBatchRule:
-    """Size of a forward for log-probs; as the actor's update where nothing else is said."""
-    if settings.log_prob_use_dynamic_bsz:
-        return MicroBatchRule(tokens=settings.log_prob_max_token_len_per_gpu)
-    if settings.log_prob_micro_batch_size_per_gpu is not None:
-        return MicroBatchRule(rows=settings.log_prob_micro_batch_size_per_gpu)
-    return update_rule(actor)
 
 
 def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:

@@ -151,6 +151,12 @@ def test_keys_of_verl_get_a_remedy_of_their_own(key: str):
     assert fault.keys == (key,)
 
 
+def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
+    for name in ("param_dtype", "reduce_dtype"):
+        _, (fault,) = build_one(f"critic.fsdp.mixed_precision.{name}", "fp16")
+        assert "out of range" in fault.what and "bf16" in fault.remedy and "loss scaling" in fault.remedy
+
+
 def test_no_key_of_rlx_is_listed_as_missing():
     assert [key for key in LEAVES if remedy_for(key)] == ["ray_kwargs.ray_init"]
     assert all(remedy for remedy in REMEDIES.values())

@@ -157,6 +157,10 @@ def test_one_warning_lists_all_keys(verdict):
 def test_other_warnings(verdict):
     assert "counts twice" in verdict([f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"]).warnings[0]
     assert "share 4 CPU cores" in verdict(["trainer.n_gpus_per_node=8"]).warnings[0]
+    warmed_up = ["trainer.critic_warmup=3", "algorithm.adv_estimator=gae"]
+    assert "never learns" in verdict([*warmed_up, "trainer.total_training_steps=3"]).warnings[0]
+    for enough in ("trainer.total_training_steps=4", "trainer.total_training_steps=null"):
+        assert verdict([*warmed_up, enough]).warnings == ()
 
 
 def test_a_key_that_could_not_be_read_is_not_warned_of(verdict):

@@ -315,6 +315,11 @@ def test_installed_packages_are_no_fault(verdict):
     assert whats(verdict(command.split(), where)) == []
 
 
+def test_a_critic_on_the_actors_path_gets_no_fault_of_its_own(verdict):
+    (fault,) = verdict([GAE, f"{MODEL}.attn_implementation=flash_attention_2"]).faults
+    assert fault.keys == (f"{MODEL}.attn_implementation",)
+
+
 def test_installed_vllm_is_not_used_yet(verdict):
     assert whats(verdict([f"{ROLLOUT}.name=vllm"], machine(packages=("vllm",)))) == [
         "this version of rlx generates with hf only"

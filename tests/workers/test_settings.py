@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from rlx.config.schema import (
@@ -9,45 +7,25 @@ from rlx.config.schema import (
     DataConfig,
     ModelConfig,
     PPOConfig,
-    RefConfig,
     RolloutConfig,
     TrainerConfig,
     ValKwargsConfig,
 )
-from rlx.engine.micro_batch import MicroBatchRule
 from rlx.rollout.protocol import Sampling
-from rlx.workers.settings import log_prob_rule, optimizer_steps, sampling_for, update_rule
-
-ACTOR = ActorConfig(
-    strategy="fsdp",
-    ppo_mini_batch_size=8,
-    ppo_micro_batch_size_per_gpu=3,
-    ppo_epochs=2,
-    shuffle=True,
-    loss_agg_mode="seq-mean-token-sum",
-)
+from rlx.workers.settings import optimizer_steps, sampling_for
 
 
-def tree(actor=ACTOR, critic=None, **rollout):
+def tree(critic=None, **rollout):
     return PPOConfig(
         data=DataConfig(train_batch_size=32, max_response_length=20),
         actor_rollout_ref=ActorRolloutRefConfig(
-            model=ModelConfig(path="/policy"), actor=actor, rollout=RolloutConfig(**rollout)
+            model=ModelConfig(path="/policy"),
+            actor=ActorConfig(ppo_mini_batch_size=8, ppo_epochs=2),
+            rollout=RolloutConfig(**rollout),
         ),
         critic=critic or CriticConfig(ppo_mini_batch_size=8, ppo_epochs=2),
         trainer=TrainerConfig(total_training_steps=10, critic_warmup=4),
     )
-
-
-def test_micro_batches_follow_the_actor_where_nothing_else_is_said():
-    by_tokens = replace(ACTOR, use_dynamic_bsz=True, ppo_micro_batch_size_per_gpu=None, ppo_max_token_len_per_gpu=77)
-    for settings in (RolloutConfig(), RefConfig()):
-        assert log_prob_rule(settings, ACTOR) == MicroBatchRule(rows=3)
-        assert log_prob_rule(settings, by_tokens) == MicroBatchRule(tokens=77)
-    assert update_rule(by_tokens) == MicroBatchRule(tokens=77)
-    assert log_prob_rule(RefConfig(log_prob_micro_batch_size_per_gpu=5), by_tokens) == MicroBatchRule(rows=5)
-    tokens = RolloutConfig(log_prob_use_dynamic_bsz=True, log_prob_max_token_len_per_gpu=11)
-    assert log_prob_rule(tokens, ACTOR) == MicroBatchRule(tokens=11)
 
 
 def test_optimizer_steps_count_mini_batches_epochs_and_the_critics_warm_up():
