@@ -183,9 +183,7 @@ def _accuracy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
     _curve(axes, _series(metrics, "reward/accuracy"), BLUE, "sampled")
     steps, values = _series(metrics, "val/accuracy")
     if steps:
-        axes.plot(
-            steps, values, color=ORANGE, linewidth=1.8, marker=_marker(steps), markersize=6, label="held-out, greedy"
-        )
+        axes.plot(steps, values, color=ORANGE, linewidth=1.8, marker=_marker(steps), markersize=6, label="held-out")
         for place in {0, len(steps) - 1}:
             axes.annotate(
                 f"{values[place]:.1%}", (steps[place], values[place]), xytext=(0, 8), textcoords="offset points",
