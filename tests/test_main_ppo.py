@@ -1,5 +1,6 @@
 """The entry: what it prints, where, and with which exit code; from a checkout and from an installed wheel."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -49,7 +50,7 @@ def started(*arguments: str, folder: Path, **environment: str) -> subprocess.Com
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -222,3 +223,47 @@ def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Pat
         text=True,
     )
     assert Path(where.stdout.strip()) == installed / "rlx" / "configs"
+
+
+ONE_STEP = (
+    "experiment=arithmetic",
+    "data.arithmetic.train_size=8",
+    "data.arithmetic.val_size=2",
+    "data.train_batch_size=4",
+    "data.max_response_length=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.total_training_steps=1",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=-1",
+    "trainer.device=cpu",
+)
+
+# Every process that comes to import rlx.workers.roles writes down which folder it finds it in.
+WITNESS = """
+import os, pathlib, sys
+
+class Witness:
+    def find_spec(name, path=None, target=None):
+        if name == "rlx.workers.roles":
+            pathlib.Path(__file__).with_name(f"{os.getpid()}.seen").write_text(*path)
+
+sys.meta_path.insert(0, Witness)
+"""
+
+
+@pytest.mark.e2e
+def test_the_installed_wheel_trains_in_any_folder(installed: Path, untrained: str, tmp_path: Path):
+    witness, work = tmp_path / "witness", tmp_path / "work"
+    for folder in (witness, work):
+        folder.mkdir()
+    (witness / "sitecustomize.py").write_text(WITNESS)
+    path = f"{witness}{os.pathsep}{installed}"
+    done = started(*ONE_STEP, f"actor_rollout_ref.model.path={untrained}", folder=work, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    (run,) = work.glob("outputs/rlx/arithmetic/*")
+    (metrics,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics["step"] == metrics["train/policy_version"] == 1
+    assert "summary" in done.stdout and (run / "report.png").exists()
+    seen = [file.read_text() for file in witness.glob("*.seen")]
+    assert seen == [str(installed / "rlx" / "workers")] * 2, "the driver and the worker"
