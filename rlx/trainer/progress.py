@@ -56,16 +56,6 @@ def number(value: float, width: int) -> str:
     return f"{value:.0e}"
 
 
-def percent(value: float) -> str:
-    """A share as a percentage."""
-    return f"{100 * value:.1f}%"
-
-
-def tenths(value: float) -> str:
-    """A float with one decimal."""
-    return f"{value:.1f}"
-
-
 def count(value: float) -> str:
     """A quantity without a fixed scale in five characters: 4.3, 9950, 12.3k, 123k, 4.5M."""
     if abs(value) < 10:
@@ -105,14 +95,14 @@ class Column(NamedTuple):
 # KL is that to the reference where the run has one, else that between the policy before and after the step.
 COLUMNS = (
     Column("reward", ("reward/mean",), 6, partial(number, width=6), 0),
-    Column("acc", ("reward/accuracy",), 6, percent, 1),
+    Column("acc", ("reward/accuracy",), 6, "{:.1%}".format, 1),
     Column("len", ("response_length/mean",), 5, count, 6),
     Column("KL", ("actor/kl_ref", "actor/ppo_kl"), 8, partial(number, width=8), 2),
     Column("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
-    Column("clip", ("actor/clip_fraction",), 5, percent, 7),
+    Column("clip", ("actor/clip_fraction",), 5, "{:.1%}".format, 7),
     Column("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),
     Column("tok/s", ("perf/tokens_per_second",), 6, count, 8),
-    Column("sec", ("timing_s/step",), 6, tenths, 4),
+    Column("sec", ("timing_s/step",), 6, "{:.1f}".format, 4),
     Column("offMB", ("perf/offloaded_mb",), 5, count, 9),
     Column("peakGB", ("perf/peak_memory_gb",), 6, partial(number, width=6), 10),
 )
@@ -177,10 +167,8 @@ class _NoticeHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Warnings as notices, the rest as plain lines."""
-        if record.levelno >= logging.WARNING:
-            self._progress.notice(record.getMessage())
-        else:
-            self._progress.remark(record.getMessage())
+        show = self._progress.notice if record.levelno >= logging.WARNING else self._progress.remark
+        show(record.getMessage())
 
 
 class Progress:
@@ -276,7 +264,7 @@ class Progress:
             if self._table:
                 self._table_row(metrics, step)
         if "val/accuracy" in metrics:
-            text = f"step {step}: held-out accuracy {percent(metrics['val/accuracy'])}"
+            text = f"step {step}: held-out accuracy {metrics['val/accuracy']:.1%}"
             if "val/reward" in metrics:
                 text += f", reward {metrics['val/reward']:.3f}"
             self._line(text, "bold green")
@@ -319,8 +307,8 @@ class Progress:
         facts: dict[str, str] = {}
         if last_validation:
             before, after = first_validation["val/accuracy"], last_validation["val/accuracy"]
-            change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
-            facts["held-out accuracy"] = change if first_validation is not last_validation else percent(after)
+            change = f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
+            facts["held-out accuracy"] = change if first_validation is not last_validation else f"{after:.1%}"
         if len(self._rewards) > 1:
             steps = min(STEPS_PER_MEAN, len(self._rewards) // 2)
             first, last = (sum(part) / steps for part in (self._rewards[:steps], self._rewards[-steps:]))

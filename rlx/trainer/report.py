@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -36,10 +35,11 @@ PHASE_COLORS = {
     "checkpoint": "#52606d",
 }
 SMOOTH_FROM_STEPS = 24  # below that a smoothed line says no more than the points
-MOST_BARS = 60
+MOST_BARS = 120  # that can be told apart; of more steps means are drawn
 DPI = 130
 
 Series = tuple[list[int], list[float]]
+Metrics = Mapping[int, Mapping[str, float]]
 
 
 class ReportError(ExplainedError, ValueError):
@@ -97,7 +97,7 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
     return out_png
 
 
-def _headline(metrics: Mapping[int, Mapping[str, float]]) -> str:
+def _headline(metrics: Metrics) -> str:
     """Before -> after, in one line."""
     _, accuracy = _series(metrics, "val/accuracy")
     _, reward = _series(metrics, "reward/mean")
@@ -115,7 +115,7 @@ def _headline(metrics: Mapping[int, Mapping[str, float]]) -> str:
     return "   ·   ".join(parts)
 
 
-def _series(metrics: Mapping[int, Mapping[str, float]], name: str) -> Series:
+def _series(metrics: Metrics, name: str) -> Series:
     steps = [step for step, row in metrics.items() if name in row]
     return steps, [metrics[step][name] for step in steps]
 
@@ -148,6 +148,21 @@ def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
     axes.plot(steps, _running_mean(values), color=color, linewidth=2.0, label=label)
 
 
+def _held_out(axes: Axes, series: Series) -> None:
+    """Its points, while they can be told apart, and the line between them."""
+    marker = "o" if len(series[0]) <= 30 else ""
+    if series[0]:
+        axes.plot(*series, color=ORANGE, linewidth=1.8, marker=marker, markersize=5, label="held-out")
+
+
+def _right(axes: Axes) -> Axes:
+    """A second vertical axis."""
+    right = axes.twinx()
+    _style(right)
+    right.grid(visible=False)
+    return right
+
+
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Mean over a window of a tenth of the run around each point, shorter at the ends."""
     reach = max(1, len(values) // 20)
@@ -169,27 +184,24 @@ def _legend(axes: Axes, *others: Axes) -> None:
         axes.set_yticks([])
 
 
-def _reward(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+def _reward(axes: Axes, metrics: Metrics) -> None:
     _title(axes, "Reward")
     _curve(axes, _series(metrics, "reward/mean"), BLUE, "sampled")
-    steps, values = _series(metrics, "val/reward")
-    if steps:
-        axes.plot(steps, values, color=ORANGE, linewidth=1.8, marker=_marker(steps), markersize=5, label="held-out")
+    _held_out(axes, _series(metrics, "val/reward"))
     _legend(axes)
 
 
-def _accuracy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+def _accuracy(axes: Axes, metrics: Metrics) -> None:
     _title(axes, "Accuracy")
     _curve(axes, _series(metrics, "reward/accuracy"), BLUE, "sampled")
     steps, values = _series(metrics, "val/accuracy")
-    if steps:
-        axes.plot(steps, values, color=ORANGE, linewidth=1.8, marker=_marker(steps), markersize=6, label="held-out")
-        for place in {0, len(steps) - 1}:
-            axes.annotate(
-                f"{values[place]:.1%}", (steps[place], values[place]), xytext=(0, 8), textcoords="offset points",
-                ha="left" if place == 0 else "right", fontsize=9, fontweight="bold", color=ORANGE,
-                path_effects=[withStroke(linewidth=3, foreground="white")],
-            )  # fmt: skip
+    _held_out(axes, (steps, values))
+    for place in {0, len(steps) - 1} if steps else ():
+        axes.annotate(
+            f"{values[place]:.1%}", (steps[place], values[place]), xytext=(0, 8), textcoords="offset points",
+            ha="left" if place == 0 else "right", fontsize=9, fontweight="bold", color=ORANGE,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.margins(y=0.14)
     low, high = axes.get_ylim()
@@ -197,16 +209,14 @@ def _accuracy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
     _legend(axes)
 
 
-def _kl_and_entropy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
     _title(axes, "KL, entropy")
     to_reference = _series(metrics, "actor/kl_ref")
     if to_reference[0]:
         _curve(axes, to_reference, RED, "KL (reference)")
     else:
         _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL (step)")
-    right = axes.twinx()
-    _style(right)
-    right.grid(visible=False)
+    right = _right(axes)
     _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy, right")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     if not right.lines:
@@ -214,19 +224,15 @@ def _kl_and_entropy(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> N
     _legend(axes, right)
 
 
-def _marker(steps: Sequence[int]) -> str:
-    """Points while they can be told apart."""
-    return "o" if len(steps) <= 30 else ""
-
-
-def _phase_times(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+def _phase_times(axes: Axes, metrics: Metrics) -> None:
     """Seconds of each phase, stacked; what takes less than a hundredth of the time goes into the rest."""
     _title(axes, "Seconds per step")
-    rows = _binned({step: row for step, row in metrics.items() if "timing_s/step" in row})
+    rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
     order = [*(name for name in PHASES if name in names), *sorted(names - PHASES.keys())]
-    spent = {name: [row.get(f"timing_s/{name}", 0.0) for row in rows.values()] for name in order}
-    totals = [row["timing_s/step"] for row in rows.values()]
+    smooth = _running_mean if len(rows) > MOST_BARS else list
+    spent = {name: smooth([row.get(f"timing_s/{name}", 0.0) for row in rows.values()]) for name in order}
+    totals = smooth([row["timing_s/step"] for row in rows.values()])
     shown = {name: values for name, values in spent.items() if sum(values) > 0.01 * sum(totals)}
     rest = [max(0.0, total - sum(v[i] for v in shown.values())) for i, total in enumerate(totals)]
     if sum(rest) > 0.01 * sum(totals):
@@ -234,13 +240,13 @@ def _phase_times(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None
     if not shown:
         _legend(axes)
         return
-    steps, bottom = list(rows), [0.0] * len(rows)
-    width = 0.8 * min((b - a for a, b in pairwise(steps)), default=1.0)
+    edges = [min(rows) - 0.5, *(step + 0.5 for step in rows)]
+    bottom = [0.0] * len(rows)
     for name, values in shown.items():
-        axes.bar(
-            steps, values, bottom=bottom, width=width, color=PHASE_COLORS.get(name, GREY), label=name.replace("_", " ")
-        )
-        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+        top = [low + value for low, value in zip(bottom, values, strict=True)]
+        color, label = PHASE_COLORS.get(name, GREY), name.replace("_", " ")
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=label)
+        bottom = top
     handles, labels = axes.get_legend_handles_labels()
     axes.set_ylim(0, max(bottom) * (1.15 + 0.08 * math.ceil(len(shown) / 3)) or 1.0)
     axes.legend(
@@ -249,19 +255,7 @@ def _phase_times(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None
     )  # fmt: skip
 
 
-def _binned(rows: Mapping[int, Mapping[str, float]]) -> dict[float, dict[str, float]]:
-    """At most MOST_BARS rows: means over neighbours, at the mean of their steps. A metric that is missing counts as 0."""
-    items, size = list(rows.items()), math.ceil(len(rows) / MOST_BARS)
-    binned = {}
-    for start in range(0, len(items), max(1, size)):
-        chunk = items[start : start + size]
-        names = {name for _, row in chunk for name in row}
-        mean = {name: sum(row.get(name, 0.0) for _, row in chunk) / len(chunk) for name in names}
-        binned[sum(step for step, _ in chunk) / len(chunk)] = mean
-    return binned
-
-
-def _grad_norm(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+def _grad_norm(axes: Axes, metrics: Metrics) -> None:
     _title(axes, "Gradient norm")
     _curve(axes, _series(metrics, "actor/grad_norm"), BLUE, "actor")
     _curve(axes, _series(metrics, "critic/grad_norm"), ORANGE, "critic")
@@ -274,20 +268,17 @@ def _grad_norm(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
     _legend(axes)
 
 
-def _response_length(axes: Axes, metrics: Mapping[int, Mapping[str, float]]) -> None:
+def _response_length(axes: Axes, metrics: Metrics) -> None:
     _title(axes, "Response tokens")
     _curve(axes, _series(metrics, "response_length/mean"), BLUE, "mean")
     steps, cut = _series(metrics, "response_length/clip_ratio")
+    others = []
     if steps and max(cut) > 0:
-        right = axes.twinx()
-        _style(right)
-        right.grid(visible=False)
+        others.append(right := _right(axes))
         _curve(right, (steps, cut), RED, "cut off, right")
         right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         right.set_ylim(0, min(1.05, 1.3 * max(cut)))
-        _legend(axes, right)
-    else:
-        _legend(axes)
+    _legend(axes, *others)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class JsonlLogger:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line and flush it, so that a run that dies leaves all its steps."""
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        row |= {name: _json_number(value) for name, value in metrics.items()}
+        row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -121,7 +122,7 @@ class Tracker:
     A context that closes them.
 
     Args:
-        loggers: names from `jsonl`, `tensorboard`, `wandb`; `console` is the progress display's and skipped here.
+        loggers: as `trainer.logger`; `console` is the progress display's and skipped here.
         run_dir: folder of the run; it must exist. What lies there is appended to.
         config_yaml: the whole configuration, for loggers that keep it.
         project: wandb's project.
@@ -129,7 +130,7 @@ class Tracker:
         resume_step: the step the run was resumed at; None: a new run.
 
     Raises:
-        TrackingError: a name is unknown, or a logger cannot start.
+        TrackingError: a logger cannot start.
     """
 
     def __init__(
@@ -147,18 +148,17 @@ class Tracker:
             "wandb": lambda: WandbLogger(run_dir, config_yaml, project, experiment),
         }
         self._loggers: list[Logger] = []
-        for name in dict.fromkeys(("jsonl", *loggers)):
-            if name == "console":
-                continue
-            if name not in makers:
-                raise TrackingError(f"trainer.logger names {name!r}; known are console, {', '.join(makers)}")
-            self._loggers.append(_start(name, makers[name], self))
+        with ExitStack() as started:
+            for name in dict.fromkeys(("jsonl", *(name for name in loggers if name != "console"))):
+                self._loggers.append(_start(name, makers[name]))
+                started.callback(self._loggers[-1].close)
+            self._until_closed = started.pop_all()
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._until_closed.close()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send one step's metrics to all."""
@@ -170,38 +170,20 @@ class Tracker:
         for logger in self._loggers:
             logger.generations(rows, step)
 
-    def close(self) -> None:
-        """Close all; the first that fails is raised after the others are closed."""
-        errors: list[Exception] = []
-        for logger in self._loggers:
-            try:
-                logger.close()
-            except Exception as error:
-                errors.append(error)
-        self._loggers = []
-        if errors:
-            raise errors[0]
 
-
-def _start(name: str, make: Callable[[], Logger], tracker: Tracker) -> Logger:
+def _start(name: str, make: Callable[[], Logger]) -> Logger:
     remedy = f"or remove {name} from trainer.logger"
     try:
         return make()
     except ModuleNotFoundError as error:
-        tracker.close()
         package = (error.name or name).partition(".")[0]
         raise TrackingError(
             f"logger {name}: the package {package} is not installed; run `pip install {package}`, {remedy}"
-        ) from error
+        ) from None
     except Exception as error:
-        tracker.close()
         raise TrackingError(
             f"logger {name} cannot start ({type(error).__name__}: {error}); mend that, {remedy}"
         ) from error
-
-
-def _json_number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _drop_torn_line(path: Path) -> None:
