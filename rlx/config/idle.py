@@ -18,14 +18,14 @@ class Idle(NamedTuple):
 
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+VLLM_ONLY = (
+    *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm"),
+)
 
 
 def _below(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)
-
-
-def _of_models(*names: str) -> tuple[str, ...]:
-    return _below(MODEL, *names) + _below("critic.model", *names)
 
 
 def _is_off(key: str) -> Callable[[Setting], bool]:
@@ -60,6 +60,22 @@ def _flagged(flag: str, *keys: str) -> Idle:
     return Idle(keys, _is_off(flag), f"{flag} is not set")
 
 
+def _of_trained_model(role: str, model: str) -> tuple[Idle, ...]:
+    """What holds for the actor and the critic alike, which are configured at `role` and `model`."""
+    offload, optim = f"{model}.activation_offload", f"{role}.optim"
+    return (
+        Idle((f"{model}.use_remove_padding",), lambda s: True, "rows are cut to the longest of a micro-batch"),
+        _flagged(f"{model}.enable_activation_offload", f"{offload}.*"),
+        Idle((f"{offload}.directory",), _is(f"{offload}.tier", "cpu"), "tier is cpu"),
+        Idle((f"{offload}.max_device_bytes",), lambda s: True, "save=auto, which reads it, is not built yet"),
+        Idle(_below(offload, "pin_memory", "use_streams", "max_inflight_bytes"), _on_cpu, "copies are synchronous"),
+        _flagged(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),
+        _flagged(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
+        Idle((f"{optim}.min_lr_ratio",), _is(f"{optim}.lr_scheduler_type", "constant"), "lr is constant"),
+        Idle((f"{optim}.lr_warmup_steps_ratio",), _is_set(f"{optim}.lr_warmup_steps"), "lr_warmup_steps is set"),
+    )
+
+
 IDLE = (
     # Data and models
     Idle(("data.truncation",), _is("data.filter_overlong_prompts", True), "overlong prompts are dropped, not cut"),
@@ -67,26 +83,9 @@ IDLE = (
     _flagged("data.shuffle", "data.seed"),
     Idle((f"{MODEL}.tiny.*", "warm_start.*"), lambda s: not is_tiny(s.config), f"{MODEL}.path is not {TINY}"),
     Idle(("critic.model.tiny.*",), lambda s: True, f"the critic has the policy's shape, {MODEL}.tiny"),
-    Idle(_of_models("use_remove_padding"), lambda s: True, "rows are cut to the longest of a micro-batch"),
-    _flagged(f"{MODEL}.enable_activation_offload", f"{MODEL}.activation_offload.*"),
-    _flagged("critic.model.enable_activation_offload", "critic.model.activation_offload.*"),
-    *(
-        Idle((f"{model}.activation_offload.directory",), _is(f"{model}.activation_offload.tier", "cpu"), "tier is cpu")
-        for model in (MODEL, "critic.model")
-    ),
-    Idle(
-        _of_models("activation_offload.max_device_bytes"), lambda s: True, "save=auto, which reads it, is not built yet"
-    ),
-    Idle(
-        _of_models(*(f"activation_offload.{name}" for name in ("pin_memory", "use_streams", "max_inflight_bytes"))),
-        _on_cpu,
-        "copies are synchronous",
-    ),
-    _flagged(f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"),
-    _flagged("critic.model.lora_rank", "critic.model.lora_alpha", "critic.model.target_modules"),
+    *_of_trained_model(ACTOR, MODEL),
+    *_of_trained_model("critic", "critic.model"),
     # Updates
-    _flagged(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    _flagged("critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu"),
     _flagged(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
     _flagged(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
     _flagged(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
@@ -95,16 +94,6 @@ IDLE = (
         (f"{ACTOR}.clip_ratio",),
         lambda s: None not in (s.value(f"{ACTOR}.clip_ratio_low"), s.value(f"{ACTOR}.clip_ratio_high")),
         "clip_ratio_low and clip_ratio_high are both set",
-    ),
-    *(
-        Idle((f"{role}.optim.min_lr_ratio",), _is(f"{role}.optim.lr_scheduler_type", "constant"), "lr is constant")
-        for role in (ACTOR, "critic")
-    ),
-    *(
-        Idle(
-            (f"{role}.optim.lr_warmup_steps_ratio",), _is_set(f"{role}.optim.lr_warmup_steps"), "lr_warmup_steps is set"
-        )
-        for role in (ACTOR, "critic")
     ),
     Idle(
         tuple(
@@ -123,20 +112,7 @@ IDLE = (
     ),
     # Generation
     Idle((f"{ROLLOUT}.calculate_log_probs",), _is(f"{ROLLOUT}.name", "hf"), "the hf sampler always returns them"),
-    Idle(
-        _below(
-            ROLLOUT,
-            "gpu_memory_utilization",
-            "max_num_batched_tokens",
-            "enforce_eager",
-            "free_cache_engine",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "engine_kwargs.vllm",
-        ),
-        _is(f"{ROLLOUT}.name", "hf"),
-        f"{ROLLOUT}.name is hf",
-    ),
+    Idle(_below(ROLLOUT, *VLLM_ONLY), _is(f"{ROLLOUT}.name", "hf"), f"{ROLLOUT}.name is hf"),
     Idle(
         _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n"),
         _is_off(f"{ROLLOUT}.val_kwargs.do_sample"),
@@ -144,11 +120,7 @@ IDLE = (
     ),
     # Rewards and algorithm
     _flagged("custom_reward_function.path", "custom_reward_function.name"),
-    Idle(
-        ("reward.format_score",),
-        _is_set("custom_reward_function.path"),
-        "a custom_reward_function scores every response",
-    ),
+    Idle(("reward.format_score",), _is_set("custom_reward_function.path"), "a custom_reward_function scores all"),
     _flagged("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
     Idle(
         ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
@@ -157,13 +129,13 @@ IDLE = (
     ),
     Idle(("algorithm.gamma", "algorithm.lam"), lambda s: not has_critic(s.config), "grpo discounts nothing"),
     Idle(("algorithm.norm_adv_by_std_in_grpo",), _is("algorithm.adv_estimator", "gae"), "adv_estimator is gae"),
-    Idle(("trainer.critic_warmup",), lambda s: not has_critic(s.config), "grpo has no critic"),
-    # The loop
     Idle(
-        ("trainer.total_epochs",),
-        _is_set("trainer.total_training_steps"),
-        "trainer.total_training_steps is set",
+        ("trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"),
+        lambda s: not has_critic(s.config),
+        "grpo has no critic",
     ),
+    # The loop
+    Idle(("trainer.total_epochs",), _is_set("trainer.total_training_steps"), "trainer.total_training_steps is set"),
     Idle(
         ("trainer.resume_from_path",),
         lambda s: s.config.trainer.resume_mode != "resume_path",
@@ -174,13 +146,11 @@ IDLE = (
         lambda s: s.config.trainer.save_freq <= 0,
         "trainer.save_freq is not set: nothing is saved",
     ),
-    Idle(("trainer.max_critic_ckpt_to_keep",), lambda s: not has_critic(s.config), "grpo has no critic"),
     Idle(
         (
             "data.val_batch_size",
             f"{ROLLOUT}.val_kwargs.*",
-            "trainer.validation_data_dir",
-            "trainer.log_val_generations",
+            *_below("trainer", "validation_data_dir", "log_val_generations"),
         ),
         _never_validates,
         "the run never validates",

@@ -182,8 +182,9 @@ def table(config: PPOConfig, machine: Machine) -> str:
     """The estimate as text."""
     columns = ("parameters", "gradients", "optimizer", "one layer", "for backward", "kv cache")
     lines = [f"{'GiB':8}" + "".join(f"{name:>14}" for name in columns)]
+    roles = {role.name: role for role in sharded_roles(config)} if on_accelerator(config, machine) else {}
     for memory in estimate(config, machine):
-        marks = _host_marks(memory.role, config) if on_accelerator(config, machine) else set()
+        marks = _host_marks(roles[memory.role]) if memory.role in roles else set()
         cells = (_cell(value, field in marks) for field, value in zip(Memory._fields[1:], memory[1:], strict=True))
         lines.append(f"{memory.role:8}" + "".join(f"{cell:>14}" for cell in cells))
     lines.append(
@@ -192,11 +193,8 @@ def table(config: PPOConfig, machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _host_marks(name: str, config: PPOConfig) -> set[str]:
+def _host_marks(role: ModelRole) -> set[str]:
     """The columns of a role that wait in host memory."""
-    role = next((role for role in sharded_roles(config) if role.name == name), None)
-    if role is None:
-        return set()
     fsdp = role.fsdp
     marks = {"parameters"} if fsdp.param_offload or fsdp.offload_policy else set()
     marks |= {"optimizer"} if fsdp.optimizer_offload or fsdp.offload_policy else set()

@@ -37,6 +37,14 @@ CASES = [
         f"{MODEL}.activation_offload.pin_memory=False {MODEL}.activation_offload.use_streams=False",
         [f"{MODEL}.activation_offload.pin_memory", f"{MODEL}.activation_offload.use_streams"],
     ),
+    *(
+        (f"{GAE} critic.model.{key}", [f"critic.model.{key.split('=')[0]}"])
+        for key in (
+            "use_remove_padding=True",
+            "activation_offload.max_device_bytes=9",
+            "activation_offload.pin_memory=False",
+        )
+    ),
     (f"{MODEL}.lora_alpha=32", [f"{MODEL}.lora_alpha"]),
     (f"{GAE} critic.model.target_modules=q_proj", ["critic.model.target_modules"]),
     (f"{ACTOR}.ppo_max_token_len_per_gpu=9", [f"{ACTOR}.ppo_max_token_len_per_gpu"]),
