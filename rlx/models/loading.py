@@ -187,7 +187,8 @@ def explained(what: str) -> Iterator[None]:
     except Exception as error:
         # What transformers says in these needs no traceback.
         cause = None if isinstance(error, ImportError | OSError | ValueError) else error
-        raise ModelError(f"could not load {what}: {type(error).__name__}: {error}") from cause
+        reason = " ".join(str(error).split())
+        raise ModelError(f"could not load {what}: {type(error).__name__}: {reason}") from cause
 
 
 def _override(loaded: "PreTrainedConfig", name: str, value: Any, key: str) -> None:

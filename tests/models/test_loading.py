@@ -219,6 +219,7 @@ def test_model_errors(folders, tmp_path):
     with pytest.raises(ModelError, match="could not load the config of") as caught:
         load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)
     assert isinstance(caught.value, ExplainedError) and caught.value.__cause__ is None, "no traceback is shown"
+    assert "\n" not in str(caught.value), "the last line of a failed run holds it all"
     with pytest.raises(ModelError, match=r"could not load .* as lm model: ValueError: .*no_such_kernel"):
         load_model(ModelConfig(path=folders["qwen3"], attn_implementation="no_such_kernel"), "lm", torch.float32)
     shutil.copytree(folders["qwen3"], tmp_path / "m")
