@@ -14,17 +14,9 @@ class KeyInfo(NamedTuple):
     exclusive_minimum: float | None = None
 
 
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[Any, ...] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    exclusive_minimum: float | None = None,
-) -> Any:
-    """A leaf of the tree. Ranges are inclusive unless they say otherwise; they do not apply to None."""
-    info = KeyInfo(doc, choices, minimum, maximum, exclusive_minimum)
+def key(default: Any, doc: str, **limits: Any) -> Any:
+    """A leaf of the tree; `limits` are KeyInfo's. Ranges are inclusive unless they say otherwise, and not for None."""
+    info = KeyInfo(doc, **limits)
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"key": info})
     return field(default=default, metadata={"key": info})
