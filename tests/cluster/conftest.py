@@ -6,7 +6,7 @@ from rlx.cluster.runtime import session
 from rlx.config.schema import PPOConfig
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_session():
     with session(PPOConfig()):
         yield

@@ -114,7 +114,7 @@ def stop(node: subprocess.Popen) -> None:
 def submit(environment: dict[str, str], folder: Path, entry: list[str]) -> subprocess.CompletedProcess:
     """Submits the run, again while the cluster is not ready for jobs yet."""
     command = [RAY, "job", "submit", "--working-dir", ".", "--", *entry]
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 150
     while True:
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
         if "No available agent" not in done.stderr or time.monotonic() > deadline_s:

@@ -78,7 +78,7 @@ def test_mappings_set_the_keys_they_name():
     composed = compose(["data={seed: 3, arithmetic: {difficulty: 2}}"])
     assert composed.set_keys == {"data.seed", "data.arithmetic.difficulty"}
     assert composed.config.data.arithmetic.difficulty == 2
-    assert composed.config.data.train_batch_size == 32
+    assert composed.config.data.train_batch_size == compose([]).config.data.train_batch_size
 
 
 def test_free_mappings_take_any_key():

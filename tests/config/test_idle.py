@@ -57,8 +57,8 @@ CASES = [
         f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=0.0 {ACTOR}.clip_ratio_high=0.3",
         [f"{ACTOR}.clip_ratio"],
     ),
-    (f"{ACTOR}.optim.min_lr_ratio=0.1", [f"{ACTOR}.optim.min_lr_ratio"]),
-    (f"{GAE} critic.optim.min_lr_ratio=0.1", ["critic.optim.min_lr_ratio"]),
+    (f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.min_lr_ratio=0.1", [f"{ACTOR}.optim.min_lr_ratio"]),
+    (f"{GAE} critic.optim.lr_scheduler_type=constant critic.optim.min_lr_ratio=0.1", ["critic.optim.min_lr_ratio"]),
     (
         f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1 {ACTOR}.optim.lr_warmup_steps=0",
         [f"{ACTOR}.optim.lr_warmup_steps_ratio"],

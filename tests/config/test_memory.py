@@ -20,8 +20,20 @@ ARCHITECTURES = {
 }
 
 
+# Sizes of the test's own, whatever the experiment of the default run says.
+SIZES = [
+    *(f"actor_rollout_ref.model.tiny.{name}={size}" for name, size in vars(TinyModelConfig()).items()),
+    "data.train_batch_size=32",
+    "data.max_prompt_length=128",
+    "data.max_response_length=48",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=128",
+    "actor_rollout_ref.rollout.n=8",
+]
+
+
 def memory_of(overrides: list[str], machine: Machine) -> dict[str, Memory]:
-    return {memory.role: memory for memory in estimate(compose(overrides).partial, machine)}
+    return {memory.role: memory for memory in estimate(compose([*SIZES, *overrides]).partial, machine)}
 
 
 @pytest.mark.parametrize("tiny", [TinyModelConfig(), TinyModelConfig(96, 160, 2, 8, 4)])
@@ -118,7 +130,7 @@ def test_sharding_precision_lora_and_recomputation():
 
 
 def test_the_table_marks_what_waits_in_host_memory(cpu_machine: Machine):
-    command = ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "trainer.n_gpus_per_node=1"]
+    command = [*SIZES, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "trainer.n_gpus_per_node=1"]
     actor = table(compose(command).config, GPU).splitlines()[1].split()
     assert [cell.endswith("*") for cell in actor[1:]] == [False, False, True, False, True, False]
     on_cpu = table(compose(command).config, cpu_machine)

@@ -18,12 +18,27 @@ GAE = "algorithm.adv_estimator=gae"
 # (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
 CASES = [
     # batches
-    ("mini_batch_divides_batch", "data.train_batch_size=30", ["the mini-batch does not divide"], "=30"),
-    ("mini_batch_divides_batch", f"{ACTOR}.ppo_mini_batch_size=24", ["the mini-batch does not divide"], "=16"),
-    ("mini_batch_divides_batch", f"{ACTOR}.ppo_mini_batch_size=64", ["the mini-batch does not divide"], "=32"),
     (
         "mini_batch_divides_batch",
-        f"{GAE} critic.ppo_mini_batch_size=5",
+        f"data.train_batch_size=30 {ACTOR}.ppo_mini_batch_size=32",
+        ["the mini-batch does not divide"],
+        "=30",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=24",
+        ["the mini-batch does not divide"],
+        "=16",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=64",
+        ["the mini-batch does not divide"],
+        "=32",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"{GAE} data.train_batch_size=32 critic.ppo_mini_batch_size=5",
         ["the mini-batch does not divide"],
         "critic.ppo_mini_batch_size=4",
     ),

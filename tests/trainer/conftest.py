@@ -11,9 +11,9 @@ from rlx.config.schema import PPOConfig
 from rlx.trainer.run import run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_ray():
-    """Ray, started once for all runs of the session; each run uses a Ray that is already there."""
+    """Ray, started once for all runs of a module; each run uses a Ray that is already there."""
     with session(PPOConfig()):
         yield
 

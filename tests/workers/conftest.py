@@ -25,7 +25,7 @@ from rlx.models.tiny import make_tiny
 PROMPT_TOKENS, RESPONSE_TOKENS = 9, 6
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_session():
     with session(PPOConfig()):
         yield
