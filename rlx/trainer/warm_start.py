@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
 
 import rlx.models.tiny
 from rlx.config.schema import ArithmeticConfig, PPOConfig
@@ -35,7 +37,7 @@ HELD_OUT = 512
 MAX_ANSWER_TOKENS = 64
 WARM_UP_STEPS = 50
 BETAS = (0.9, 0.98)
-SOLUTIONS_PER_PROBLEM = 2
+SOLUTIONS_PER_PROBLEM = 3
 IGNORED = -100
 
 
@@ -66,10 +68,12 @@ def warm_start(config: PPOConfig) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = rlx.models.tiny.make_tiny(config.actor_rollout_ref.model.tiny)
-    accuracy, steps = _Training(config, model, tokenizer).run()
+    with _one_thread():
+        accuracy, steps = _Training(config, model, tokenizer).run()
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}_", dir=folder.parent))
     try:
-        model.save_pretrained(unfinished)
+        with _silent_save():
+            model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "warm_start.json").write_text(json.dumps({"accuracy": accuracy, "steps": steps}))
         _publish(unfinished, folder)
@@ -86,6 +90,29 @@ def _publish(unfinished: Path, folder: Path) -> None:
     except OSError:
         if not folder.is_dir():
             raise
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for a model this small: more gain little, and lose much where other processes want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _silent_save() -> Iterator[None]:
+    """Keeps transformers' bar over the files it writes off the terminal."""
+    had_bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bar:
+            hf_logging.enable_progress_bar()
 
 
 def _cache_dir(config: PPOConfig) -> Path:
