@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         the exit code: 0 done; 1 the run failed, its first cause on the last line of standard error; 2 faults in the
-        configuration, all of them listed; 130 after Ctrl-C.
+        configuration, all of them listed; 130 after Ctrl-C or SIGTERM.
     """
     if "--help" in arguments or "-h" in arguments:
         print(help_text())

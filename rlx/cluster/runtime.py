@@ -29,7 +29,7 @@ def session(config: PPOConfig) -> Iterator[None]:
 
     Joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else starts Ray on this
     machine alone. A Ray that the process has already started is used and left as it is. At the end, also by an
-    exception or Ctrl-C, the processes started here are gone.
+    exception, Ctrl-C or SIGTERM, the processes started here are gone.
 
     Args:
         config: the tree; reads `ray_kwargs.ray_init`.
@@ -47,10 +47,12 @@ def session(config: PPOConfig) -> Iterator[None]:
     try:
         if address == "local":
             _set_local_environment()
-            context = ray.init(address="local", **{"include_dashboard": False, **quiet, **options})
+            with _postponed_interrupt():
+                context = ray.init(address="local", **{"include_dashboard": False, **quiet, **options})
             folder = Path(context.address_info["session_dir"])
         else:
             _join(address, {**quiet, **options})
+        _take_sigterm_as_ctrl_c()
         yield
     except Exception:
         folder = None  # its logs may tell more
@@ -115,14 +117,41 @@ def _shutdown() -> None:
     ray.shutdown(**({"wait_for_processes": True} if waits else {}))
 
 
+def _take_sigterm_as_ctrl_c() -> None:
+    """Replaces Ray's handlers, which print addresses of C++ frames and now and then abort the process."""
+    if _handles_signals():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Holds back Ctrl-C, so that a second one does not stop the clearing up after the first."""
-    if threading.current_thread() is not threading.main_thread():
+def _postponed_interrupt() -> Iterator[None]:
+    """Lets Ctrl-C wait until Ray has started: half of a start would leave processes behind."""
+    if not _handles_signals():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds back Ctrl-C and SIGTERM, so that a second one does not stop the clearing up after the first."""
+    if not _handles_signals():
+        yield
+        return
+    before = {held: signal.signal(held, signal.SIG_IGN) for held in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for held, handler in before.items():
+            signal.signal(held, handler)
+
+
+def _handles_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()

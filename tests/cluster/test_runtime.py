@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import socket
@@ -68,12 +69,46 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, how):
             driver.terminate()
         _, errors = driver.communicate(timeout=60)
         assert driver.returncode != 0
-        if how == "SIGINT":
-            assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
+        assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
+        assert "received at time" not in errors, "Ray's own handler has run"
         assert wait_until(lambda: not any(child.is_running() for child in family)), family
     finally:
         driver.kill()
         driver.wait()
+
+
+def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
+    script = "from rlx.cluster.runtime import session; from rlx.config.schema import PPOConfig; " + (
+        "print('starting', flush=True); session(PPOConfig()).__enter__()"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        text=True,
+        start_new_session=True,
+    )
+    mine = psutil.Process(driver.pid)
+    try:
+        assert driver.stdout.readline() == "starting\n"
+        assert wait_until(lambda: any("raylet" in child.name() for child in mine.children()))
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(timeout=60) != 0
+        assert wait_until(lambda: not session_members(driver.pid)), session_members(driver.pid)
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def session_members(leader):
+    """Living processes of the Unix session that the process has led; zombies have ended."""
+    found = []
+    for process in psutil.process_iter(["pid", "status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def test_a_session_inside_a_running_ray_leaves_it_running(ray_session):
