@@ -1,8 +1,8 @@
-"""A trained model leaves: a checkpoint becomes a Hugging Face folder, and transformers answers with it.
+r"""A trained model leaves: a checkpoint becomes a Hugging Face folder, and transformers answers with it.
 
     python -m rlx.main_ppo trainer.save_freq=20
-    python examples/export_and_generate.py RUN/checkpoints/global_step_40/actor exported "Tom has 3 apples. He buys 4 more. \
-    How many apples does Tom have?"
+    python examples/export_and_generate.py RUN/checkpoints/global_step_40/actor exported \
+      "Tom has 3 apples. He buys 4 more. How many apples does Tom have?"
 
 RUN is the folder that the run named at its end. vLLM loads `exported` as well.
 """
@@ -25,6 +25,8 @@ def answer(folder: Path, question: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     checkpoint, exported, question = sys.argv[1:]
     export(Path(checkpoint), Path(exported))
     print(answer(Path(exported), question))
