@@ -48,6 +48,10 @@ def run(config: PPOConfig, yaml: str) -> Path:
     for report in (train.report, val.report):
         if report:
             progress.notice(report)
+    if checkpoint is not None:
+        progress.remark(f"resuming from step {step}: {checkpoint}")
+    elif config.trainer.resume_mode == "auto":
+        progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
     names = config.trainer.project_name, config.trainer.experiment_name
     with (
         progress,

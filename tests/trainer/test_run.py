@@ -95,7 +95,7 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
         assert validated[0][name] == with_offload[4][name]
 
 
-def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom):
+def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, capfd):
     options = four_steps(
         *custom("varied"),
         "algorithm.adv_estimator=gae",
@@ -113,6 +113,8 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom):
     assert unbroken[2]["actor/grad_norm"] > 0 and unbroken[1]["critic/grad_norm"] > 0
     assert unbroken[4]["actor/reward_kl_coef"] != unbroken[1]["actor/reward_kl_coef"]
     _, resumed = train(*options, *resume_from(folder, 2))
+    printed = capfd.readouterr()
+    assert f"resuming from step 2: {folder}" in printed.out + printed.err
     for step in (3, 4):
         assert results(resumed[step]) == results(unbroken[step])
     _, without = train(
