@@ -34,7 +34,7 @@ class ParquetRows:
         try:
             self._table = pq.read_table(path, memory_map=True)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as fault:
-            raise DataError(f"{path}: cannot be read as Parquet ({fault})") from fault
+            raise DataError(f"{path}: cannot be read as Parquet ({fault})") from None
         self.columns = list(self._table.column_names)
 
     def __len__(self) -> int:
