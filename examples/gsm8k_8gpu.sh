@@ -6,12 +6,12 @@
 #
 # This version samples with transformers only: until vLLM is in it, append
 # actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.tensor_model_parallel_size=1
-# MODEL and DATA name another model and the folder of train.parquet and test.parquet.
+# MODEL and DATA name another model and the folder of train.parquet and test.parquet; PYTHON the interpreter that has rlx.
 set -euo pipefail
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-data/gsm8k}
 
-python -m rlx.main_ppo \
+"${PYTHON:-python}" -m rlx.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$DATA/train.parquet" \
   data.val_files="$DATA/test.parquet" \

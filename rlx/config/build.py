@@ -32,7 +32,7 @@ def nearest_keys(key: str) -> list[str]:
         return get_close_matches(key, same_name, n=3, cutoff=0.0)
     section = ".".join(parents)
     siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
-    near = [siblings[match] for match in get_close_matches(name, siblings, n=1, cutoff=0.7)]
+    near = [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]
     return near or get_close_matches(key, LEAVES, n=1, cutoff=0.75)
 
 

@@ -32,8 +32,6 @@ def run(config: PPOConfig, yaml: str) -> Path:
         DataError, RewardError, ResumeError, WorkerFailure: each says what to do about it.
     """
     checkpoint = starting_checkpoint(config)
-    folder = run_folder(config, checkpoint)
-    (folder / "config.yaml").write_text(yaml)
     config = with_models(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.trust_remote_code)
     train = load_prompts(config.data, tokenizer, "train")
@@ -43,6 +41,9 @@ def run(config: PPOConfig, yaml: str) -> Path:
     sampler = PromptSampler(len(train), drawn, data.shuffle, data.seed)
     config = with_steps(config, sampler)
     rewards = RewardManager(config.reward, config.custom_reward_function)
+    # After all that can fail for a mistake in the command: a run that never began leaves no folder.
+    folder = run_folder(config, checkpoint)
+    (folder / "config.yaml").write_text(yaml)
     step = read_driver_state(checkpoint).step if checkpoint else 0
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
     for report in (train.report, val.report):

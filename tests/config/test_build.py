@@ -103,7 +103,10 @@ def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str)
     ("key", "near"),
     [
         ("trainer.total_epoch", ["trainer.total_epochs"]),
-        ("actor_rollout_ref.actor.clip_ration", ["actor_rollout_ref.actor.clip_ratio"]),
+        (
+            "actor_rollout_ref.actor.clip_ration",
+            ["actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_c"],
+        ),
         ("trainer.train_batch_size", ["data.train_batch_size"]),
         ("train_batch_size", ["data.train_batch_size"]),
         ("algorithm.use_kl_loss", ["actor_rollout_ref.actor.use_kl_loss"]),
