@@ -4,7 +4,7 @@ r"""A trained model leaves: a checkpoint becomes a Hugging Face folder, and tran
     python examples/export_and_generate.py RUN/checkpoints/global_step_40/actor exported \
       "Tom has 3 apples. He buys 4 more. How many apples does Tom have?"
 
-RUN is the folder that the run named at its end. vLLM loads `exported` as well.
+RUN is the folder that the run named at its end.
 """
 
 import sys

@@ -18,7 +18,7 @@ Trains a language model with PPO or GRPO. Without arguments: a tiny model learns
   --check   compose, validate, print the whole configuration and an estimate of memory, and stop
   --help    this text
 
-Exit code: 0 done; 1 the run failed, its first cause on the last line; 2 faults in the configuration; 130 after Ctrl-C.
+Exit code: 0 done; 1 the run failed, its first cause on the last line; 2 faults in the configuration; 130 after Ctrl-C or SIGTERM.
 """
 
 EXAMPLES = """\
