@@ -58,7 +58,7 @@ class Parked:
         self._block = block
         self._source: Tensor | None = tensor.detach()
         self._buffer: Tensor | None = None
-        self._is_torn = False
+        self._was_torn = False
         self._home = mover.compute_stream()
         self._last_copy: torch.Event | None = None
         self._last_copy = mover.copy_off(_bytes_of(tensor.untyped_storage(), region), block)
@@ -74,6 +74,12 @@ class Parked:
         """Length of the range [bytes]."""
         return self._region.nbytes
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether the source was written to while it left, so that the bytes must not be used."""
+        source = self._source
+        return self._was_torn if source is None else source._version != self._region.version
+
     def release(self) -> None:
         """Let the source's memory go; the compute stream first waits for the copy."""
         source, event = self._source, self._last_copy
@@ -81,7 +87,7 @@ class Parked:
             return
         if event is not None and self._home is not None:
             self._mover.wait(self._home, event)
-        self._is_torn = source._version != self._region.version
+        self._was_torn = self.is_torn
         self._source = None
 
     def fetch(self) -> None:
@@ -103,9 +109,7 @@ class Parked:
             RuntimeError: if they were overwritten while they left.
         """
         source = self._source
-        if source is not None:
-            self._is_torn = source._version != self._region.version
-        if self._is_torn:
+        if self.is_torn:
             raise RuntimeError(
                 "activation offloading: a tensor was modified in place while it was copied to the host; "
                 "clone it before the write"
