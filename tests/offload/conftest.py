@@ -1,5 +1,6 @@
 import copy
 import gc
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -9,17 +10,25 @@ from torch import nn
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.arena import host_arena
 
+# Every test that takes `mode` runs once for each of these: what is kept for backward, and where.
+MODES = [(save, tier) for save in ("boundary", "all") for tier in ("cpu",)]
+
 
 @dataclass
 class Graded:
-    """What a step computed: its loss and the gradient of every parameter."""
+    """What a step computed and left: loss, gradients of the parameters, buffers, and the next random number."""
 
     loss: torch.Tensor
     grads: dict
+    buffers: dict
+    drawn: torch.Tensor
 
     def assert_equal(self, other):
         assert torch.equal(self.loss, other.loss)
+        assert torch.equal(self.drawn, other.drawn)
         assert self.grads.keys() == other.grads.keys()
+        for name, buffer in self.buffers.items():
+            assert torch.equal(buffer, other.buffers[name]), name
         for name, grad in self.grads.items():
             theirs = other.grads[name]
             assert (grad is None) == (theirs is None), name
@@ -34,7 +43,22 @@ def graded(model, step):
     loss = step(model)
     if loss.requires_grad:
         loss.backward()
-    return Graded(loss.detach().clone(), {name: p.grad for name, p in model.named_parameters()})
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return Graded(loss.detach().clone(), grads, buffers, torch.rand(1, device=loss.device))
+
+
+@pytest.fixture(params=MODES, ids="-".join)
+def mode(request):
+    """The options of one way to offload, for `compare(model, step, **mode)` and `enable(model, **mode)`."""
+    save, tier = request.param
+    options = {"enable_ckpt": save != "all", "save": save, "tier": tier}
+    if tier != "disk":
+        yield options
+        return
+    folder = request.getfixturevalue("tmp_path")
+    yield {**options, "directory": str(folder)}
+    assert os.listdir(folder) == []
 
 
 @pytest.fixture
@@ -102,6 +126,35 @@ class Block(nn.Module):
         return x + nn.functional.dropout(y, self.dropout, self.training)
 
 
+class Attend(nn.Module):
+    """A decoder layer: attention with fewer key/value heads, then an MLP."""
+
+    def __init__(self, width=16, heads=4, kv_heads=2, dropout=0.0, attention_dropout=0.0):
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.dropout, self.attention_dropout = dropout, attention_dropout
+        self.norm = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, kv_heads * self.size)
+        self.v = nn.Linear(width, kv_heads * self.size)
+        self.o = nn.Linear(width, width, bias=False)
+        self.mlp = Block(width, dropout)
+
+    def split(self, x):
+        """From (B, S, heads * size) to (B, heads, S, size)."""
+        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
+
+    def forward(self, x, mask=None):
+        h = self.norm(x)
+        q, k, v = self.split(self.q(h)), self.split(self.k(h)), self.split(self.v(h))
+        dropout = self.attention_dropout if self.training else 0.0
+        a = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=True
+        )
+        x = x + nn.functional.dropout(self.o(a.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        return self.mlp(x)
+
+
 class Stack(nn.Module):
     """An embedding, blocks in a ModuleList, a head."""
 
@@ -125,6 +178,7 @@ def toys():
 
     class Toys:
         block = Block
+        attend = Attend
         stack = Stack
         grade = staticmethod(graded)
 
@@ -135,6 +189,19 @@ def toys():
         @staticmethod
         def step(model):
             return model(Toys.batch())
+
+        @staticmethod
+        def decoder(blocks=3, **options):
+            """A stack of layers with attention."""
+            return Stack(lambda: Attend(**options), blocks, width=16)
+
+        @staticmethod
+        def tokens(rows=2, length=6, width=16, seed=1):
+            return torch.randn(rows, length, width, generator=torch.Generator().manual_seed(seed))
+
+        @staticmethod
+        def read(model):
+            return model(Toys.tokens())
 
         @staticmethod
         def of(forward, blocks=3, width=8):
