@@ -68,7 +68,10 @@ Keys and meanings are verl's wherever both have the feature. The differences:
   `trust_remote_code`, `override_config` and `attn_implementation` where its own are the defaults. Its sharding is
   `critic.fsdp`.
 - `model.enable_activation_offload` has options, `model.activation_offload`, and works with gradient checkpointing on or
-  off. It cannot be combined with `actor.use_torch_compile`.
+  off. It cannot be combined with `actor.use_torch_compile`. The actor's model keys are the reference's too, which has no
+  backward and so nothing to offload. What exceeds `max_host_bytes` stays on the device, or goes to `directory` where one is
+  set; with tier disk that key bounds the staging memory. The directory must exist and be writable: on a single machine that
+  is checked beforehand, on a cluster by each worker as it starts.
 - `data.train_files` also takes JSONL and `builtin:arithmetic`; a single file needs no brackets.
 - Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None)` works unchanged; reward models and
   reward managers other than naive do not exist.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from rlx.config.machine import Setting, on_accelerator, processes
 from rlx.config.roles import TINY, has_critic, has_reference, is_tiny
+from rlx.config.rules_offload import writes_to_disk
 from rlx.config.schema import ARITHMETIC
 
 
@@ -66,7 +67,11 @@ def _of_trained_model(role: str, model: str) -> tuple[Idle, ...]:
     return (
         Idle((f"{model}.use_remove_padding",), lambda s: True, "rows are cut to the longest of a micro-batch"),
         _flagged(f"{model}.enable_activation_offload", f"{offload}.*"),
-        Idle((f"{offload}.directory",), _is(f"{offload}.tier", "cpu"), "tier is cpu"),
+        Idle(
+            (f"{offload}.directory",),
+            lambda s: not writes_to_disk(s.value(offload)),
+            "tier is cpu, and without max_host_bytes nothing exceeds it",
+        ),
         Idle((f"{offload}.max_device_bytes",), lambda s: True, "save=auto, which reads it, is not built yet"),
         Idle(_below(offload, "pin_memory", "use_streams", "max_inflight_bytes"), _on_cpu, "copies are synchronous"),
         _flagged(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),

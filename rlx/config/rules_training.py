@@ -1,8 +1,6 @@
-"""Combinations that cannot train: batches, offloading, sharding, algorithm. Each rule yields the faults it finds."""
+"""Combinations that cannot train: batches, algorithm, sharding, resuming. Each rule yields the faults it finds."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlx.config.faults import Fault
 from rlx.config.machine import Setting, processes
@@ -118,67 +116,6 @@ def tiny_heads_fit(s: Setting) -> Faults:
         yield Fault("key/value heads do not divide the attention heads", got, f"a divisor of {heads}", remedy, keys)
 
 
-# Activation offloading
-
-
-def offload_needs_fsdp(s: Setting) -> Faults:
-    """The engine hooks into layers that FSDP wraps."""
-    for role in trained_roles(s.config):
-        if role.model.enable_activation_offload and role.strategy not in ("fsdp", "fsdp2"):
-            key = f"{role.model_key}.enable_activation_offload"
-            remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
-            got = f"{role.key}.strategy={role.strategy}, {key}=True"
-            yield Fault("activation offloading needs FSDP", got, "strategy fsdp or fsdp2", remedy, (key,))
-
-
-def offload_without_compile(s: Setting) -> Faults:
-    """A compiled layer saves its activations where the engine cannot see them."""
-    if (
-        s.config.actor_rollout_ref.model.enable_activation_offload
-        and s.config.actor_rollout_ref.actor.use_torch_compile
-    ):
-        keys = ("actor_rollout_ref.model.enable_activation_offload", "actor_rollout_ref.actor.use_torch_compile")
-        remedy = f"set {keys[1]}=False, or {keys[0]}=False"
-        yield Fault(
-            "activation offloading cannot be combined with compiled layers",
-            ", ".join(f"{key}=True" for key in keys),
-            "one of the two",
-            remedy,
-            keys,
-        )
-
-
-def offload_saves_what_is_there(s: Setting) -> Faults:
-    """What is offloaded agrees with what is recomputed, and is built."""
-    for role in trained_roles(s.config):
-        save, recompute = role.model.activation_offload.save, role.model.enable_gradient_checkpointing
-        key, flag = f"{role.model_key}.activation_offload.save", f"{role.model_key}.enable_gradient_checkpointing"
-        if not role.model.enable_activation_offload:
-            continue
-        if save in ("attention", "auto"):
-            remedy = f"set {key}=null: boundary with gradient checkpointing, all without"
-            yield Fault("this way of offloading is not built yet", f"{key}={save}", "boundary or all", remedy, (key,))
-        elif save is not None and (save == "boundary") != recompute:
-            remedy = f"set {flag}={not recompute}, or {key}={'boundary' if recompute else 'all'}"
-            what = "boundary recomputes what lies between the layers, all recomputes nothing"
-            yield Fault(what, f"{key}={save}, {flag}={recompute}", "both to agree", remedy, (key, flag))
-
-
-def disk_tier_has_a_directory(s: Setting) -> Faults:
-    """The disk tier writes to a folder that is there."""
-    for role in trained_roles(s.config):
-        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
-        if not role.model.enable_activation_offload or options.tier != "disk":
-            continue
-        folder, keys = options.directory, (f"{prefix}.directory", f"{prefix}.tier")
-        if folder is None or not Path(folder).is_dir() or not os.access(folder, os.W_OK):
-            got = "no directory" if folder is None else f"{folder}, which is no writable folder"
-            remedy = f"make a folder on a fast disk and set {keys[0]} to it, or set {keys[1]}=cpu"
-            yield Fault("the disk tier has no usable directory", got, "a writable folder that exists", remedy, keys)
-        remedy = f"set {keys[1]}=cpu"
-        yield Fault("the disk tier is not built yet", f"{keys[1]}=disk", f"{keys[1]}=cpu", remedy, keys[1:])
-
-
 # Sharding
 
 
@@ -256,10 +193,6 @@ TRAINING_RULES = (
     validation_samples_at_a_temperature,
     betas_are_two,
     tiny_heads_fit,
-    offload_needs_fsdp,
-    offload_without_compile,
-    offload_saves_what_is_there,
-    disk_tier_has_a_directory,
     sharding_group_divides_processes,
     one_way_to_the_host,
     fsdp1_can_do_it,

@@ -63,12 +63,12 @@ class ActivationOffloadConfig:
 
     save: str | None = key(
         None,
-        "What leaves the device: `boundary` (layer inputs; the rest is recomputed) or `all` (every saved tensor); "
-        "null: boundary with gradient checkpointing, all without.",
+        "What leaves the device: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
+        "attention and its projections), `all` (every saved tensor); null: boundary with gradient checkpointing, else all.",
         choices=(None, "boundary", "attention", "all", "auto"),
     )
     tier: str = key("cpu", "Where it goes: host memory or disk.", choices=("cpu", "disk"))
-    directory: str | None = key(None, "Folder of the disk tier; it must exist and be writable.")
+    directory: str | None = key(None, "Folder of the disk tier, or with tier cpu for what exceeds `max_host_bytes`.")
     prefetch_layers: int | None = key(None, "Layers fetched ahead in backward; null: as fits; 0: none.", minimum=0)
     max_inflight_bytes: int | None = key(None, "Bytes on the way before forward waits; null: as fits.", minimum=0)
     min_bytes: int = key(1 << 20, "Smaller tensors stay on the device [bytes].", minimum=0)

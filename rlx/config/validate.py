@@ -9,9 +9,10 @@ from rlx.config.idle import idle_keys
 from rlx.config.machine import Machine, Setting, on_accelerator
 from rlx.config.roles import has_critic
 from rlx.config.rules_machine import MACHINE_RULES
+from rlx.config.rules_offload import OFFLOAD_RULES, offload_warnings
 from rlx.config.rules_training import TRAINING_RULES
 
-RULES = (*TRAINING_RULES, *MACHINE_RULES)
+RULES = (*TRAINING_RULES, *OFFLOAD_RULES, *MACHINE_RULES)
 
 
 class Verdict(NamedTuple):
@@ -35,6 +36,7 @@ def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:
     idle = {key: why for key, why in idle_keys(s).items() if key not in broken}
     if idle:
         yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in idle.items())
+    yield from offload_warnings(s)
     if s.config.actor_rollout_ref.actor.use_kl_loss and s.config.algorithm.use_kl_in_reward:
         yield "the KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both set"
     warmup, steps = s.config.trainer.critic_warmup, s.config.trainer.total_training_steps

@@ -1,0 +1,114 @@
+"""Combinations of activation offloading that cannot work, and those that work to no purpose."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlx.config.faults import Fault
+from rlx.config.machine import Setting
+from rlx.config.roles import ModelRole, trained_roles
+from rlx.config.schema import ActivationOffloadConfig
+
+Faults = Iterator[Fault]
+
+RECOMPUTING = ("boundary", "attention")
+
+
+def offloading_roles(s: Setting) -> list[ModelRole]:
+    """The roles whose activations leave the device; the reference has no backward, and none to move."""
+    return [role for role in trained_roles(s.config) if role.model.enable_activation_offload]
+
+
+def writes_to_disk(options: ActivationOffloadConfig) -> bool:
+    """Whether anything goes to the directory: the disk tier, or what the cap of host memory leaves over."""
+    return options.tier == "disk" or (options.directory is not None and options.max_host_bytes is not None)
+
+
+def offload_needs_fsdp(s: Setting) -> Faults:
+    """The engine hooks into layers that FSDP wraps."""
+    for role in offloading_roles(s):
+        if role.strategy not in ("fsdp", "fsdp2"):
+            key = f"{role.model_key}.enable_activation_offload"
+            remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
+            got = f"{role.key}.strategy={role.strategy}, {key}=True"
+            yield Fault("activation offloading needs FSDP", got, "strategy fsdp or fsdp2", remedy, (key,))
+
+
+def offload_without_compile(s: Setting) -> Faults:
+    """A compiled layer saves its activations where the engine cannot see them."""
+    policy = s.config.actor_rollout_ref
+    if policy.model.enable_activation_offload and policy.actor.use_torch_compile:
+        keys = ("actor_rollout_ref.model.enable_activation_offload", "actor_rollout_ref.actor.use_torch_compile")
+        yield Fault(
+            "activation offloading cannot be combined with compiled layers",
+            ", ".join(f"{key}=True" for key in keys),
+            "one of the two",
+            f"set {keys[1]}=False, or {keys[0]}=False",
+            keys,
+        )
+
+
+def offload_saves_what_is_there(s: Setting) -> Faults:
+    """What is offloaded agrees with what is recomputed, and is built."""
+    for role in offloading_roles(s):
+        save, recompute = role.model.activation_offload.save, role.model.enable_gradient_checkpointing
+        key, flag = f"{role.model_key}.activation_offload.save", f"{role.model_key}.enable_gradient_checkpointing"
+        if save == "auto":
+            remedy = f"set {key}=null: boundary with gradient checkpointing, all without"
+            expected = "boundary, attention or all"
+            yield Fault("this way of offloading is not built yet", f"{key}={save}", expected, remedy, (key,))
+        elif save is not None and (save in RECOMPUTING) != recompute:
+            instead = "boundary or attention" if recompute else "all"
+            remedy = f"set {flag}={not recompute}, or {key} to {instead}"
+            what = "boundary and attention recompute the rest of a layer, all recomputes nothing"
+            yield Fault(what, f"{key}={save}, {flag}={recompute}", "both to agree", remedy, (key, flag))
+
+
+def offload_has_a_directory(s: Setting) -> Faults:
+    """What goes to disk has a folder to go to. On a cluster each worker looks for it on its own machine, as it starts."""
+    is_local = s.machine.cluster is None
+    for role in offloading_roles(s):
+        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
+        if not writes_to_disk(options):
+            continue
+        wrong = _wrong_with(options.directory, is_local)
+        if wrong is None:
+            continue
+        key = f"{prefix}.directory"
+        instead = f"{prefix}.tier=cpu" if options.tier == "disk" else f"{key}=null to keep the rest on the device"
+        remedy = f"make a folder on a fast disk and set {key} to it, or set {instead}"
+        what, expected = "activations that go to disk have no usable folder", "a writable folder that exists"
+        yield Fault(what, f"{key}={wrong}", expected, remedy, (key, f"{prefix}.tier", f"{prefix}.max_host_bytes"))
+
+
+def _wrong_with(directory: str | None, is_local: bool) -> str | None:
+    """The directory and what is wrong with it; None if nothing is, or it is not on this machine."""
+    if directory is None:
+        return "null"
+    folder = Path(directory).expanduser()
+    if not is_local or (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        return None
+    reason = "does not exist" if not folder.exists() else "is not writable" if folder.is_dir() else "is no folder"
+    return f"{directory}, which {reason}"
+
+
+OFFLOAD_RULES = (
+    offload_needs_fsdp,
+    offload_without_compile,
+    offload_saves_what_is_there,
+    offload_has_a_directory,
+)
+
+
+def offload_warnings(s: Setting) -> Iterator[str]:
+    """Combinations that work, but do not what they seem to."""
+    for role in offloading_roles(s):
+        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
+        attention = role.model.attn_implementation
+        if options.save == "attention" and attention == "eager":
+            yield (
+                f"{prefix}.save=attention finds nothing to keep in {role.model_key}.attn_implementation=eager, which is no "
+                "fused kernel: its layers are offloaded as with boundary; use sdpa or flash_attention_2"
+            )
+        if options.max_host_bytes == 0 and not writes_to_disk(options):
+            yield f"{prefix}.max_host_bytes=0 keeps every activation on the device: nothing is offloaded"
