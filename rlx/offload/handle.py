@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.checkpoint import run_recomputed
 from rlx.offload.engine import Engine, Layer, map_leaves
-from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_filled
+from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
 from rlx.offload.options import OffloadOptions
 from rlx.offload.saving import RegionHooks, run_saving, unpack
 from rlx.offload.stats import OffloadStats
@@ -44,6 +44,8 @@ class LayerForward:
         module = self._module()
         assert module is not None
         forward = self.original(module)
+        if module.training and is_checkpointed(module):
+            self.handle.take_over_checkpointing()
         # Disabled, but still called: somebody else has wrapped this object since.
         if not torch.is_grad_enabled() or not self.handle.is_enabled:
             return forward(*args, **kwargs)
@@ -92,8 +94,8 @@ class LayerForward:
     @contextlib.contextmanager
     def _recompute_context(self) -> Iterator[None]:
         module = self._module()
-        # After disable() transformers' own checkpointing is on again and would nest in a graph that is still alive.
-        if module is not None and not self.handle.is_enabled:
+        # transformers' own checkpointing, on again after disable() or switched on since forward, must not nest.
+        if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
             with CheckpointingFlags.cleared(module.modules()):
                 yield
         else:
@@ -110,6 +112,7 @@ class ActivationOffloading:
         self._layers: list[weakref.ref[nn.Module]] = []
         self._flags = CheckpointingFlags(())
         self._has_noted_cache = False
+        self._has_noted_checkpointing = False
 
     def stats(self, per_layer: bool = False) -> OffloadStats:
         """What has been done since the engine was switched on; also after `disable`. Waits for no device.
@@ -132,24 +135,28 @@ class ActivationOffloading:
                     del module.forward
         self._layers.clear()
         self._flags.restore()
-        self._flags = CheckpointingFlags(())
 
     def wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
         """Put the engine around the layers of a model."""
-        if self.engine.save == "boundary":
-            self._flags = CheckpointingFlags(model.modules())
-            self._flags.switch_off()
-            if len(self._flags):
-                logger.warning(
-                    "activation offloading: gradient checkpointing of transformers is switched off; the %d layers are "
-                    "recomputed by rlx instead. disable() switches it on again",
-                    len(layers),
-                )
+        self._flags = CheckpointingFlags.of(model, layers)
+        self.take_over_checkpointing()
         for index, (name, module) in enumerate(layers):
             layer = Layer(index, name)
             self.engine.layers.append(layer)
             module.forward = LayerForward(self, layer, module)
             self._layers.append(weakref.ref(module))
+
+    def take_over_checkpointing(self) -> None:
+        """Switch transformers' gradient checkpointing of the layers off, whoever has switched it on and when."""
+        if self.is_enabled and self._flags.switch_off() and not self._has_noted_checkpointing:
+            self._has_noted_checkpointing = True
+            logger.warning(
+                "activation offloading: gradient checkpointing of transformers is switched off; %s. "
+                "disable() switches it on again",
+                "enable_ckpt=False asks for no recomputation"
+                if self.engine.save == "all"
+                else "rlx recomputes the layers instead",
+            )
 
     def layer_ids(self) -> set[int]:
         """Ids of the layers that are wrapped."""

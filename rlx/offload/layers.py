@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -115,31 +116,40 @@ def _inside_fsdp1(module: nn.Module) -> nn.Module:
 
 
 class CheckpointingFlags:
-    """transformers' gradient checkpointing: the modules of a model for which it is on.
+    """transformers' gradient checkpointing, which a flag of a module switches on.
 
     Args:
-        modules: where to look for the flag.
+        modules: where the flag may be; held weakly.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [module for module in modules if getattr(module, _FLAG, False) is True]
-        self._were_own = [(_FLAG in vars(module)) for module in self._modules]
+        self._modules = weakref.WeakSet(modules)
+        self._was_own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-    def __len__(self) -> int:
-        return len(self._modules)
+    @classmethod
+    def of(cls, model: nn.Module, layers: Iterable[NamedLayer]) -> CheckpointingFlags:
+        """The flags by which layers are recomputed: their own, those inside and those of what contains them."""
+        found = [layer for _, layer in layers]
+        ids = set(map(id, found))
+        above = [module for module in model.modules() if any(id(inner) in ids for inner in module.modules())]
+        return cls([*above, *(inner for layer in found for inner in layer.modules())])
 
-    def switch_off(self) -> None:
-        """Clear the flag of each module."""
-        for module in self._modules:
+    def switch_off(self) -> bool:
+        """Clear the flags; returns whether one was set."""
+        flagged = [module for module in self._modules if is_checkpointed(module)]
+        for module in flagged:
+            self._was_own.setdefault(module, _FLAG in vars(module))
             setattr(module, _FLAG, False)
+        return bool(flagged)
 
     def restore(self) -> None:
-        """Set the flags as they were."""
-        for module, was_own in zip(self._modules, self._were_own, strict=True):
+        """Set the flags that `switch_off` has cleared."""
+        for module, was_own in self._was_own.items():
             if was_own:
                 setattr(module, _FLAG, True)
             else:
                 delattr(module, _FLAG)
+        self._was_own.clear()
 
     @classmethod
     @contextlib.contextmanager
@@ -151,6 +161,11 @@ class CheckpointingFlags:
             yield
         finally:
             flags.restore()
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether transformers' gradient checkpointing is on for a module."""
+    return getattr(module, _FLAG, False) is True
 
 
 def is_cache(value: Any) -> bool:

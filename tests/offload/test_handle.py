@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading
 
@@ -172,6 +173,7 @@ def test_a_dropped_model_is_freed_without_the_garbage_collector(toys):
     import weakref
 
     model = toys.stack()
+    model.layers[0].gradient_checkpointing = True
     enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
     reference = weakref.ref(model.layers[0])
     gc.disable()
@@ -180,3 +182,69 @@ def test_a_dropped_model_is_freed_without_the_garbage_collector(toys):
         assert reference() is None
     finally:
         gc.enable()
+
+
+def checkpoint(model, use_reentrant=False):
+    """transformers' own recomputation, whose method has two names."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+
+
+def qwen(layers=3):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_hidden_layers=layers, **sizes)).train()
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    return model, calls
+
+
+def causal_step(model):
+    ids = torch.arange(16).reshape(2, 8)
+    return model(ids, labels=ids, use_cache=False).loss
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("enable_ckpt", [True, False])
+def test_checkpointing_that_a_trainer_switches_on_later_gives_way(toys, enable, caplog, enable_ckpt, use_reentrant):
+    model, calls = qwen()
+    expected = toys.grade(copy.deepcopy(model), causal_step)
+    handle = enable(model, enable_ckpt)
+    for _ in range(2):  # TRL's GRPO switches it on again after each rollout
+        checkpoint(model, use_reentrant)
+        expected.assert_equal(toys.grade(model, causal_step))
+    (record,) = caplog.records
+    assert "gradient checkpointing of transformers is switched off" in record.getMessage()
+    assert ("enable_ckpt=False" in record.getMessage()) is not enable_ckpt
+    # Not before now: older transformers checkpoint `__call__`, around the engine, which learns of it in the first layer.
+    calls.clear()
+    expected.assert_equal(toys.grade(model, causal_step))
+    assert len(calls) == 3 * (2 if enable_ckpt else 1)
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    handle.disable()
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_checkpointing_switched_on_between_forward_and_backward_does_not_nest(toys, enable):
+    model, calls = qwen()
+    expected = toys.grade(copy.deepcopy(model), causal_step)
+    enable(model, True)
+    calls.clear()
+
+    def step(model):
+        loss = causal_step(model)
+        checkpoint(model)
+        return loss
+
+    expected.assert_equal(toys.grade(model, step))
+    assert len(calls) == 6
+
+
+def test_checkpointing_of_modules_that_are_no_layers_of_the_engine_stays(enable):
+    model, _ = qwen(layers=4)
+    checkpoint(model)
+    enable(model, True, layers=["model.layers.0", "model.layers.1", "model.layers.2"])
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [False, False, False, True]
+    causal_step(model).backward()
+    assert model.model.layers[3].gradient_checkpointing
