@@ -27,7 +27,7 @@ from rlx.models.hf_folder import ModelCard
 from rlx.models.loading import load_model, load_skeleton
 from rlx.models.log_probs import token_log_probs
 from rlx.models.lora import Adapter, add_lora, merged_weights
-from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
-        self.offload = None
+        self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:
             options = OffloadOptions(**vars(model.activation_offload))
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
@@ -288,10 +288,14 @@ class Engine:
         return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]
 
     def offload_stats(self) -> Metrics:
-        """Figures of activation offloading since the start, named as in OffloadStats; empty when it is off."""
-        if self.offload is None:
+        """Figures of activation offloading since the last call, named as in OffloadStats.
+
+        held_bytes and reserved_bytes are as they are now. Empty where there is no backward or offloading is off.
+        """
+        if self.offload is None or self.optimizer is None:
             return {}
-        stats = self.offload.stats()
+        total = self.offload.stats()
+        stats, self._reported = total.since(self._reported), total
         figures = {f.name: float(getattr(stats, f.name)) for f in fields(stats) if f.name != "layers"}
         return figures | {"copy_gb_per_s": stats.copy_gb_per_s, "overlap": stats.overlap}
 

@@ -104,7 +104,9 @@ class Trainer:
                     self.save()
             metrics |= timings
             beside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
-            metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / (timings["timing_s/step"] - beside)
+            seconds = timings["timing_s/step"] - beside
+            metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / seconds
+            metrics["perf/stall_share"] = metrics["perf/stall_ms"] / 1e3 / seconds
             self.report(metrics)
 
     def step(self, step: int) -> Metrics:
@@ -215,8 +217,7 @@ class Trainer:
             "train/skipped_steps": float(self.skipped_steps),
             "train/policy_version": float(self.policy_version),
             "perf/tokens": float(batch["attention_mask"].sum()),
-            "perf/offloaded_mb": sum(u["offloaded_mb"] for u in usage),
-            "perf/peak_memory_gb": max(u["peak_memory_gb"] for u in usage),
+            **steps.resource_use(usage),
         }
 
     def report(self, metrics: Metrics) -> None:

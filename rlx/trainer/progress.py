@@ -104,6 +104,7 @@ COLUMNS = (
     Column("tok/s", ("perf/tokens_per_second",), 6, count, 8),
     Column("sec", ("timing_s/step",), 6, "{:.1f}".format, 4),
     Column("offMB", ("perf/offloaded_mb",), 5, count, 9),
+    Column("stall", ("perf/stall_share",), 5, "{:.1%}".format, 11),
     Column("peakGB", ("perf/peak_memory_gb",), 6, partial(number, width=6), 10),
 )
 

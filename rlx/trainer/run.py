@@ -7,7 +7,7 @@ from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
 from rlx.config.roles import TINY, critic_settings, has_critic
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.data.prompts import load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.models.loading import load_tokenizer
@@ -84,9 +84,17 @@ def with_models(config: PPOConfig) -> PPOConfig:
     critic_path = policy_path if critic.model.path == TINY else absolute(critic.model.path)
     return replace(
         config,
-        actor_rollout_ref=replace(policy, model=replace(policy.model, path=policy_path)),
-        critic=replace(critic, model=replace(critic.model, path=critic_path)),
+        actor_rollout_ref=replace(policy, model=located(policy.model, policy_path)),
+        critic=replace(critic, model=located(critic.model, critic_path)),
     )
+
+
+def located(model: ModelConfig, path: str | None) -> ModelConfig:
+    """The model at `path`, and the folder that its activations may go to by its path from the root."""
+    offload = model.activation_offload
+    if offload.directory is not None:
+        offload = replace(offload, directory=str(Path(offload.directory).expanduser().absolute()))
+    return replace(model, path=path, activation_offload=offload)
 
 
 def absolute(path: str | None) -> str | None:

@@ -4,7 +4,7 @@ Pure functions from batches to batches; no worker is called here. Shape letters 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -140,6 +140,28 @@ def describe(batch: Batch) -> dict[str, float]:
         left, total = (masked_variance(x, mask) for x in (batch["returns"] - batch["values"], batch["returns"]))
         numbers["critic/explained_variance"] = 1 - left / total if total > 0 else math.nan
     return numbers
+
+
+def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What a step took, from what each process took: bytes are summed, times and rates averaged over the processes.
+
+    Args:
+        usage: of each process, as `Worker.usage` names it.
+
+    Returns:
+        perf/offload/<role>/<figure> where a role offloads; perf/offloaded_mb and perf/stall_ms, of all roles together;
+        perf/peak_memory_gb, of the process that took most.
+    """
+    found: dict[str, float] = {}
+    for name in usage[0]:
+        if "/" in name:
+            total = sum(each[name] for each in usage)
+            found[f"perf/offload/{name}"] = total if name.endswith("_bytes") else total / len(usage)
+    moved, stalled = (
+        sum(value for name, value in found.items() if name.endswith(end)) for end in ("/offloaded_bytes", "/stall_ms")
+    )
+    peak = max(each["peak_memory_gb"] for each in usage)
+    return {**found, "perf/offloaded_mb": moved / 1e6, "perf/stall_ms": stalled, "perf/peak_memory_gb": peak}
 
 
 def finite_mean(values: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlx.config.schema import PPOConfig
+from rlx.engine.host_memory import HostRelief, host_memory
 from rlx.models.loading import load_tokenizer
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, Role, RolloutRole
 
@@ -32,7 +33,7 @@ class Worker:
         self.device = join_process_group(config.trainer.device)
         self._roles: dict[str, Role] = {}
         self._active: Role | None = None
-        self._offloaded_bytes = 0.0
+        self._relief = HostRelief()
         unknown = set(roles) - {"actor", "rollout", "ref", "critic"}
         if unknown or ("rollout" in roles and "actor" not in roles):
             raise ValueError(
@@ -57,6 +58,8 @@ class Worker:
     def call(self, role: str, method: str, *args: Any) -> Any:
         """Calls a method of a role; the role that worked before gives its device memory back first.
 
+        Before the rollout begins memory of the host is given back too, if it is short.
+
         Raises:
             ValueError: the process hosts no such role.
         """
@@ -66,6 +69,9 @@ class Worker:
             raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self._roles]}, which this process hosts")
         chosen = self._roles[role]
         if self._active not in (None, chosen):
+            if isinstance(chosen, RolloutRole):
+                # First, as resting may bring parameters and optimizer states to the host.
+                self._relief.relieve(host_memory())
             self._active.rest()
         self._active = chosen
         return getattr(chosen, method)(*args)
@@ -74,18 +80,22 @@ class Worker:
         """What the process took since the last call.
 
         Returns:
-            offloaded_mb: activations moved off the device [10^6 bytes]; peak_memory_gb: device memory allocated at most
-            [10^9 bytes], on CPU the process's largest resident size since it started.
+            `<role>/<figure>`: of activation offloading, as `Engine.offload_stats` names them, for roles that offload;
+            peak_memory_gb: device memory allocated at most [10^9 bytes], on CPU the process's largest resident size since
+            it started.
         """
-        engines = [role.engine for role in self._roles.values() if isinstance(role, EngineRole)]
-        total = sum(engine.offload_stats().get("offloaded_bytes", 0) for engine in engines)
-        offloaded, self._offloaded_bytes = total - self._offloaded_bytes, total
+        figures = {
+            f"{name}/{figure}": value
+            for name, role in self._roles.items()
+            if isinstance(role, EngineRole)
+            for figure, value in role.engine.offload_stats().items()
+        }
         if self.device.type == "cpu":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         else:
             peak = torch.accelerator.max_memory_allocated(self.device)
             torch.accelerator.reset_peak_memory_stats(self.device)
-        return {"offloaded_mb": offloaded / 1e6, "peak_memory_gb": peak / 1e9}
+        return {**figures, "peak_memory_gb": peak / 1e9}
 
 
 def join_process_group(choice: str) -> torch.device:

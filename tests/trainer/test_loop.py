@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from rlx.config.schema import (
+    ActivationOffloadConfig,
     ActorRolloutRefConfig,
     AlgorithmConfig,
     DataConfig,
+    ModelConfig,
     PPOConfig,
     RolloutConfig,
     TrainerConfig,
@@ -22,7 +24,22 @@ from rlx.rewards.manager import Scores
 from rlx.trainer import checkpoints as ck
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
-from rlx.trainer.run import with_steps
+from rlx.trainer.run import located, with_steps
+
+
+def test_the_folder_of_activations_is_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    given = (None, "scratch", "~/scratch", "/scratch")
+    models = [ModelConfig(activation_offload=ActivationOffloadConfig(directory=directory)) for directory in given]
+    found = [located(model, "/policy") for model in models]
+    assert [model.activation_offload.directory for model in found] == [
+        None,
+        str(tmp_path / "scratch"),
+        str(tmp_path / "home/scratch"),
+        "/scratch",
+    ]
+    assert {model.path for model in found} == {"/policy"}
 
 
 class Held(SimpleNamespace):
@@ -105,7 +122,7 @@ class Skipping:
         return next(self.metrics)
 
     def broadcast(self, role, method, *args):
-        return [{"offloaded_mb": 1.0, "peak_memory_gb": 2.0}]
+        return [{"peak_memory_gb": 2.0}]
 
 
 def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):

@@ -131,3 +131,22 @@ def test_description():
     assert numbers["response_length/clip_ratio"] == 0.25
     assert numbers["mismatch/mean_abs_log_prob"] == 0.25
     assert numbers["train/zero_advantage_share"] == 0.5, "the second prompt's, whatever the scores"
+
+
+def test_bytes_of_all_processes_add_up_and_times_are_means():
+    usage = [
+        {"actor/offloaded_bytes": 3e6, "actor/stall_ms": 2.0, "critic/offloaded_bytes": 1e6, "critic/stall_ms": 0.0},
+        {"actor/offloaded_bytes": 5e6, "actor/stall_ms": 4.0, "critic/offloaded_bytes": 1e6, "critic/stall_ms": 2.0},
+    ]
+    found = steps.resource_use([{**usage[0], "peak_memory_gb": 2.0}, {**usage[1], "peak_memory_gb": 1.0}])
+    assert found == {
+        "perf/offload/actor/offloaded_bytes": 8e6,
+        "perf/offload/actor/stall_ms": 3.0,
+        "perf/offload/critic/offloaded_bytes": 2e6,
+        "perf/offload/critic/stall_ms": 1.0,
+        "perf/offloaded_mb": 10.0,
+        "perf/stall_ms": 4.0,
+        "perf/peak_memory_gb": 2.0,
+    }
+    without = {"perf/offloaded_mb": 0.0, "perf/stall_ms": 0.0, "perf/peak_memory_gb": 1.0}
+    assert steps.resource_use([{"peak_memory_gb": 1.0}]) == without

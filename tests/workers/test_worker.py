@@ -96,7 +96,11 @@ def test_validation_is_greedy(workers, stepped, prompts):
 
 def test_usage_counts_offloaded_bytes_of_the_step(stepped):
     for usage in stepped[2]:
-        assert usage["offloaded_mb"] > 0
+        assert (
+            usage["actor/offloaded_bytes"] > 0 and usage["actor/held_bytes"] == 0 and usage["actor/recomputed_ms"] > 0
+        )
+        roles = {name.split("/")[0] for name in usage if "/" in name}
+        assert roles == {"actor"}, "the critic here does not offload, and a reference has no backward"
         assert 0.05 < usage["peak_memory_gb"] < 50
 
 
