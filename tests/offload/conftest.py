@@ -94,14 +94,15 @@ def enable(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """After each test no saved-tensor hook is active and the arena holds nothing."""
+    """After each test no saved-tensor hook is active and the arena holds no more than before it."""
+    arenas = [host_arena(False), host_arena(True)]
+    before = [arena.held_bytes for arena in arenas]  # not 0 after a test that failed: its traceback holds a graph
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a block counts until its last copy has ended
-    arenas = [host_arena(False), host_arena(True)]
-    if any(arena.held_bytes for arena in arenas):
+    if any(arena.held_bytes > held for arena, held in zip(arenas, before, strict=True)):
         gc.collect()  # a graph dropped in a cycle, an exception's traceback
-    assert [arena.held_bytes for arena in arenas] == [0, 0]
+    assert all(arena.held_bytes <= held for arena, held in zip(arenas, before, strict=True))
     seen = []
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):
@@ -155,6 +156,38 @@ class Attend(nn.Module):
         return self.mlp(x)
 
 
+class Kit(nn.Module):
+    """A layer with the parts of which attention is built; `run(kit, x)` says what it does with them."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.o, self.other = (nn.Linear(16, 16) for _ in range(5))
+        self.narrow = nn.Linear(16, 8, bias=False)
+        self.qkv = nn.Linear(16, 48)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 6 * 6).view(6, 6))
+
+    def forward(self, x):
+        return self.run(self, x)
+
+    def mlp(self, x):
+        return self.down(nn.functional.silu(self.up(x)))
+
+    def split(self, x):
+        """From (B, S, heads * 4) to (B, heads, S, 4)."""
+        return x.unflatten(-1, (-1, 4)).transpose(1, 2)
+
+    def merge(self, x):
+        """Back again."""
+        return x.transpose(1, 2).flatten(2)
+
+    def attend(self, q, k, v, **options):
+        q, k, v = self.split(q), self.split(k), self.split(v)
+        return self.merge(nn.functional.scaled_dot_product_attention(q, k, v, **options))
+
+
 class Stack(nn.Module):
     """An embedding, blocks in a ModuleList, a head."""
 
@@ -179,6 +212,7 @@ def toys():
     class Toys:
         block = Block
         attend = Attend
+        kit = Kit
         stack = Stack
         grade = staticmethod(graded)
 
@@ -218,3 +252,42 @@ def toys():
             return Stack(Custom, blocks, width)
 
     return Toys
+
+
+def once(model):
+    return model(torch.linspace(-1, 1, 2 * 6 * 16).sin().view(2, 6, 16))
+
+
+def under_autocast(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = once(model)
+    return loss.float()
+
+
+def partly_frozen(model):
+    model.embed.requires_grad_(False)
+    for index, block in enumerate(model.layers):
+        block.requires_grad_(False)
+        for part in ((block.v, block.norm), (block.q, block.up), (block.o, block.qkv))[index]:
+            part.requires_grad_(True)
+    return once(model)
+
+
+def again_and_again(model):
+    loss, some = once(model), [model.layers[1].v.weight, model.layers[2].qkv.bias]
+    torch.autograd.grad(loss, some, retain_graph=True, allow_unused=True)
+    other = once(model)
+    loss.backward(retain_graph=True)
+    other.backward()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.fixture(params=[once, under_autocast, partly_frozen, again_and_again], ids=lambda step: step.__name__)
+def compare_layer(request, compare):
+    """`compare_layer(run, **mode)`: `compare` for three layers that do `run(kit, x)`, with steps of several kinds."""
+
+    def run(forward, **mode):
+        return compare(Stack(lambda: Kit(forward), width=16), request.param, **mode)
+
+    return run

@@ -1,0 +1,356 @@
+"""Layers that use attention in every way a model might, in each mode, bit for bit as plain autograd."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+LAYERS = {}
+
+
+def layer(run):
+    LAYERS[run.__name__] = run
+    return run
+
+
+def causal(dtype):
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    return mask if dtype is torch.bool else torch.zeros(6, 6, dtype=dtype).masked_fill(~mask, float("-inf"))
+
+
+@layer
+def plain(m, x):
+    h = m.norm(x)
+    return x + m.mlp(x + m.o(m.attend(m.q(h), m.k(h), m.v(h), is_causal=True)))
+
+
+@layer
+def dropout_in_attention_then_dropout(m, x):
+    x = x + F.dropout(m.o(m.attend(m.q(x), m.k(x), m.v(x), dropout_p=0.5)), 0.5)
+    return x + F.dropout(m.mlp(x), 0.5)
+
+
+@layer
+def dropout_in_attention_alone(m, x):
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), dropout_p=0.5)))
+
+
+@layer
+def random_numbers_on_both_sides_of_each_part(m, x):
+    q = F.dropout(m.q(x + 0.1 * torch.randn_like(x)), 0.2)
+    k = m.k(F.dropout(x, 0.2)) * torch.rand(())
+    a = m.attend(q, k, m.v(x), dropout_p=0.2) * torch.rand(())
+    return F.dropout(m.o(F.dropout(a, 0.2)), 0.2) + m.mlp(torch.rand_like(x) * x)
+
+
+@layer
+def writes_to_projections(m, x):
+    """A linear layer does not save its output, so that writing to it is legal."""
+    q, k, v = m.q(x), m.k(x), m.v(x)
+    q.mul_(0.5).add_(1)
+    k[..., :4] *= 2
+    v[:, 0].zero_()
+    y = m.o(m.attend(q, k, v))
+    y += x
+    y.relu_()
+    return x + m.mlp(y)
+
+
+@layer
+def writes_to_a_fused_projection(m, x):
+    qkv = m.qkv(x)
+    qkv[..., :4] *= 2
+    with torch.no_grad():
+        qkv[..., 40:].clamp_(-0.1, 0.1)
+    return x + m.mlp(m.o(m.attend(*qkv.chunk(3, -1))))
+
+
+@layer
+def writes_to_its_own_activation(m, x):
+    return x + m.down(F.relu(m.up(x), inplace=True)) + m.o(F.dropout(m.q(x), 0.3, inplace=True))
+
+
+@layer
+def fused_projection_split(m, x):
+    q, k, v = m.qkv(x).split(16, -1)
+    return x + m.mlp(m.o(m.attend(q, k, v)))
+
+
+@layer
+def fused_projection_unbound(m, x):
+    q, k, v = m.qkv(m.norm(x)).view(2, 6, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+    return x + m.o(m.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+@layer
+def fused_projection_of_slices(m, x):
+    qkv = m.qkv(x)
+    q, kv = qkv[..., :16], qkv[..., 16:].view(2, 6, 2, 16)
+    return x + m.o(m.attend(q, kv[:, :, 0], kv[:, :, 1])) + kv.sin().sum()
+
+
+@layer
+def grouped_queries(m, x):
+    q, k, v = m.split(m.q(x)), m.split(m.narrow(x)), m.split(m.narrow(x).sin())
+    return x + m.mlp(m.o(m.merge(F.scaled_dot_product_attention(q, k, v, enable_gqa=True))))
+
+
+@layer
+def grouped_queries_repeated(m, x):
+    k = m.split(m.narrow(x)).repeat_interleave(2, 1)
+    v = m.split(m.narrow(x))[:, :, None].expand(2, 2, 2, 6, 4).reshape(2, 4, 6, 4)
+    return x + m.mlp(m.o(m.merge(F.scaled_dot_product_attention(m.split(m.q(x)), k, v))))
+
+
+@layer
+def one_head_of_keys_expanded(m, x):
+    k = m.split(m.narrow(x))[:, :1].expand(2, 4, 6, 4)
+    return x + m.mlp(m.o(m.merge(F.scaled_dot_product_attention(m.split(m.q(x)), k, k))))
+
+
+@layer
+def queries_keys_and_values_are_one(m, x):
+    y = m.split(m.q(x))
+    return x + m.o(m.merge(F.scaled_dot_product_attention(y, y, y, scale=0.3)))
+
+
+@layer
+def mask_of_bool(m, x):
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), attn_mask=causal(torch.bool))))
+
+
+@layer
+def mask_of_float_broadcast(m, x):
+    mask = causal(torch.float32).expand(2, 4, 6, 6)
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), attn_mask=mask)))
+
+
+@layer
+def mask_that_is_learned(m, x):
+    mask = m.bias + causal(torch.float32)
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), attn_mask=mask)))
+
+
+@layer
+def mask_that_hides_everything(m, x):
+    mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), attn_mask=mask)).nan_to_num())
+
+
+@layer
+def arguments_by_name(m, x):
+    a = F.scaled_dot_product_attention(
+        value=m.split(m.v(x)), key=m.split(m.k(x)), query=m.split(m.q(x)), is_causal=True
+    )
+    return x + F.linear(weight=m.o.weight, input=m.merge(a), bias=m.o.bias)
+
+
+@layer
+def inputs_that_are_not_contiguous(m, x):
+    y = x.transpose(0, 1)
+    q, k, v = (m.split(part(y).transpose(0, 1)) for part in (m.q, m.k, m.v))
+    a = F.scaled_dot_product_attention(q.flip(2), k[:, :, ::2], v[:, :, ::2])
+    return x + m.o(m.merge(a)[:, ::1].transpose(1, 2).contiguous().transpose(1, 2))
+
+
+@layer
+def three_dimensions(m, x):
+    return x + m.o(F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)))
+
+
+@layer
+def one_weight_in_two_places(m, x):
+    return x + m.mlp(m.o(m.attend(m.q(x), m.q(m.norm(x)), m.q(x))))
+
+
+@layer
+def the_same_call_twice(m, x):
+    return x + m.o(m.attend(m.q(x), m.k(x), m.v(x))) * m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+
+
+@layer
+def adapters(m, x):
+    def adapted(part):
+        return part(x) + 2 * F.linear(F.linear(F.dropout(x, 0.1), part.weight[:3]), part.weight[3:6].t())
+
+    return x + m.mlp(m.o(m.attend(adapted(m.q), adapted(m.k), adapted(m.v))))
+
+
+@layer
+def weights_that_are_computed(m, x):
+    weight = F.normalize(m.q.weight, dim=-1)
+    straight_through = m.k.weight + (m.k.weight.round(decimals=1) - m.k.weight).detach()
+    own = x.mean((0, 1))[:, None] * m.v.weight
+    return x + m.mlp(m.o(m.attend(F.linear(x, weight), F.linear(x, straight_through), F.linear(x, own, own[0]))))
+
+
+@layer
+def two_attentions(m, x):
+    x = x + m.o(m.attend(m.q(x), m.k(x), m.v(x), is_causal=True))
+    memory = torch.tanh(m.other(x))
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(memory), m.v(memory))))
+
+
+@layer
+def attention_beside_mlp(m, x):
+    h = m.norm(x)
+    return x + m.mlp(h) + m.o(m.attend(m.q(h), m.k(h), m.v(h)))
+
+
+@layer
+def mlp_before_attention(m, x):
+    x = x + m.mlp(m.norm(x))
+    return x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+
+
+@layer
+def norms_on_everything(m, x):
+    q, k = F.normalize(m.split(m.q(x)), dim=-1), F.normalize(m.split(m.k(x)), dim=-1)
+    a = m.merge(F.scaled_dot_product_attention(q, k, m.split(m.v(x))))
+    x = x + m.norm(m.o(m.norm(a)))
+    return x + m.norm(m.mlp(m.norm(x)))
+
+
+@layer
+def attention_is_the_output(m, x):
+    return m.attend(m.q(x), m.k(x), m.v(x))
+
+
+@layer
+def a_projection_is_the_output(m, x):
+    return m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+
+
+@layer
+def gates(m, x):
+    """Outputs of linear layers that later operations save."""
+    q = m.q(x)
+    a = m.attend(q, m.k(x), m.v(x))
+    return x + m.o(a * torch.sigmoid(q)) * torch.exp(a) * q.cos()
+
+
+@layer
+def without_linear_layers(m, x):
+    q, k, v = torch.addmm(m.qkv.bias, x.flatten(0, 1), m.qkv.weight.t()).view(2, 6, -1).chunk(3, -1)
+    return x + m.attend(q, k, v) @ m.o.weight
+
+
+@layer
+def attention_written_out(m, x):
+    q, k, v = m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))
+    weights = F.dropout(torch.softmax(q @ k.mT * 0.5, -1), 0.1)
+    return x + m.mlp(m.o(m.merge(weights @ v)))
+
+
+@layer
+def attention_without_gradient(m, x):
+    with torch.no_grad():
+        a = m.attend(m.q(x), m.k(x), m.v(x))
+    return x + m.mlp(m.o(a)) + m.other(a)
+
+
+@layer
+def some_parts_without_gradient(m, x):
+    with torch.no_grad():
+        k = m.k(x)
+    q, v = m.q(x.detach()), m.v(x).detach()
+    return x + m.mlp(m.o(m.attend(q, k, v)))
+
+
+@layer
+def gradient_switched_on_again(m, x):
+    with torch.no_grad():
+        frozen = m.other(x)
+        with torch.enable_grad():
+            a = m.attend(m.q(frozen), m.k(frozen), m.v(frozen))
+    return x + m.o(a)
+
+
+@layer
+def chooses_by_what_it_sees(m, x):
+    if torch.rand(()) < 0.5:
+        x = x + m.mlp(x)
+    if x.mean() > 0:
+        return x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+    return x + m.o(m.v(x))
+
+
+@layer
+def is_dropped_at_random(m, x):
+    if torch.rand(()) < 0.6:
+        return x
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x))))
+
+
+@layer
+def fails_and_goes_on(m, x):
+    q, k, v = m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))
+    try:
+        a = F.scaled_dot_product_attention(q, k[..., :2], v)
+    except RuntimeError:
+        a = F.scaled_dot_product_attention(q, k, v)
+    try:
+        m.o(a)
+    except RuntimeError:
+        a = m.o(m.merge(a))
+    return x + m.mlp(a)
+
+
+@layer
+def one_by_one_over_the_batch(m, x):
+    return x + torch.cat([m.o(m.attend(m.q(row), m.k(row), m.v(row))) for row in x.split(1)])
+
+
+@layer
+def keys_of_another_precision(m, x):
+    q, k, v = (part(x).double() for part in (m.q, m.k, m.v))
+    return x + m.mlp(m.o(m.attend(q, k, v).float()))
+
+
+@layer
+def autocast_inside(m, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q, k = m.q(x), m.k(x)
+        with torch.autocast("cpu", enabled=False):
+            v = m.v(x.float())
+        y = m.o(m.attend(q, k, v))
+    return x + m.mlp(y.float())
+
+
+@layer
+def a_backend_of_its_own(m, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        a = m.attend(m.q(x), m.k(x), m.v(x), is_causal=True)
+    return x + m.mlp(m.o(a))
+
+
+@layer
+def writes_to_attention_that_nothing_saved(m, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        a = m.attend(m.q(x), m.k(x), m.v(x))
+    a.mul_(2)
+    return x + m.other(a)
+
+
+@layer
+def hooks_on_tensors(m, x):
+    q = m.q(x)
+    if q.requires_grad:
+        q.register_hook(lambda grad: grad * 2)
+        q.retain_grad()
+    a = m.attend(q, m.k(x), m.v(x))
+    if a.requires_grad:
+        a.register_hook(lambda grad: grad.clamp(-1, 1))
+    return x + m.mlp(m.o(a))
+
+
+@layer
+def empty_and_single_rows(m, x):
+    first = x[:, :1]
+    none = m.o(m.attend(m.q(x[:0]), m.k(x[:0]), m.v(x[:0]))).sum()
+    return x + m.o(m.attend(m.q(first), m.k(x), m.v(x))) + none
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_those_of_plain_autograd(compare_layer, mode, name):
+    compare_layer(LAYERS[name], **mode)
