@@ -7,9 +7,12 @@ group and b bytes of model_dtype: parameters n b / g, gradients the same, AdamW 
 Activations of t tokens of a micro-batch in c bytes of the compute type: one layer holds
 t c (4 d + 2 h e + 2 k e + 4 f) while its backward runs (inputs and outputs of two norms; q, attention output, k, v; gate,
 up, activation, product; attention itself is fused and keeps no matrix of scores). Kept for backward: t c d L with
-gradient checkpointing (each layer's input), else L times what one layer holds. The sampler keeps its own copy of the
+gradient checkpointing (each layer's input), t c L (2 d + 2 h e + 2 k e) where activation offloading saves `attention` too
+(output projection; q, attention output, k, v), else L times what one layer holds. The sampler keeps its own copy of the
 weights and 2 L k e values per token of its key/value cache. Logits, buffers of collectives and the allocator's slack
-come on top.
+come on top. On the host wait, at most and not all at once: parameters and optimizer states that fsdp_config takes off the
+device, and what activation offloading keeps for backward, up to `max_host_bytes`; what exceeds that stays on the device or
+is on disk. Staging memory of the disk tier comes on top.
 """
 
 import json
@@ -23,6 +26,7 @@ from rlx.config.schema import ModelConfig, PPOConfig, TinyModelConfig
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 TINY_VOCABULARY = 262  # bytes, ByT5's three special tokens, one token per chat role
 GIB = 2**30
+HOST, DISK = "*", "+"
 
 
 class Shape(NamedTuple):
@@ -62,14 +66,29 @@ class Shape(NamedTuple):
         return self.layers * rank * (2 * (d + q) + 2 * (d + kv) + 3 * (d + f) * self.experts)
 
     @property
+    def attention_activations(self) -> int:
+        """Elements per token that attention takes and gives: q, output, k, v."""
+        return 2 * self.heads * self.head_width + 2 * self.kv_heads * self.head_width
+
+    @property
     def layer_activations(self) -> int:
         """Elements per token that one layer holds while its backward runs."""
-        attention = 2 * self.heads * self.head_width + 2 * self.kv_heads * self.head_width
-        return 4 * self.width + attention + 4 * self.mlp_width * self.active_experts
+        return 4 * self.width + self.attention_activations + 4 * self.mlp_width * self.active_experts
+
+    def kept_activations(self, model: ModelConfig) -> int:
+        """Elements per token that one layer keeps from forward to backward."""
+        if not model.enable_gradient_checkpointing:
+            return self.layer_activations
+        if model.enable_activation_offload and model.activation_offload.save == "attention":
+            return 2 * self.width + self.attention_activations
+        return self.width
 
 
 class Memory(NamedTuple):
-    """Bytes per process; None where the shape of the model or of the micro-batch is not known."""
+    """Bytes per process; None where the shape of the model or of the micro-batch is not known.
+
+    `on_host` is what of the others waits in host memory while the device computes something else, at most.
+    """
 
     role: str
     parameters: float | None
@@ -78,6 +97,7 @@ class Memory(NamedTuple):
     layer_activations: float | None = 0.0
     kept_for_backward: float | None = 0.0
     cache: float | None = 0.0
+    on_host: float | None = 0.0
 
 
 def tiny_shape(tiny: TinyModelConfig) -> Shape:
@@ -141,7 +161,7 @@ def estimate(config: PPOConfig, machine: Machine) -> list[Memory]:
 
 def _of_role(role: ModelRole, shape: Shape | None, config: PPOConfig, machine: Machine) -> Memory:
     if shape is None:
-        return Memory(role.name, *(None,) * 5)
+        return Memory(role.name, *(None,) * 5, on_host=None)
     stored = BYTES[role.fsdp.model_dtype]
     share = stored / (role.fsdp.fsdp_size if role.fsdp.fsdp_size > 0 else processes(config))
     count = shape.backbone + shape.width if role.name == "critic" else shape.language_model
@@ -153,9 +173,19 @@ def _of_role(role: ModelRole, shape: Shape | None, config: PPOConfig, machine: M
     held = tokens * compute * shape.layer_activations if tokens is not None else None
     kept: float | None = 0.0
     if role.trained:
-        per_token = shape.width if role.model.enable_gradient_checkpointing else shape.layer_activations
-        kept = tokens * compute * per_token * shape.layers if tokens is not None else None
-    return Memory(role.name, (count + adapters) * share, trained * share, 2 * trained * share, held, kept)
+        per_token = shape.kept_activations(role.model) * shape.layers
+        kept = tokens * compute * per_token if tokens is not None else None
+    memory = Memory(role.name, (count + adapters) * share, trained * share, 2 * trained * share, held, kept)
+    return memory._replace(on_host=_on_host(memory, role)) if on_accelerator(config, machine) else memory
+
+
+def _on_host(memory: Memory, role: ModelRole) -> float | None:
+    places, options = _places(role), role.model.activation_offload
+    waiting = [getattr(memory, name) for name, mark in places.items() if mark == HOST and name != "kept_for_backward"]
+    if places.get("kept_for_backward") == HOST:
+        cap, kept = options.max_host_bytes, memory.kept_for_backward
+        waiting.append(kept if cap is None or kept is None else min(cap, kept))
+    return None if None in waiting else sum(waiting)
 
 
 def _of_rollout(shape: Shape | None, config: PPOConfig, machine: Machine) -> Memory:
@@ -180,27 +210,33 @@ def micro_batch_tokens(role: ModelRole, config: PPOConfig) -> int | None:
 
 def table(config: PPOConfig, machine: Machine) -> str:
     """The estimate as text."""
-    columns = ("parameters", "gradients", "optimizer", "one layer", "for backward", "kv cache")
+    columns = ("parameters", "gradients", "optimizer", "one layer", "for backward", "kv cache", "on host")
     lines = [f"{'GiB':8}" + "".join(f"{name:>14}" for name in columns)]
     roles = {role.name: role for role in sharded_roles(config)} if on_accelerator(config, machine) else {}
     for memory in estimate(config, machine):
-        marks = _host_marks(roles[memory.role]) if memory.role in roles else set()
-        cells = (_cell(value, field in marks) for field, value in zip(Memory._fields[1:], memory[1:], strict=True))
+        marks = _places(roles[memory.role]) if memory.role in roles else {}
+        cells = (_cell(value, marks.get(name, " ")) for name, value in zip(Memory._fields[1:], memory[1:], strict=True))
         lines.append(f"{memory.role:8}" + "".join(f"{cell:>14}" for cell in cells))
     lines.append(
-        "? = not known before the model is loaded; * = in host memory while the device computes something else"
+        f"? = not known before the model is loaded; {HOST} = in host memory, {DISK} = on disk, while the device computes "
+        "something else"
     )
     return "\n".join(lines)
 
 
-def _host_marks(role: ModelRole) -> set[str]:
-    """The columns of a role that wait in host memory."""
-    fsdp = role.fsdp
-    marks = {"parameters"} if fsdp.param_offload or fsdp.offload_policy else set()
-    marks |= {"optimizer"} if fsdp.optimizer_offload or fsdp.offload_policy else set()
-    return marks | ({"kept_for_backward"} if role.model.enable_activation_offload else set())
+def _places(role: ModelRole) -> dict[str, str]:
+    """The columns of a role that wait off the device, and where."""
+    fsdp, model = role.fsdp, role.model
+    places = {}
+    if fsdp.param_offload or fsdp.offload_policy:
+        places["parameters"] = HOST
+    if fsdp.optimizer_offload or fsdp.offload_policy:
+        places["optimizer"] = HOST
+    if role.trained and model.enable_activation_offload:
+        places["kept_for_backward"] = DISK if model.activation_offload.tier == "disk" else HOST
+    return places
 
 
-def _cell(value: float | None, on_host: bool) -> str:
+def _cell(value: float | None, mark: str) -> str:
     text = "?" if value is None else "-" if value == 0 else f"{value / GIB:.3f}"
-    return text + ("*" if on_host and value else " ")
+    return text + (mark if value else " ")

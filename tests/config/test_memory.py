@@ -132,8 +132,34 @@ def test_sharding_precision_lora_and_recomputation():
 def test_the_table_marks_what_waits_in_host_memory(cpu_machine: Machine):
     command = [*SIZES, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "trainer.n_gpus_per_node=1"]
     actor = table(compose(command).config, GPU).splitlines()[1].split()
-    assert [cell.endswith("*") for cell in actor[1:]] == [False, False, True, False, True, False]
+    assert [cell.endswith("*") for cell in actor[1:]] == [False, False, True, False, True, False, False]
     on_cpu = table(compose(command).config, cpu_machine)
     assert "*" not in "".join(on_cpu.splitlines()[:-1])
     n = tiny_shape(TinyModelConfig()).language_model
     assert actor[1] == f"{4 * n / GIB:.3f}"
+
+
+def on_host(*overrides: str, machine: Machine = GPU) -> float | None:
+    model = "actor_rollout_ref.model"
+    return memory_of([f"{model}.{o}" if o[0] != "+" else o[1:] for o in overrides], machine)["actor"].on_host
+
+
+def test_host_memory_is_what_offloading_keeps_up_to_its_cap(cpu_machine: Machine):
+    n = tiny_shape(TinyModelConfig()).language_model
+    boundary = 2 * 128 * (128 + 48) * 128 * 4
+    assert on_host() == boundary
+    assert on_host("activation_offload.save=attention") == boundary / 128 * (2 * 128 + 2 * 128 + 2 * 64)
+    assert on_host("enable_gradient_checkpointing=False") == boundary / 128 * (4 * 128 + 2 * 128 + 2 * 64 + 4 * 384)
+    assert on_host("activation_offload.max_host_bytes=1000") == 1000
+    assert on_host("activation_offload.max_host_bytes=1000000000") == boundary
+    assert on_host("activation_offload.tier=disk") == 0
+    assert on_host("enable_activation_offload=False") == 0
+    assert on_host("+actor_rollout_ref.actor.fsdp_config.optimizer_offload=True") == boundary + 8 * n
+    assert on_host(machine=cpu_machine) == 0
+
+
+def test_the_table_marks_what_is_on_disk():
+    command = [*SIZES, "trainer.n_gpus_per_node=1", "actor_rollout_ref.model.activation_offload.tier=disk"]
+    actor, last = (table(compose(command).partial, GPU).splitlines()[place] for place in (1, -1))
+    assert [cell[-1] for cell in actor.split()[1:]].count("+") == 1 and actor.split()[5].endswith("+")
+    assert "+ = on disk" in last
