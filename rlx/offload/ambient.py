@@ -43,7 +43,7 @@ class Ambient:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._random: tuple[Tensor, ...] | None = self._random_state()
+        self._random: tuple[Tensor, ...] | None = self.random_state()
         self._default_device = torch.get_default_device()
         kinds = {"cpu", *(device.type for device in self._devices)}
         self._autocast = {kind: Autocast.now(kind) for kind in kinds if torch.amp.is_autocast_available(kind)}
@@ -51,7 +51,7 @@ class Ambient:
     def end_forward(self) -> None:
         """Forget the random state where forward drew no numbers: there is nothing to repeat then."""
         assert self._random is not None
-        if all(map(torch.equal, self._random, self._random_state())):
+        if all(map(torch.equal, self._random, self.random_state())):
             self._random = None
 
     @contextlib.contextmanager
@@ -67,11 +67,17 @@ class Ambient:
             if self._default_device != torch.get_default_device():
                 stack.enter_context(self._default_device)
             if self._random is not None:
-                stack.callback(self._set_random_state, self._random_state())
+                stack.callback(self._set_random_state, self.random_state())
                 self._set_random_state(self._random)
             yield
 
-    def _random_state(self) -> tuple[Tensor, ...]:
+    def skip_to(self, random_state: tuple[Tensor, ...]) -> None:
+        """Within `restored`: go on from a random state that forward had; nothing to do where it drew no numbers."""
+        if self._random is not None:
+            self._set_random_state(random_state)
+
+    def random_state(self) -> tuple[Tensor, ...]:
+        """The state of the generators on this thread now."""
         states = [_backend(device.type).get_rng_state(device) for device in self._devices]
         return (torch.get_rng_state(), *states)
 

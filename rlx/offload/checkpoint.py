@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
 from rlx.offload.ambient import Ambient, buffers_restored
 from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves, tensors_in
-from rlx.offload.identity import Layout, Probe, is_parameter, is_plain, modified_in_place, size_bytes, span_bytes
-from rlx.offload.saving import unpack
+from rlx.offload.identity import is_parameter, is_plain, modified_in_place, size_bytes, span_bytes, without_memory
+from rlx.offload.replay import Answer, Replay, Watch
 from rlx.offload.stats import mark
-from rlx.offload.transfer import Parked
+from rlx.offload.stored import Stored
 
 
 class RecomputeError(RuntimeError):
@@ -48,59 +47,29 @@ class _EnoughRecomputedError(BaseException):
 class Slot:
     """What autograd holds instead of a tensor saved in a recomputed layer."""
 
-    __slots__ = ("__weakref__", "_call", "_probe", "dtype", "shape", "value")
+    # Filled in by `RecomputedCall.pack`, for which a call of __init__ would take a third of its time.
+    __slots__ = ("__weakref__", "alias", "call", "dtype", "index", "shape", "value", "version")
 
-    def __init__(self, call: RecomputedCall, tensor: Tensor) -> None:
-        self._call = call
-        self._probe = Probe(tensor) if is_plain(tensor) else None
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.value: Tensor | None = None
+    alias: Tensor | None  # without memory, watches the version counter; None for a tensor that is not plain
+    call: RecomputedCall
+    dtype: torch.dtype
+    index: int
+    shape: torch.Size
+    value: Tensor | None
+    version: int
 
     def restore(self) -> Tensor:
         """The tensor, recomputed; RuntimeError if the original was written to after the save."""
-        if self._probe is not None and not self._probe.is_untouched:
-            raise modified_in_place(self.shape, self.dtype, self._probe.version, "but was written to after that")
-        return self._call.take(self)
-
-
-class _Input:
-    """A tensor among a layer's inputs, for as long as the layer may be recomputed."""
-
-    __slots__ = ("_kept", "_layout", "_parked", "_probe", "_requires_grad", "_version")
-
-    def __init__(self, tensor: Tensor, parked: Parked | None) -> None:
-        self._requires_grad = tensor.requires_grad
-        self._parked = parked
-        self._kept: Tensor | None = None
-        if parked is None:
-            self._kept = tensor if isinstance(tensor, Parameter) else tensor.detach()
-            self._version = None if tensor.is_inference() else tensor._version
-        else:
-            self._layout = Layout.of(tensor)
-            self._probe = Probe(tensor)
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nothing has been written to the tensor since the layer got it."""
-        if self._kept is None:
-            return self._probe.is_untouched
-        return self._version is None or self._kept._version == self._version
-
-    def tensor(self) -> Tensor:
-        """The tensor for a recomputation: a leaf that wants a gradient where the original did."""
-        if self._parked is not None:
-            storage, first_byte = self._parked.on_device()
-            return self._layout.on(storage, first_byte).requires_grad_(self._requires_grad)
-        assert self._kept is not None
-        if not self.is_untouched:
-            raise RuntimeError(
-                f"a {self._kept.dtype} tensor of shape {list(self._kept.shape)}, an input of a layer that has to be "
-                "recomputed, has been modified by an inplace operation since; write out of place, or clone it before"
-            )
-        if isinstance(self._kept, Parameter):
-            return self._kept
-        return self._kept.detach().requires_grad_(self._requires_grad)
+        alias = self.alias
+        if alias is not None and alias._version != self.version:
+            raise modified_in_place(self.shape, self.dtype, self.version, "but was written to after that")
+        value = self.value
+        if value is None:
+            value = self.call.recompute(self)
+        self.value = None
+        if self.index < self.call.prefetch_below:
+            self.call.prefetch(1)
+        return value
 
 
 class RecomputedCall(LayerCall):
@@ -128,44 +97,80 @@ class RecomputedCall(LayerCall):
         recompute_context: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         super().__init__(engine, layer)
+        self.prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
+        self.seen: list[Tensor] | None = None
         self._module = module
         self._was_training = module.training
         self._forward = forward
         self._recompute_context = recompute_context
         self._slots: list[weakref.ref[Slot]] = []
-        self._taken = 0
+        self._attention_slots: int | None = None
         self._has_ended = False
         self._lock = threading.Lock()
-        self._inputs: dict[int, _Input] = {}
+        self._inputs: dict[int, Stored] = {}
+        self._answers: list[Answer | None] = []
         accelerators = dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta"))
         self._device = next(iter(accelerators), None)
-        self._args, self._kwargs = map_leaves(self._save_input, (args, kwargs))
+        self._args, self._kwargs = map_leaves(self._store_input, (args, kwargs))
         self._inputs_in_order = tuple(self._inputs.values())
         self._inputs.clear()  # its keys are ids of tensors that only the caller keeps alive
         self._ambient = Ambient(accelerators)
 
     def pack(self, tensor: Tensor) -> Slot:
         """The pack hook of forward."""
-        slot = Slot(self, tensor)
-        self._slots.append(weakref.ref(slot))
+        slots = self._slots
+        slot = Slot()
+        slot.call = self
+        slot.index = len(slots)
+        slot.shape = tensor.shape
+        slot.dtype = tensor.dtype
+        slot.value = slot.alias = None
+        if is_plain(tensor):
+            slot.version = tensor._version
+            slot.alias = without_memory(tensor)
+        slots.append(weakref.ref(slot))
+        if self.seen is not None:
+            self.seen.append(tensor)
         return slot
 
-    def end_forward(self) -> None:
+    @property
+    def slot_count(self) -> int:
+        """How many tensors autograd has saved so far."""
+        return len(self._slots)
+
+    def random_state(self) -> tuple[Tensor, ...]:
+        """The state of the random generators."""
+        return self._ambient.random_state()
+
+    def store(self, tensor: Tensor) -> Stored | None:
+        """Send a tensor off, or keep it if it is small; None where the host has no room for it."""
+        parked = self.park(tensor) if self._may_leave(tensor) else None
+        if parked is None:
+            if size_bytes(tensor) >= max(self.engine.options.min_bytes, 1):
+                return None
+            self.layer.counters.kept_bytes += size_bytes(tensor)
+        return Stored(tensor, parked)
+
+    def end_forward(self, watch: Watch | None) -> None:
         """Close forward.
 
         Raises:
             RuntimeError: if the layer wrote to one of its inputs, of which recomputation would see the new value.
         """
+        if watch is not None:
+            watch.end_forward()
+            self._answers = watch.answers
+            self._attention_slots = watch.attention_slots
         self._has_ended = True
         self._ambient.end_forward()
-        if not all(saved.is_untouched for saved in self._inputs_in_order):
+        if not all(stored.is_untouched for stored in self._inputs_in_order):
             raise RuntimeError(
                 f"layer {self.layer.name} modifies one of its inputs by an inplace operation and can therefore not be "
                 "recomputed; write out of place in the layer, or use enable_ckpt=False"
             )
 
-    def take(self, slot: Slot) -> Tensor:
-        """The tensor of a slot; recomputes the layer if it is not there."""
+    def recompute(self, slot: Slot) -> Tensor:
+        """The tensor of a slot that is empty: recomputes the layer, which fills all its slots."""
         if not self._has_ended:
             raise RecomputeError(
                 f"layer {self.layer.name} runs a backward pass inside its own forward, of which not everything is "
@@ -174,31 +179,27 @@ class RecomputedCall(LayerCall):
         with self._lock:
             if slot.value is None:
                 self._recompute()
-                self._taken = 0
-            value, slot.value = slot.value, None
-            assert value is not None
-            self._taken += 1
-        if self.engine.options.prefetch_layers is None and 2 * self._taken >= len(self._slots):
-            self.prefetch(1)
-        return value
+            assert slot.value is not None
+            return slot.value
 
-    def _save_input(self, tensor: Any) -> Any:
+    def _store_input(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         # The same object stays the same object: layers ask `query is key`.
-        saved = self._inputs.get(id(tensor))
-        if saved is None:
-            parked = self.park(tensor) if self._may_leave(tensor) else None
+        stored = self._inputs.get(id(tensor))
+        if stored is None:
+            # What wants no gradient (masks, rotary tables) is as a rule shared by all layers and stays alive anyway.
+            may_leave = tensor.requires_grad and not is_parameter(tensor) and self._may_leave(tensor)
+            parked = self.park(tensor) if may_leave else None
             if parked is None and not is_parameter(tensor):
                 self.layer.counters.kept_bytes += size_bytes(tensor)
-            saved = self._inputs[id(tensor)] = _Input(tensor, parked)
-        return saved
+            stored = self._inputs[id(tensor)] = Stored(tensor, parked)
+        return stored
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        # What wants no gradient (masks, rotary tables) is as a rule shared by all layers and stays alive anyway.
-        if not tensor.requires_grad or is_parameter(tensor) or not is_plain(tensor):
+        if not is_plain(tensor) or tensor.device.type == "meta":
             return False
-        if tensor.device.type == "meta" or (tensor.device.type == "cpu" and self._device is not None):
+        if tensor.device.type == "cpu" and self._device is not None:
             return False
         start, stop = span_bytes(tensor)
         return stop - start >= max(self.engine.options.min_bytes, 1)
@@ -211,10 +212,15 @@ class RecomputedCall(LayerCall):
             )
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
-        tensors = {id(saved): saved.tensor() for saved in self._inputs_in_order}
+        tensors = {id(stored): stored.tensor() for stored in self._inputs_in_order}
         args, kwargs = map_leaves(lambda leaf: tensors.get(id(leaf), leaf), (self._args, self._kwargs))
-        if self.engine.options.prefetch_layers is not None:
-            self.prefetch(self.engine.options.prefetch_layers)
+        layers = self.engine.options.prefetch_layers
+        if layers is not None:
+            self.prefetch(layers)
+        elif self._attention_slots is not None:
+            self.prefetch_below = self._attention_slots
+        else:
+            self.prefetch_below = (len(self._slots) + 1) // 2
         start = mark(stream)
         self._fill_slots(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
@@ -229,7 +235,7 @@ class RecomputedCall(LayerCall):
             nonlocal filled
             slot, value = slots[filled], tensor.detach()
             if slot is not None:
-                if (slot.shape, slot.dtype) != (value.shape, value.dtype):
+                if slot.shape != value.shape or slot.dtype != value.dtype:
                     saved, found = f"{slot.dtype} {list(slot.shape)}", f"{value.dtype} {list(value.shape)}"
                     raise RecomputeError(self._differs(f"tensor {filled} was {saved} and is {found} now"))
                 slot.value = value
@@ -238,18 +244,30 @@ class RecomputedCall(LayerCall):
                 raise _EnoughRecomputedError
             return value
 
+        def answer(first_slot: int, tensors: list[Tensor]) -> None:
+            if first_slot != filled:
+                raise RecomputeError(self._differs(f"{first_slot} tensors were saved and {filled} are at this point"))
+            for tensor in tensors:
+                collect(tensor)
+
         with (
             self._recompute_context(),
             self._ambient.restored(),
             buffers_restored(self._module),
             torch.enable_grad(),
             saved_tensors_hooks(collect, _same),
+            Replay(self._answers, answer, self._ambient.skip_to, self._error)
+            if any(self._answers)
+            else contextlib.nullcontext(),
         ):
             try:
                 self._forward(*args, **kwargs)
             except _EnoughRecomputedError:
                 return
         raise RecomputeError(self._differs(f"{len(slots)} tensors were saved and {filled} are now"))
+
+    def _error(self, how: str) -> RecomputeError:
+        return RecomputeError(self._differs(how))
 
     def _differs(self, how: str) -> str:
         return (
@@ -267,15 +285,24 @@ def run_recomputed(
     kwargs: dict[str, Any],
     recompute_context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Any:
-    """Run a layer's forward so that nothing but its inputs is kept, and backward repeats it."""
+    """Run a layer's forward so that only its inputs and, with `save="attention"`, answers are kept."""
     tensors = tensors_in((args, kwargs))
     wants_gradient = any(tensor.requires_grad for tensor in tensors)
     if not wants_gradient and not any(parameter.requires_grad for parameter in module.parameters()):
         return forward(*args, **kwargs)
     call = RecomputedCall(engine, layer, module, forward, args, kwargs, tensors, recompute_context)
-    with saved_tensors_hooks(call.pack, unpack):
+    if engine.save != "attention":
+        with saved_tensors_hooks(call.pack, Slot.restore):
+            outputs = forward(*args, **kwargs)
+        call.end_forward(None)
+        return outputs
+    watch = Watch(call, layer.attention_count)
+    with saved_tensors_hooks(call.pack, Slot.restore), watch:
         outputs = forward(*args, **kwargs)
-    call.end_forward()
+    call.end_forward(watch)
+    layer.attention_count = watch.attention_count
+    if not any(watch.answers):
+        engine.note_fallback(layer, watch.refused or "calls no fused attention that is known")
     return outputs
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("rlx.offload")
 
 # How many layer calls back a source may still be leaving: a layer's inputs have the whole layer to leave in, but what
 # `save="all"` sends off at the end of a layer has not.
-_LAG = {"boundary": 1, "all": 2}
+_LAG = {"boundary": 1, "attention": 1, "all": 2}
 
 
 class Layer:
@@ -32,6 +32,7 @@ class Layer:
         self.index = index
         self.name = name
         self.counters = Counters()
+        self.attention_count = 0  # how many calls of attention its last forward made
 
 
 class LayerCall:
@@ -101,7 +102,7 @@ class Engine:
 
     Args:
         options: the user's choice.
-        save: `"boundary"` or `"all"`, as resolved from it.
+        save: `"boundary"`, `"attention"` or `"all"`, as resolved from it.
     """
 
     def __init__(self, options: OffloadOptions, save: str) -> None:
@@ -117,6 +118,7 @@ class Engine:
         self._thread = threading.local()
         self._lock = threading.Lock()
         self._has_warned_full = False
+        self._has_noted_fallback = False
 
     def begin_call(self, call: LayerCall) -> tuple[int, weakref.ref[LayerCall] | None]:
         """Number a layer call and link it to the one before it on this thread, unless a new forward has begun."""
@@ -154,6 +156,17 @@ class Engine:
         if self.options.max_inflight_bytes is not None:
             self._mover(tensor.device).bound(self.options.max_inflight_bytes)
         return parked
+
+    def note_fallback(self, layer: Layer, why: str) -> None:
+        """Say once that nothing but a layer's inputs is saved."""
+        if not self._has_noted_fallback:
+            self._has_noted_fallback = True
+            logger.warning(
+                "activation offloading: save='attention' has no effect in layer %s, which %s: only its inputs are kept, "
+                "and attention is recomputed. Use attn_implementation='sdpa', or register_attention. Said once",
+                layer.name,
+                why,
+            )
 
     def stats(self, per_layer: bool) -> OffloadStats:
         """The figures since the engine was made; device times of work still queued are not in them yet."""

@@ -121,14 +121,20 @@ class Probe:
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version
-        self._alias = tensor.detach()
-        # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
-        self._alias.data = _nothing_on(tensor.device)
+        self._alias = without_memory(tensor)
 
     @property
     def is_untouched(self) -> bool:
         """Whether nothing has been written to the tensor or its views since."""
         return self._alias._version == self.version
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """An alias of a plain tensor that keeps nothing of it but the version counter."""
+    alias = tensor.detach()
+    # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
+    alias.data = _nothing_on(tensor.device)
+    return alias
 
 
 @functools.cache

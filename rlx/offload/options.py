@@ -9,7 +9,7 @@ logger = logging.getLogger("rlx.offload")
 
 SAVES = ("boundary", "attention", "all", "auto")
 TIERS = ("cpu", "disk")
-_NOT_AVAILABLE = {"save": ("attention", "auto"), "tier": ("disk",)}
+_NOT_AVAILABLE = {"save": ("auto",), "tier": ("disk",)}
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class OffloadOptions:
 
     Args:
         save: what is kept for backward outside the device: `"boundary"` (the inputs of each layer; the rest is
-            recomputed) or `"all"` (every tensor that autograd saves). None: boundary with recomputation, all without.
+            recomputed), `"attention"` (also the results of attention and of its projections, which are not recomputed
+            then) or `"all"` (every tensor that autograd saves). None: boundary with recomputation, all without.
         tier: `"cpu"`, host memory.
         directory: folder of the disk tier; without effect on the cpu tier.
         prefetch_layers: how many layers ahead backward fetches. None: one, in boundary mode only once half of the
@@ -77,10 +78,10 @@ class OffloadOptions:
                 "save='all' keeps every saved tensor, so that nothing is left to recompute, but enable_ckpt is True; "
                 "set enable_ckpt=False, or save='boundary'"
             )
-        if save == "boundary" and not enable_ckpt:
+        if save != "all" and not enable_ckpt:
             raise ValueError(
-                "save='boundary' keeps the inputs of each layer and recomputes the rest, but enable_ckpt is False; "
-                "set enable_ckpt=True, or save='all'"
+                f"save={save!r} keeps the inputs of each layer{' and its attention' if save == 'attention' else ''} and "
+                "recomputes the rest, but enable_ckpt is False; set enable_ckpt=True, or save='all'"
             )
         return save
 

@@ -1,0 +1,64 @@
+"""Tensors that recomputation needs again: a layer's inputs, and the results of operations that it does not repeat."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from rlx.offload.identity import Layout, Probe
+from rlx.offload.transfer import Parked
+
+
+class Stored:
+    """A tensor for as long as a layer may be recomputed: its bytes off the device, or an alias where they stayed.
+
+    Holds an alias and never the tensor itself, which would hold the graph that holds this.
+
+    Args:
+        tensor: shape, dtype and layout are given back as they are.
+        parked: its bytes off the device; None: they stay.
+    """
+
+    __slots__ = ("_kept", "_layout", "_parked", "_probe", "_requires_grad", "_version")
+
+    def __init__(self, tensor: Tensor, parked: Parked | None) -> None:
+        self._requires_grad = tensor.requires_grad
+        self._parked = parked
+        self._kept: Tensor | None = None
+        if parked is None:
+            self._kept = tensor if isinstance(tensor, Parameter) else tensor.detach()
+            self._version = None if tensor.is_inference() else tensor._version
+        else:
+            self._layout = Layout.of(tensor)
+            self._probe = Probe(tensor)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing has been written to the tensor since."""
+        if self._kept is None:
+            return self._probe.is_untouched
+        return self._version is None or self._kept._version == self._version
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes are still those that were stored: what has left before a write is."""
+        return self.is_untouched if self._parked is None else not self._parked.is_torn
+
+    def tensor(self) -> Tensor:
+        """The tensor, ready for the current stream: a leaf that wants a gradient where the original did.
+
+        Raises:
+            RuntimeError: if the bytes were overwritten.
+        """
+        if self._parked is not None:
+            storage, first_byte = self._parked.on_device()
+            return self._layout.on(storage, first_byte).requires_grad_(self._requires_grad)
+        assert self._kept is not None
+        if not self.is_untouched:
+            raise RuntimeError(
+                f"a {self._kept.dtype} tensor of shape {list(self._kept.shape)}, an input of a layer that has to be "
+                "recomputed, has been modified by an inplace operation since; write out of place, or clone it before"
+            )
+        if isinstance(self._kept, Parameter):
+            return self._kept
+        return self._kept.detach().requires_grad_(self._requires_grad)
