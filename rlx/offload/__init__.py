@@ -3,17 +3,22 @@
 A library of its own: imports torch only and works on any `nn.Module` in any training loop.
 """
 
+from rlx.offload.arena import Account, Block, HostArena, host_arena
 from rlx.offload.checkpoint import RecomputeError
 from rlx.offload.handle import ActivationOffloading, enable_activation_offloading, offload_activations
 from rlx.offload.options import OffloadOptions
 from rlx.offload.stats import LayerStats, OffloadStats
 
 __all__ = [
+    "Account",
     "ActivationOffloading",
+    "Block",
+    "HostArena",
     "LayerStats",
     "OffloadOptions",
     "OffloadStats",
     "RecomputeError",
     "enable_activation_offloading",
+    "host_arena",
     "offload_activations",
 ]

@@ -1,14 +1,26 @@
 """Host memory for what has left the device: one arena per process and kind of memory, shared by all who offload.
 
-`RangeAllocator` decides where bytes lie and touches no memory; `HostArena` owns the memory; an `Account` is one user's
-share of it, with a cap and its own accounting.
+Activations, and as well parameters and optimizer states. `HostArena` owns the memory and takes it from the system;
+an `Account` is one user's share of it, with a cap and its own accounting::
+
+    arena = host_arena(pinned=True)
+    arena.limit(64 << 30)                        # in all
+    account = arena.account(max_bytes=16 << 30)  # of one user
+    block = account.take(nbytes)                 # None: no room
+    ...                                          # copy to and from block.views
+    account.give(block, after=event)             # free once the last copy's event has passed
+    arena.trim()                                 # what is free goes back to the system
+
+`trim()` before memory is needed elsewhere (generation, say) costs little when nothing is free, but what it gives back is
+taken anew, and page-locked anew, in the next step: about 0.4 s per GiB. Whether that pays is the caller's decision.
 
 Note [who may free a host buffer]
 A block belongs to the object that took it. A copy may still read from it or write to it when its owner dies, which is
 any moment at which Python collects garbage, on any thread. So `Account.give` takes no lock and waits for nothing: it
 appends the block and the event after which no copy touches it to a queue (appending to a deque is atomic). Whoever next
 takes memory or asks for figures returns to the free ranges those blocks whose event has passed; one who finds no room
-waits for the events, oldest first, before any memory is asked of the system. That is why a steady step takes none.
+waits for the events, oldest first, before any memory is asked of the system. That is why a steady step takes none, and
+why no copy runs on a slab of which all is free: it may be unlocked and go.
 """
 
 from __future__ import annotations
@@ -16,21 +28,15 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-logger = logging.getLogger("rlx.offload")
+from rlx.offload.pages import Pages, empty_cache_of_locked_pages, slab_bytes
+from rlx.offload.ranges import ALIGN_BYTES, Piece, RangeAllocator, aligned, growth_bytes
 
-ALIGN_BYTES = 512
-# A tensor is laid over several free ranges only if each is at least this long: every piece costs one copy command.
-MIN_PIECE_BYTES = 64 << 10
-MIN_GROWTH_BYTES = 1 << 20
-MAX_SLAB_BYTES = 1 << 30
+logger = logging.getLogger("rlx.offload")
 
 
 class Event(Protocol):
@@ -41,86 +47,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until it has passed."""
-
-
-class Piece(NamedTuple):
-    """`length` bytes from byte `start` of a slab."""
-
-    slab: int
-    start: int
-    length: int
-
-
-class RangeAllocator:
-    """Best fit with coalescing over slabs; what fits no single range is laid over several. Holds no memory."""
-
-    def __init__(self) -> None:
-        self._by_size: list[tuple[int, int, int]] = []  # (length, slab, start), sorted
-        self._by_start: dict[tuple[int, int], int] = {}  # (slab, start) -> length
-        self._by_end: dict[tuple[int, int], int] = {}  # (slab, end) -> start
-        self._slabs: dict[int, int] = {}
-
-    def add_slab(self, slab: int, length: int) -> None:
-        """Add a free slab of `length` bytes."""
-        self._slabs[slab] = length
-        self._insert(slab, 0, length)
-
-    def take(self, nbytes: int) -> list[Piece] | None:
-        """Pieces of `nbytes` in all (a multiple of `ALIGN_BYTES`), or None when they do not fit."""
-        if nbytes > self.usable_bytes(nbytes):
-            return None
-        pieces: list[Piece] = []
-        while nbytes > 0:
-            best = bisect_left(self._by_size, (nbytes, -1, -1))
-            length, slab, start = self._by_size[min(best, len(self._by_size) - 1)]
-            self._remove(slab, start, length)
-            used = min(length, nbytes)
-            if used < length:
-                self._insert(slab, start + used, length - used)
-            pieces.append(Piece(slab, start, used))
-            nbytes -= used
-        return pieces
-
-    def usable_bytes(self, nbytes: int) -> int:
-        """How many of `nbytes` the free ranges can hold without pieces that are too short."""
-        if self._by_size and self._by_size[-1][0] >= nbytes:
-            return nbytes
-        return sum(length for length, _, _ in self._by_size[bisect_left(self._by_size, (MIN_PIECE_BYTES, -1, -1)) :])
-
-    def give(self, pieces: Sequence[Piece]) -> None:
-        """Return pieces, joined with the free ranges beside them."""
-        for slab, start, length in pieces:
-            before = self._by_end.get((slab, start))
-            if before is not None:
-                self._remove(slab, before, start - before)
-                start, length = before, length + start - before
-            after = self._by_start.get((slab, start + length))
-            if after is not None:
-                self._remove(slab, start + length, after)
-                length += after
-            self._insert(slab, start, length)
-
-    def remove_free_slabs(self) -> list[int]:
-        """Forget the slabs of which nothing is in use, and name them."""
-        free = [slab for slab, length in self._slabs.items() if self._by_start.get((slab, 0)) == length]
-        for slab in free:
-            self._remove(slab, 0, self._slabs.pop(slab))
-        return free
-
-    @property
-    def free_bytes(self) -> int:
-        """Sum of the free ranges [bytes]."""
-        return sum(length for length, _, _ in self._by_size)
-
-    def _insert(self, slab: int, start: int, length: int) -> None:
-        insort(self._by_size, (length, slab, start))
-        self._by_start[slab, start] = length
-        self._by_end[slab, start + length] = start
-
-    def _remove(self, slab: int, start: int, length: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (length, slab, start))]
-        del self._by_start[slab, start]
-        del self._by_end[slab, start + length]
 
 
 class Block:
@@ -181,13 +107,32 @@ class HostArena:
         self.allocations = 0
         self._cooling: deque[tuple[Block, Event]] = deque()
         self._ranges = RangeAllocator()
-        self._slabs: dict[int, Tensor] = {}
+        self._slabs: dict[int, Pages] = {}
         self._accounts: weakref.WeakSet[Account] = weakref.WeakSet()
+        self._max_bytes: int | None = None
         self._reserved_bytes = 0
+        self._has_warned_full = False
         self._lock = threading.Lock()
 
+    def limit(self, max_bytes: int | None) -> None:
+        """Cap what the arena reserves for all its accounts together; what it has above that goes with `trim`.
+
+        Args:
+            max_bytes: hard cap [bytes]; None: no cap.
+
+        Raises:
+            ValueError: for a negative number.
+        """
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"HostArena.limit: got {max_bytes} bytes, expected a number >= 0 or None")
+        self._max_bytes = max_bytes
+
     def account(self, max_bytes: int | None = None) -> Account:
-        """A new share of the arena, capped at `max_bytes`."""
+        """A new share of the arena.
+
+        Args:
+            max_bytes: hard cap of what the account holds [bytes]; None: no cap but the arena's.
+        """
         account = Account(self, max_bytes)
         with self._lock:
             self._accounts.add(account)
@@ -207,7 +152,7 @@ class HostArena:
 
     def take(self, account: Account, nbytes: int) -> Block | None:
         """A block of `nbytes` for an account, or None when its cap is reached or the system has no memory left."""
-        needed = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        needed = aligned(nbytes)
         with self._lock:
             self._settle()
             if account.max_bytes is not None and account._reserved_bytes + needed > account.max_bytes:
@@ -240,10 +185,14 @@ class HostArena:
                 block, event = self._cooling.popleft()
                 event.synchronize()
                 self._ranges.give(block.pieces)
-            freed = sum(self._slabs.pop(slab).nbytes for slab in self._ranges.remove_free_slabs())
+            freed = 0
+            for slab in self._ranges.remove_free_slabs():
+                pages = self._slabs.pop(slab)
+                freed += pages.bytes.nbytes
+                pages.close()
+                del pages
             self._reserved_bytes -= freed
-        if self.pinned and freed:
-            _empty_pinned_cache()
+        empty_cache_of_locked_pages()
         return freed
 
     def _settle(self) -> None:
@@ -262,50 +211,49 @@ class HostArena:
         views, left = [], nbytes
         for piece in pieces:
             length = min(piece.length, left)
-            views.append(self._slabs[piece.slab][piece.start : piece.start + length])
+            views.append(self._slabs[piece.slab].bytes[piece.start : piece.start + length])
             left -= length
         return views
 
     def _grow(self, needed: int) -> None:
-        """Take from the system what is missing for `needed` bytes, in slabs whose sizes are powers of two.
-
-        Powers of two because torch's allocator of pinned memory rounds every request up to one.
-        """
-        missing = max(needed - self._ranges.usable_bytes(needed), self._reserved_bytes // 64)
-        missing = -(-missing // MIN_GROWTH_BYTES) * MIN_GROWTH_BYTES
+        missing = growth_bytes(needed - self._ranges.usable_bytes(needed), self._reserved_bytes)
         caps = [account.max_bytes for account in self._accounts]
         if caps and None not in caps:
             missing = min(missing, sum(cap for cap in caps if cap is not None) - self._reserved_bytes)
+        if self._max_bytes is not None:
+            missing = min(missing, self._max_bytes - self._reserved_bytes)
         while missing >= ALIGN_BYTES:
-            size = min(1 << (missing.bit_length() - 1), MAX_SLAB_BYTES)
-            slab = self._new_slab(size)
-            if slab is None:
+            size = slab_bytes(missing - missing % ALIGN_BYTES, self.pinned)
+            pages = self._new_pages(size)
+            if pages is None:
                 return
-            self._slabs[self.allocations] = slab
-            self._ranges.add_slab(self.allocations, size)
+            self._slabs[self.allocations] = pages
+            self._ranges.extend(self.allocations, size)
             self.allocations += 1
             self._reserved_bytes += size
             missing -= size
 
-    def _new_slab(self, size: int) -> Tensor | None:
-        if self.pinned:
-            try:
-                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self.pinned = False
-                logger.warning(
-                    "activation offloading: the system refused %d more bytes of page-locked memory beside %d (%s); "
-                    "pageable memory is used from here on, whose copies do not overlap compute. "
-                    "Raise the limit of locked memory, or lower max_host_bytes",
-                    size,
-                    self._reserved_bytes,
-                    str(error).splitlines()[0],
-                )
+    def _new_pages(self, size: int) -> Pages | None:
         try:
-            return torch.empty(size, dtype=torch.uint8, device="cpu")
-        except (RuntimeError, MemoryError) as error:
-            logger.warning("activation offloading: no host memory left for %d more bytes (%s)", size, error)
+            return Pages(size, self.pinned)
+        except OSError as error:
+            if not self._has_warned_full:
+                self._has_warned_full = True
+                logger.warning("activation offloading: no host memory left for %d more bytes (%s)", size, error)
             return None
+        except RuntimeError as error:
+            if not self.pinned:
+                raise
+            self.pinned = False
+            logger.warning(
+                "activation offloading: the system refused %d more bytes of page-locked memory beside %d (%s); "
+                "pageable memory is used from here on, whose copies do not overlap compute. "
+                "Raise the limit of locked memory, or lower max_host_bytes",
+                size,
+                self._reserved_bytes,
+                str(error).splitlines()[0],
+            )
+            return self._new_pages(size)
 
 
 _ARENAS: dict[bool, HostArena] = {}
@@ -313,13 +261,6 @@ _ARENAS_LOCK = threading.Lock()
 
 
 def host_arena(pinned: bool) -> HostArena:
-    """The arena of this process for page-locked or for pageable memory."""
+    """The arena of this process for page-locked (`pinned`) or for pageable memory."""
     with _ARENAS_LOCK:
         return _ARENAS.setdefault(pinned, HostArena(pinned))
-
-
-def _empty_pinned_cache() -> None:
-    # Public only since torch 2.12; before that the pinned cache keeps what a trim gives back until the process ends.
-    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
-    if empty_host_cache is not None:
-        empty_host_cache()

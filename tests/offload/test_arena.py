@@ -1,14 +1,14 @@
 import gc
+import os
 import threading
-from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.offload import arena as arena_module
-from rlx.offload.arena import ALIGN_BYTES, HostArena, RangeAllocator
+from rlx.offload.arena import HostArena
 
 MIB = 1 << 20
 
@@ -28,36 +28,6 @@ class Later:
         self.passed = True
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    slabs=st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    actions=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100)), max_size=60),
-)
-def test_pieces_never_overlap_and_everything_comes_back(slabs, actions):
-    ranges = RangeAllocator()
-    for number, length in enumerate(slabs):
-        ranges.add_slab(number, length * ALIGN_BYTES)
-    total = sum(slabs) * ALIGN_BYTES
-    held = []
-    for size, choice in actions:
-        pieces = ranges.take(size * ALIGN_BYTES)
-        if pieces is not None:
-            assert sum(piece.length for piece in pieces) == size * ALIGN_BYTES
-            held.append(pieces)
-        elif held:
-            ranges.give(held.pop(choice % len(held)))
-        taken = sorted(piece for pieces in held for piece in pieces)
-        for one, two in pairwise(taken):
-            assert one.slab < two.slab or one.start + one.length <= two.start
-        assert all(piece.start + piece.length <= slabs[piece.slab] * ALIGN_BYTES for piece in taken)
-        assert ranges.free_bytes == total - sum(piece.length for piece in taken)
-    for pieces in held:
-        ranges.give(pieces)
-    assert ranges.free_bytes == total
-    assert sorted(ranges.remove_free_slabs()) == list(range(len(slabs)))
-    assert ranges.free_bytes == 0
-
-
 @settings(deadline=None, max_examples=40)
 @given(lengths=st.lists(st.integers(1, 24), min_size=2, max_size=40), seed=st.integers(0, 1 << 16))
 def test_lengths_below_the_longest_seen_reserve_no_more(lengths, seed):
@@ -74,7 +44,7 @@ def test_lengths_below_the_longest_seen_reserve_no_more(lengths, seed):
 
     largest = step(max(lengths))
     reserved, allocations = arena.reserved_bytes, arena.allocations
-    assert reserved <= 1.05 * largest + 2 * MIB
+    assert reserved <= 2 * largest + 2 * MIB  # small amounts; test_ranges.py has the large ones
     for length in lengths:
         step(length)
     assert (arena.reserved_bytes, arena.allocations) == (reserved, allocations)
@@ -83,6 +53,7 @@ def test_lengths_below_the_longest_seen_reserve_no_more(lengths, seed):
 
 def test_a_block_holds_what_was_written_to_it_over_several_pieces():
     arena = HostArena(pinned=False)
+    arena.limit(6 * MIB)
     account = arena.account()
     parts = [account.take(MIB) for _ in range(6)]
     for part in parts[::2]:
@@ -130,6 +101,22 @@ def test_caps_are_per_account_and_end_with_it():
     assert free.take(8 * MIB) is not None
 
 
+def test_a_cap_for_all_holds_whatever_the_accounts_may():
+    arena = HostArena(pinned=False)
+    arena.limit(3 * MIB)
+    one, two = arena.account(), arena.account(max_bytes=10 * MIB)
+    first = one.take(2 * MIB)
+    assert two.take(2 * MIB) is None
+    assert two.take(MIB) is not None
+    assert arena.reserved_bytes == 3 * MIB
+    one.give(first)
+    assert two.take(2 * MIB) is not None
+    arena.limit(None)
+    assert one.take(8 * MIB) is not None
+    with pytest.raises(ValueError, match="-1 bytes"):
+        arena.limit(-1)
+
+
 def test_a_block_that_a_copy_still_reads_is_not_handed_on():
     arena = HostArena(pinned=False)
     account = arena.account()
@@ -144,26 +131,62 @@ def test_a_block_that_a_copy_still_reads_is_not_handed_on():
 def test_a_steady_step_waits_for_a_copy_rather_than_ask_for_memory():
     arena = HostArena(pinned=False)
     account = arena.account()
-    block, copy = account.take(MIB), Later()
+    block, copy = account.take(2 * MIB), Later()
     account.give(block, copy)
     allocations = arena.allocations
-    assert account.take(MIB).pieces == block.pieces
+    assert account.take(2 * MIB).pieces == block.pieces
     assert (copy.waited, arena.allocations) == (1, allocations)
 
 
 def test_trim_gives_back_what_is_free():
     arena = HostArena(pinned=False)
     account = arena.account()
-    one, two = account.take(4 * MIB), account.take(2 * MIB)
+    one, two = account.take(40 * MIB), account.take(48 * MIB)
     account.give(one)
     reserved = arena.reserved_bytes
-    assert arena.trim() == 4 * MIB
-    assert arena.reserved_bytes == reserved - 4 * MIB
+    assert arena.trim() == 40 * MIB
+    assert arena.reserved_bytes == reserved - 40 * MIB
     two.views[0].fill_(1)
     account.give(two)
     arena.trim()
     assert arena.reserved_bytes == 0
     assert account.take(MIB) is not None
+
+
+def test_trim_waits_for_the_last_copy_on_a_slab():
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    block, copy = account.take(MIB), Later()
+    account.give(block, copy)
+    assert arena.trim() > 0
+    assert (copy.waited, arena.reserved_bytes) == (1, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
+def test_trim_lowers_resident_memory():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    block = account.take(64 * MIB)
+    for view in block.views:
+        view.fill_(1)
+    before = resident()
+    account.give(block)
+    del block, view
+    arena.trim()
+    assert resident() <= before - 60 * MIB
+
+
+def test_what_still_looks_at_a_slab_keeps_it_readable():
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    block = account.take(4 * MIB)
+    view = block.views[0].fill_(7)
+    account.give(block)
+    assert arena.trim() > 0
+    assert bool((view == 7).all())
 
 
 def test_threads_share_an_arena():
@@ -189,13 +212,12 @@ def test_threads_share_an_arena():
     assert arena.held_bytes == 0
 
 
-def test_memory_that_the_system_refuses_is_no_crash(monkeypatch, caplog):
+def test_memory_that_the_system_refuses_is_no_crash(caplog):
     arena = HostArena(pinned=False)
     account = arena.account()
-    # More than any machine has: the request itself fails.
-    monkeypatch.setattr(arena_module, "MAX_SLAB_BYTES", 1 << 60)
-    assert account.take(1 << 60) is None
-    assert "no host memory left" in caplog.text
+    for _ in range(2):
+        assert account.take(1 << 60) is None  # more than any machine has
+    assert caplog.text.count("no host memory left") == 1
     assert account.take(MIB) is not None
 
 
