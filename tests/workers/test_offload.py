@@ -1,0 +1,143 @@
+"""Two steps of actor, reference and critic in one process: with each way of offloading not a bit differs from without."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlx.config.schema import PPOConfig
+from rlx.data.batch import Batch
+from rlx.engine.host_memory import HostMemory
+from rlx.workers.worker import Worker
+
+SEQUENCE = ("input_ids", "attention_mask", "response_mask")
+ROWS, P, R = 5, 9, 6
+CAP = 20_000  # bytes: room for some of what a role sends off, not for all
+
+CHECKPOINTED = [
+    {"save": "boundary"},
+    {"save": "attention"},
+    {"save": "attention", "prefetch_layers": 0, "max_inflight_bytes": 0, "pin_memory": False, "use_streams": False},
+    {"save": "boundary", "max_host_bytes": CAP},
+]
+WHOLE = [
+    {"save": "all"},
+    {"save": "all", "prefetch_layers": 3, "max_host_bytes": CAP},
+]
+
+Run = Callable[..., tuple[list[Any], list[dict[str, float]]]]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a worker finds in the process that Ray made for it: one rank of one."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sequences() -> Batch:
+    """Rows of different lengths with everything that an update reads beside the log-probs and values."""
+    g = torch.Generator().manual_seed(3)
+    prompts, responses = (torch.randint(1, n + 1, (ROWS, 1), generator=g) for n in (P, R))
+    mask = torch.cat([torch.arange(P) >= P - prompts, torch.arange(R) < responses], dim=1)
+    return Batch.of(
+        {
+            "input_ids": torch.randint(3, 250, (ROWS, P + R), generator=g).masked_fill(~mask, 0),
+            "attention_mask": mask,
+            "response_mask": mask[:, P:].clone(),
+            "advantages": torch.randn(ROWS, R, generator=g),
+            "returns": torch.randn(ROWS, R, generator=g),
+        }
+    )
+
+
+def train(config: PPOConfig, steps: int = 2) -> tuple[list[Any], list[dict[str, float]]]:
+    """What actor, reference and critic compute in some steps, and what the process took in each."""
+    worker, numbers, usage = Worker(config, ["actor", "ref", "critic"]), [], []
+    worker.usage()
+    for _ in range(steps):
+        batch = sequences()
+        for role, method in (("actor", "log_probs"), ("ref", "log_probs"), ("critic", "values")):
+            answer = worker.call(role, method, batch.select(*SEQUENCE))
+            batch = batch.with_(**dict(answer.tensors.items()))
+            numbers += [tensor.tolist() for _, tensor in sorted(answer.tensors.items())]
+        numbers.append(worker.call("critic", "update", batch.select(*SEQUENCE, "values", "returns")))
+        columns = (*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs")
+        numbers.append(worker.call("actor", "update", batch.select(*columns)))
+        usage.append(worker.call("process", "usage"))
+    dist.destroy_process_group()
+    return numbers, usage
+
+
+def configured(config: PPOConfig, recompute: bool, **model: Any) -> PPOConfig:
+    """The same for actor and critic."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    changed = {"enable_gradient_checkpointing": recompute, **model}
+    return replace(
+        config,
+        actor_rollout_ref=replace(policy, model=replace(policy.model, **changed)),
+        critic=replace(critic, model=replace(critic.model, **changed)),
+        trainer=replace(config.trainer, n_gpus_per_node=1),
+    )
+
+
+def offloading(config: PPOConfig, recompute: bool, options: dict[str, Any], folder: Any) -> PPOConfig:
+    located = {**options, "directory": str(folder)} if "directory" in options else options
+    offload = replace(config.actor_rollout_ref.model.activation_offload, min_bytes=0, **located)
+    return configured(config, recompute, enable_activation_offload=True, activation_offload=offload)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[bool, list[Any]]:
+    """What is computed without offloading, with recomputation and without; filled by the first who asks."""
+    return {}
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize(
+    ("recompute", "options"), [*((True, o) for o in CHECKPOINTED), *((False, o) for o in WHOLE)], ids=str
+)
+def test_offloading_changes_no_bit_of_any_role(config, recompute, options, plain, tmp_path):
+    if recompute not in plain:
+        plain[recompute], usage = train(configured(config, recompute, enable_activation_offload=False))
+        assert all(set(figures) == {"peak_memory_gb"} for figures in usage)
+    numbers, usage = train(offloading(config, recompute, options, tmp_path))
+    assert numbers == plain[recompute]
+    assert plain[recompute][-1]["actor/grad_norm"] > 0 and plain[recompute][-2]["critic/grad_norm"] > 0
+    for role in ("actor", "critic"):
+        first, second = ({n: v for n, v in figures.items() if n.startswith(role)} for figures in usage)
+        assert second[f"{role}/offloaded_bytes"] == first[f"{role}/offloaded_bytes"] > 0, "figures are of one step"
+        assert second[f"{role}/held_bytes"] == 0
+        assert (second[f"{role}/recomputed_ms"] > 0) == recompute
+        assert second[f"{role}/reserved_bytes"] == first[f"{role}/reserved_bytes"], "no growth after the first step"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_rollout_finds_the_host_memory_given_back_if_it_is_short(config, monkeypatch):
+    memory = HostMemory(90, 100)
+    monkeypatch.setattr("rlx.workers.worker.host_memory", lambda: memory)
+    worker = Worker(configured(config, True), ["actor", "rollout"])
+    batch = sequences()
+    batch = batch.with_(old_log_probs=worker.call("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"])
+    batch = batch.with_(ref_log_probs=batch["old_log_probs"])
+    columns = (*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs")
+
+    def reserved_after_a_step() -> float:
+        worker.call("actor", "update", batch.select(*columns))
+        before = worker.usage()["actor/reserved_bytes"]
+        worker.call("rollout", "sync", 1)
+        assert before > 0
+        return worker.usage()["actor/reserved_bytes"]
+
+    assert reserved_after_a_step() > 0, "there is plenty: kept for the next update"
+    memory = HostMemory(10, 100)
+    assert reserved_after_a_step() == 0
+    assert reserved_after_a_step() == 0, "and taken anew by the update between"
