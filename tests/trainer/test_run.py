@@ -104,6 +104,7 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
         "trainer.n_gpus_per_node=2",
         "trainer.critic_warmup=1",
         "actor_rollout_ref.actor.strategy=fsdp",
+        "actor_rollout_ref.model.activation_offload.save=attention",
         "critic.model.activation_offload.min_bytes=0",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
         "trainer.max_actor_ckpt_to_keep=2",
@@ -112,6 +113,9 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
     assert "actor/grad_norm" not in unbroken[1], "only the critic learns in its warm-up"
     assert unbroken[2]["actor/grad_norm"] > 0 and unbroken[1]["critic/grad_norm"] > 0
     assert unbroken[4]["actor/reward_kl_coef"] != unbroken[1]["actor/reward_kl_coef"]
+    for role in ("actor", "critic"):
+        assert unbroken[4][f"perf/offload/{role}/offloaded_bytes"] > 0 == unbroken[4][f"perf/offload/{role}/held_bytes"]
+    assert 0 < unbroken[4]["perf/stall_share"] < 1
     _, resumed = train(*options, *resume_from(folder, 2))
     printed = capfd.readouterr()
     assert f"resuming from step 2: {folder}" in printed.out + printed.err
