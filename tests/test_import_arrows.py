@@ -45,7 +45,7 @@ ONLY = {
     "rlx.offload": {"torch", "rlx.offload"},
 }
 # The offloading engine's command-line tools load these when they run, not when they are imported.
-LATE = {"rlx.offload": {"transformers", "matplotlib"}}
+LATE = {"rlx.offload": {"transformers", "matplotlib", "trl"}}
 # The parts that a library belongs to.
 OWNERS = {
     "ray": {"cluster", "main_ppo"},

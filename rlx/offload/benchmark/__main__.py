@@ -1,0 +1,166 @@
+"""Measure what activation offloading costs and saves on this machine.
+
+Without arguments: the Qwen2-7B shape with an accelerator, a tiny one without. Examples:
+
+    python -m rlx.offload.benchmark --case 8192x28 --case 32768x14 --modes plain,checkpointing,boundary,attention
+    python -m rlx.offload.benchmark --model llama3-8b --modes checkpointing,boundary,boundary:prefetch_layers=0
+    python -m rlx.offload.benchmark --gpus 2 --modes checkpointing,boundary,attention
+    python -m rlx.offload.benchmark --overhead
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlx.offload.benchmark.device import name_of
+from rlx.offload.benchmark.distributed import run_on
+from rlx.offload.benchmark.job import Job
+from rlx.offload.benchmark.measure import Plan
+from rlx.offload.benchmark.modes import KINDS, Mode, parse_mode
+from rlx.offload.benchmark.overhead import run_overhead
+from rlx.offload.benchmark.ranks import Ranks
+from rlx.offload.benchmark.shapes import SHAPES, Case, describe, number_of_layers, read_shape
+
+_DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        device = _device(given)
+        job = None if given.overhead else _job(given, device, argv)
+    except ValueError as error:
+        parser.error(str(error))
+    folder = Path(given.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: the folder {folder} cannot be made: {error.strerror}; name another")
+    about = _about(argv, device)
+    print(", ".join(f"{key} {value}" for key, value in about.items() if key != "command"), flush=True)
+    if job is None:
+        run_overhead(given.rounds or 300, folder, about)
+    elif given.gpus == 1:
+        job.run(Ranks())
+    else:
+        run_on(given.gpus, job)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlx.offload.benchmark",
+        description=__doc__,
+        epilog="modes:\n" + "\n".join(f"  {name:22}{text}" for name, text in KINDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", metavar="NAME", help=f"{', '.join(SHAPES)}, or the path of a HF config.json")
+    add("--case", action="append", type=_case, metavar="TOKENSxLAYERS", help="may be given several times")
+    add("--tokens", type=_positive, help="for a single case")
+    add("--layers", type=_positive, help="for a single case; default: as many as the model has")
+    add("--modes", default=_DEFAULT_MODES, help=f"default: {_DEFAULT_MODES}; rlx's take :option=value")
+    add("--rounds", type=_positive, help="timed steps of each mode; default 10, with --overhead 300")
+    add("--seconds", type=_positive, help="begin no further round of a case after so long")
+    add("--warm-up", type=_positive, default=1, help="steps of each mode before; default 1")
+    add("--plain-layers", type=_positive, metavar="N", help="measure plain with N layers and scale it")
+    add("--tier", default="cpu", help="where rlx's modes offload to: cpu or disk")
+    add("--directory", help="folder of the disk tier")
+    add("--prefetch-layers", type=int, help="see OffloadOptions")
+    add("--max-inflight-bytes", type=int, help="see OffloadOptions")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--device", choices=("cpu", "accelerator"), help="default: the accelerator if there is one")
+    add("--gpus", type=_positive, default=1, metavar="N", help="N processes with FSDP2, each with its own device")
+    add("--overhead", action="store_true", help="measure Python's share of a layer instead, on the CPU")
+    add("--no-picture", action="store_true", help="neither record memory over a step nor draw")
+    add("--out", default="offload_benchmark", metavar="DIR", help="default: ./offload_benchmark")
+    return parser
+
+
+def _job(given: argparse.Namespace, device: torch.device, argv: list[str] | None) -> Job:
+    name = given.model or ("tiny" if device.type == "cpu" else "qwen2-7b")
+    shape = read_shape(name)
+    options = {"tier": given.tier, "directory": given.directory}
+    options |= {"prefetch_layers": given.prefetch_layers, "max_inflight_bytes": given.max_inflight_bytes}
+    if device.type == "cpu":
+        options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
+    plan = Plan(
+        shape=shape,
+        modes=_modes(given.modes, options),
+        device=device,
+        dtype=getattr(torch, given.dtype),
+        rounds=given.rounds or 10,
+        seconds=given.seconds,
+        warm_up=given.warm_up,
+        plain_layers=given.plain_layers,
+        with_curve=not given.no_picture,
+    )
+    about = {**_about(argv, device), "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus}
+    title = f"{name} on {given.gpus} x {about['device']}, {given.dtype}\n{describe(shape)}"
+    return Job(plan, _cases(given, shape, device), title, about, Path(given.out), not given.no_picture)
+
+
+def _modes(text: str, options: dict[str, Any]) -> list[Mode]:
+    modes = [parse_mode(part.strip(), options) for part in text.split(",")]
+    names = [mode.name for mode in modes]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"--modes names {', '.join(sorted(twice))} more than once")
+    return modes
+
+
+def _cases(given: argparse.Namespace, shape: dict[str, Any], device: torch.device) -> list[Case]:
+    if given.case and (given.tokens or given.layers):
+        raise ValueError("give either --case or --tokens and --layers")
+    tokens = given.tokens or (128 if device.type == "cpu" else 8192)
+    return given.case or [Case(tokens, given.layers or number_of_layers(shape))]
+
+
+def _device(given: argparse.Namespace) -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if given.device == "accelerator" and found is None:
+        raise ValueError("--device accelerator: torch finds none on this machine; use --device cpu")
+    if found is None or given.device == "cpu" or given.overhead:
+        return torch.device("cpu")
+    if given.gpus > torch.accelerator.device_count():
+        raise ValueError(f"--gpus {given.gpus}: this machine has {torch.accelerator.device_count()}")
+    return found
+
+
+def _about(argv: list[str] | None, device: torch.device) -> dict[str, Any]:
+    arguments = sys.argv[1:] if argv is None else argv
+    return {
+        "device": name_of(device),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "command": shlex.join(["python", "-m", "rlx.offload.benchmark", *arguments]),
+    }
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def _case(text: str) -> Case:
+    tokens, _, layers = text.partition("x")
+    try:
+        return Case(_positive(tokens), _positive(layers))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected TOKENSxLAYERS, such as 8192x28") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

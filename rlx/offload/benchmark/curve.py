@@ -1,0 +1,76 @@
+"""Device memory over one step, looked at at the borders of modules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
+from rlx.offload.benchmark.results import Curve
+from rlx.offload.engine import tensors_in
+
+
+class _Sampler:
+    """Takes down the largest use of memory since it was asked last, and the time without its own share of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._used_before = used_bytes(device)
+        self._own_s = 0.0
+        self._start = clock(device)
+        self.seconds: list[float] = []
+        self.used: list[int] = []
+        reset_peak(device)
+
+    def sample(self) -> None:
+        # Compute only: to wait for the copies as well would change what the step waits for.
+        torch.accelerator.current_stream(self._device).synchronize()
+        now = time.perf_counter()
+        self.seconds.append(now - self._start - self._own_s)
+        self.used.append(peak_bytes(self._device) - self._used_before)
+        reset_peak(self._device)
+        self._own_s += time.perf_counter() - now
+
+
+def memory_curve(model: nn.Module, device: torch.device, step: Callable[[], None]) -> Curve:
+    """Run a step and take down what it occupies above what is there before.
+
+    Every module's forward is looked at before and after, also when it is recomputed, and its backward when the gradient
+    of its output is there. Hooks on modules and gradients only, so that the step saves what it saves without them.
+
+    Args:
+        model: what the step runs.
+        device: an accelerator.
+        step: the step.
+    """
+    sampler = _Sampler(device)
+
+    def before(module: nn.Module, args: Any) -> None:
+        sampler.sample()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        sampler.sample()
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(at_gradient)  # type: ignore[no-untyped-call]
+
+    def at_gradient(grad: Tensor) -> None:
+        sampler.sample()
+
+    hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
+    hooks += [module.register_forward_hook(after) for module in model.modules()]
+    try:
+        step()
+        sampler.sample()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Curve(sampler.seconds, sampler.used)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    yield from tensors_in(dict(output) if hasattr(output, "to_tuple") else output)

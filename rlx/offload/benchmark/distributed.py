@@ -1,0 +1,64 @@
+"""The same measurement in several processes, every layer sharded over them by FSDP2."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import socket
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
+
+from rlx.offload.benchmark.job import Job
+from rlx.offload.benchmark.ranks import Ranks
+from rlx.offload.layers import find_layers
+
+# Longer than any step, short enough to notice a rank that has failed alone.
+_TIMEOUT = datetime.timedelta(minutes=3)
+
+
+def run_on(world_size: int, job: Job) -> None:
+    """Run a job in `world_size` processes of this machine, each with a device of its own where there is an accelerator.
+
+    Times are those of the slowest process, peaks the largest, other figures the first process's.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: if a process fails outside a mode.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(_work, (world_size, port, job), nprocs=world_size)  # type: ignore[no-untyped-call]
+
+
+def _work(rank: int, world_size: int, port: int, job: Job) -> None:
+    device = job.plan.device
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    else:
+        device = torch.device(device.type, rank)
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
+    try:
+        ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+        mesh = init_device_mesh(device.type, (world_size,))
+        job._replace(plan=job.plan._replace(device=device)).run(ranks, functools.partial(_shard, mesh=mesh))
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for _, layer in find_layers(model, None):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model

@@ -1,0 +1,67 @@
+"""One mode that takes part in a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from rlx.offload.benchmark.curve import memory_curve
+from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
+from rlx.offload.benchmark.modes import Mode, Prepared
+from rlx.offload.benchmark.ranks import Ranks
+from rlx.offload.benchmark.results import Curve
+from rlx.offload.stats import OffloadStats
+
+
+class Entrant:
+    """One mode on its own model, which stays switched on for as long as the case is measured."""
+
+    def __init__(self, mode: Mode, model: nn.Module, layers: int, ids: torch.Tensor) -> None:
+        self.mode = mode
+        self.layers = layers
+        self.step_s: list[float] = []
+        self.peaks: list[int] = []
+        self.curve: Curve | None = None
+        self.held_bytes = 0
+        self.before = OffloadStats()
+        self._model = model
+        self._ids = ids
+        self.prepared: Prepared = mode.prepare(model)
+
+    def step(self, at_end_of_forward: Callable[[], None] | None = None) -> None:
+        """Forward and backward; gradients are added to those that are there."""
+        with self.prepared.around_step():
+            with self.prepared.around_forward():
+                output = self._model(input_ids=self._ids).last_hidden_state
+            if at_end_of_forward is not None:
+                at_end_of_forward()
+            output.backward(torch.ones_like(output))
+
+    def timed_step(self, ranks: Ranks) -> None:
+        """A step of which time and peak are kept."""
+        device = self._ids.device
+        used = used_bytes(device)
+        reset_peak(device)
+        ranks.barrier()
+        start = clock(device)
+        self.step()
+        self.step_s.append(clock(device) - start)
+        self.peaks.append(peak_bytes(device) - used)
+
+    def observed_step(self, with_curve: bool) -> None:
+        """A step to look at what it holds, on the device and off it."""
+        handle = self.prepared.handle
+
+        def look() -> None:
+            if handle is not None:
+                self.held_bytes = handle.stats().held_bytes
+
+        if with_curve and self._ids.device.type != "cpu":
+            self.curve = memory_curve(self._model, self._ids.device, lambda: self.step(look))
+        else:
+            self.step(look)
+        clock(self._ids.device)
+        if handle is not None:
+            self.before = handle.stats()

@@ -1,0 +1,199 @@
+"""Steps of all modes of a case, one after the other in each round, and what they cost."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rlx.offload.arena import host_arena
+from rlx.offload.benchmark.device import clean_up, clock
+from rlx.offload.benchmark.entrant import Entrant
+from rlx.offload.benchmark.modes import Mode, NotInstalledError
+from rlx.offload.benchmark.ranks import Ranks
+from rlx.offload.benchmark.results import CaseResult, HostMemory, Row, engine_figures, ratios, timings
+from rlx.offload.benchmark.shapes import Case, build, share
+
+
+class Plan(NamedTuple):
+    """What to measure and how often.
+
+    Args:
+        shape: configuration of the model.
+        modes: in the order of the table.
+        device: of this process.
+        dtype: of the weights.
+        rounds: how many steps of each mode are timed at most.
+        seconds: after so long no further round of a case begins; None: all rounds are run.
+        warm_up: steps of each mode before.
+        plain_layers: with how many layers plain is measured and scaled; None: with all, or with two if those do not fit.
+        with_curve: whether to record memory over a step.
+    """
+
+    shape: dict[str, Any]
+    modes: Sequence[Mode]
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int
+    seconds: float | None
+    warm_up: int
+    plain_layers: int | None
+    with_curve: bool
+
+
+class CaseRun:
+    """The measurement of one case.
+
+    Args:
+        plan: what to measure.
+        case: how long and how deep.
+        ranks: the processes that take part.
+        shard: called with each model, for more than one process; None: the modes share one set of weights.
+        say: for progress.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        case: Case,
+        ranks: Ranks,
+        shard: Callable[[nn.Module], nn.Module] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan, self._case, self._ranks, self._shard, self._say = plan, case, ranks, shard, say
+        self._entrants: dict[str, Entrant] = {}
+        self._notes: dict[str, str] = {}
+        self._weights: nn.Module | None = None
+
+    def run(self) -> CaseResult:
+        """Warm every mode up, look at a step of each, then time them in rounds."""
+        start = time.perf_counter()
+        self._say(f"case {self._case}")
+        for mode in self._plan.modes:
+            self._enter(mode)
+        self._each("observe", lambda entrant: entrant.observed_step(self._plan.with_curve))
+        allocations = self._allocations()
+        measured_from = time.perf_counter()
+        for number in range(self._plan.rounds):
+            elapsed = max(self._ranks.gather(time.perf_counter() - measured_from))
+            if number and self._plan.seconds is not None and elapsed > self._plan.seconds:
+                break
+            # There and back again, so that a drift of the clock rate meets all modes alike.
+            self._each(
+                f"round {number + 1} of {self._plan.rounds}",
+                lambda entrant: entrant.timed_step(self._ranks),
+                reverse=number % 2 == 1,
+            )
+        host = self._host_memory(self._allocations() - allocations)
+        rows = self._rows()
+        self._entrants.clear()
+        self._weights = None
+        clean_up(self._plan.device)
+        return CaseResult(self._case.tokens, self._case.layers, rows, host, time.perf_counter() - start)
+
+    def _enter(self, mode: Mode) -> None:
+        layers = self._case.layers
+        if mode.kind == "plain" and self._plan.plain_layers is not None:
+            layers = min(layers, self._plan.plain_layers)
+        note = self._try(mode, layers)
+        if note is not None and mode.kind == "plain" and "OutOfMemory" in note and layers > 2:
+            layers = 2
+            note = self._try(mode, layers)
+        if note is None and layers < self._case.layers:
+            self._notes[mode.name] = f"scaled from {layers} layers"
+        elif note is not None:
+            self._notes[mode.name] = note
+
+    def _try(self, mode: Mode, layers: int) -> str | None:
+        """Warm a mode up; what went wrong, if something did."""
+        start = time.perf_counter()
+
+        def warm_up() -> None:
+            entrant = self._entrants[mode.name] = Entrant(mode, self._model(layers), layers, self._ids())
+            for _ in range(self._plan.warm_up):
+                entrant.step()
+            clock(self._plan.device)
+
+        note = self._failure(warm_up)
+        if note is not None:
+            self._entrants.pop(mode.name, None)
+            clean_up(self._plan.device)
+        self._say(f"  warm-up {mode.name}: {note or f'{time.perf_counter() - start:.1f} s'}")
+        return note
+
+    def _each(self, what: str, run: Callable[[Entrant], None], reverse: bool = False) -> None:
+        """Run something for every mode that still takes part; one that fails drops out."""
+        start = time.perf_counter()
+        names = list(self._entrants)
+        for name in reversed(names) if reverse else names:
+            note = self._failure(functools.partial(run, self._entrants[name]))
+            if note is not None:
+                self._notes[name] = note
+                del self._entrants[name]
+                clean_up(self._plan.device)
+        self._say(f"  {what}: {time.perf_counter() - start:.1f} s")
+
+    def _failure(self, run: Callable[[], None]) -> str | None:
+        """Run something on all ranks; the first failure among them as text."""
+        note = None
+        try:
+            run()
+        except NotInstalledError as error:
+            note = f"left out: {error}"
+        except Exception as error:  # whatever a mode raises is its result
+            note = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return next((found for found in self._ranks.gather(note) if found is not None), None)
+
+    def _model(self, layers: int) -> nn.Module:
+        """A model for one mode, with gradients to add to."""
+        plan = self._plan
+        if layers == self._case.layers and self._weights is not None:
+            return share(self._weights)
+        model = build(plan.shape, Case(self._case.tokens, layers), plan.device, plan.dtype)
+        if self._shard is not None:
+            return self._shard(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        if layers == self._case.layers:
+            self._weights = model
+            return share(model)
+        return model
+
+    def _ids(self) -> torch.Tensor:
+        vocabulary = self._plan.shape.get("vocab_size", 1024)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, min(vocabulary, 1024), (1, self._case.tokens), generator=generator)
+        return ids.to(self._plan.device)
+
+    def _allocations(self) -> int:
+        return sum(host_arena(pinned).allocations for pinned in (True, False))
+
+    def _host_memory(self, allocations: int) -> HostMemory:
+        reserved = sum(host_arena(pinned).reserved_bytes for pinned in (True, False))
+        held = max((entrant.held_bytes for entrant in self._entrants.values()), default=0)
+        return HostMemory(reserved, held, reserved / held if held else None, allocations)
+
+    def _rows(self) -> list[Row]:
+        measured: dict[str, dict[str, Any]] = {}
+        for name, entrant in self._entrants.items():
+            scale = self._case.layers / entrant.layers
+            fields = timings([s * scale for s in self._ranks.largest(entrant.step_s)])
+            fields["layers"] = entrant.layers
+            if self._plan.device.type != "cpu" and scale == 1:
+                fields["peak_bytes"] = max(self._ranks.gather(max(entrant.peaks)))
+                fields["curve"] = entrant.curve
+            handle = entrant.prepared.handle
+            if handle is not None:
+                stats = handle.stats().since(entrant.before)
+                fields["held_bytes"] = entrant.held_bytes
+                fields |= engine_figures(stats, len(entrant.step_s), fields["median_s"])
+            measured[name] = fields
+        compared = ratios({name: fields["median_s"] for name, fields in measured.items()})
+        return [
+            Row(mode.name, self._notes.get(mode.name), **measured.get(mode.name, {}), **compared.get(mode.name, {}))
+            for mode in self._plan.modes
+        ]

@@ -1,0 +1,152 @@
+"""The ways to run a step that are compared: rlx's modes and their peers."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+from rlx.offload.handle import ActivationOffloading, enable_activation_offloading
+from rlx.offload.options import OffloadOptions
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class NotInstalledError(Exception):
+    """A peer is not there, or not in this version."""
+
+
+class Prepared(NamedTuple):
+    """How the steps of a model run on which a mode has been switched on."""
+
+    handle: ActivationOffloading | None = None
+    around_forward: Around = contextlib.nullcontext
+    around_step: Around = contextlib.nullcontext
+
+
+class Mode(NamedTuple):
+    """A mode as asked for.
+
+    Args:
+        name: what the table calls it.
+        kind: a key of `KINDS`.
+        options: for rlx's own modes.
+    """
+
+    name: str
+    kind: str
+    options: OffloadOptions | None
+
+    def prepare(self, model: nn.Module) -> Prepared:
+        """Switch the mode on for a model.
+
+        Raises:
+            NotInstalledError: if it is a peer that is not there.
+        """
+        if self.options is not None:
+            return Prepared(enable_activation_offloading(model, self.kind != "all", self.options))
+        return PEERS[self.kind](model)
+
+
+def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
+    """A mode from `NAME` or, for rlx's own, `NAME:option=value:...`.
+
+    Args:
+        text: as the user wrote it.
+        defaults: options for rlx's own modes that the text does not name.
+
+    Raises:
+        ValueError: for an unknown name, an option that does not exist or a value that is refused.
+    """
+    kind, *pairs = text.split(":")
+    if kind not in KINDS:
+        raise ValueError(f"mode {kind!r} does not exist; choose from {', '.join(KINDS)}")
+    if kind in PEERS:
+        if pairs:
+            raise ValueError(f"mode {text!r}: only {', '.join(OWN)} take options")
+        return Mode(text, kind, None)
+    chosen = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:
+            raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
+        chosen[name] = _value(value)
+    return Mode(text, kind, OffloadOptions(**{**defaults, **chosen}, save=kind))
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _plain(model: nn.Module) -> Prepared:
+    return Prepared()
+
+
+def _checkpointing(model: nn.Module, **options: Any) -> Prepared:
+    # transformers 5.17 knows the old name only, 5.23 warns of it.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    assert callable(enable)
+    missing = [name for name in options if name not in inspect.signature(enable).parameters]
+    if missing:
+        raise NotInstalledError(f"this transformers has no checkpointing with {missing[0]}=")
+    enable({"use_reentrant": False}, **options)
+    return Prepared()
+
+
+def _transformers_offload(model: nn.Module) -> Prepared:
+    return _checkpointing(model, offload=True)
+
+
+def _save_on_cpu(model: nn.Module) -> Prepared:
+    _checkpointing(model)
+    device = next(model.parameters()).device
+    pin_memory = device.type != "cpu"  # without an accelerator torch has no page-locked memory
+    return Prepared(around_forward=lambda: save_on_cpu(pin_memory=pin_memory, device_type=device.type))
+
+
+def _trl(model: nn.Module) -> Prepared:
+    _checkpointing(model)
+    return _trl_all(model)
+
+
+def _trl_all(model: nn.Module) -> Prepared:
+    if importlib.util.find_spec("trl") is None:
+        raise NotInstalledError("trl is not installed")
+    from trl.models.activation_offloading import OffloadActivations
+
+    offload = OffloadActivations()
+    offload.update_model_params(model)
+    # TRL's trainers put it around forward and backward.
+    return Prepared(around_step=lambda: offload)
+
+
+OWN = ("boundary", "attention", "all")
+PEERS: dict[str, Callable[[nn.Module], Prepared]] = {
+    "plain": _plain,
+    "checkpointing": _checkpointing,
+    "transformers-offload": _transformers_offload,
+    "save-on-cpu": _save_on_cpu,
+    "trl": _trl,
+    "trl-all": _trl_all,
+}
+KINDS = {
+    "plain": "no checkpointing, nothing leaves the device",
+    "checkpointing": "transformers' checkpointing, non-reentrant",
+    "boundary": "rlx: layer inputs off the device, the rest recomputed",
+    "attention": "rlx: attention's outputs off the device as well, and not recomputed",
+    "all": "rlx: every saved tensor off the device",
+    "transformers-offload": "transformers' checkpointing with its offload=True",
+    "save-on-cpu": "transformers' checkpointing inside torch's save_on_cpu(pin_memory=True)",
+    "trl": "transformers' checkpointing inside TRL's OffloadActivations",
+    "trl-all": "TRL's OffloadActivations without checkpointing",
+}

@@ -1,0 +1,37 @@
+"""What the processes of one benchmark tell each other; one process alone tells itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Ranks:
+    """The processes that run the same steps.
+
+    Args:
+        group: a group of them that works on the host; None: this process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.is_first = group is None or dist.get_rank(group) == 0
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def largest(self, values: list[float]) -> list[float]:
+        """The largest of all ranks, element by element: of step times those of the slowest."""
+        return [max(column) for column in zip(*self.gather(values), strict=True)]

@@ -1,0 +1,69 @@
+"""Results as a table for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlx.offload.benchmark.results import CaseResult, Row
+
+GB = 1e9
+
+
+def _number(digits: int, scale: float = 1.0) -> Callable[[Any], str]:
+    return lambda value: "-" if value is None else f"{value / scale:.{digits}f}"
+
+
+def _digits(digits: int, scale: float) -> Callable[[Any], str]:
+    return lambda value: "-" if value is None else f"{value / scale:.{digits}g}"
+
+
+_COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
+    ("mode", "mode", str),
+    ("step s", "median_s", _number(4)),
+    ("min", "min_s", _number(4)),
+    ("max", "max_s", _number(4)),
+    ("x plain", "ratio_to_plain", _number(3)),
+    ("x ckpt", "ratio_to_checkpointing", _number(4)),
+    ("peak GB", "peak_bytes", _digits(4, GB)),
+    ("off GB", "offloaded_bytes_per_step", _digits(4, GB)),
+    ("GB/s", "copy_gb_per_s", _number(1)),
+    ("stall ms", "stall_ms_per_step", _number(2)),
+    ("stall %", "stall_share", _number(2, 0.01)),
+    ("overlap", "overlap", _number(3)),
+)
+
+
+def table(result: CaseResult) -> str:
+    """A case as text: one line per mode, what was not measured below, then the host memory."""
+    measured = [row for row in result.rows if row.median_s is not None]
+    lines = aligned([[title for title, _, _ in _COLUMNS], *map(_cells, measured)])
+    lines += [f"{row.mode}: {row.note}" for row in result.rows if row.note is not None]
+    host = result.host
+    if host.largest_held_bytes:
+        lines.append(
+            f"host memory: {host.reserved_bytes / GB:.4g} GB reserved, {host.largest_held_bytes / GB:.4g} GB held at most, "
+            f"quotient {host.reserved_to_held:.3f}; allocations after warm-up: {host.allocations_after_warm_up}"
+        )
+    return "\n".join(lines)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines: the first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]
+
+
+def write_json(path: Path, about: dict[str, Any], results: Sequence[CaseResult]) -> None:
+    """Everything that was measured, and on what."""
+    path.write_text(json.dumps({**about, "cases": [asdict(result) for result in results]}, indent=1) + "\n")
+
+
+def _cells(row: Row) -> list[str]:
+    return [show(getattr(row, name)) for _, name, show in _COLUMNS]

@@ -1,0 +1,116 @@
+"""What a benchmark has found out; everything in it goes to the JSON file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.offload.benchmark.shapes import Case
+from rlx.offload.stats import OffloadStats
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Device memory over one step: before each point in time the largest since the one before.
+
+    Args:
+        seconds: since the step began.
+        used_bytes: above weights and gradients.
+    """
+
+    seconds: Sequence[float]
+    used_bytes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode in one case. What is None was not measured; `note` says why.
+
+    Args:
+        step_s: time of each step, of the slowest process; scaled where `layers` is less than the case's.
+        peak_bytes: device memory above weights and gradients; None where scaled, and on the CPU.
+        held_bytes: off the device at the end of forward.
+        stall_share: of the step's time.
+        overlap: share of the copies' time that compute did not wait for.
+    """
+
+    mode: str
+    note: str | None = None
+    layers: int = 0
+    step_s: Sequence[float] = ()
+    median_s: float | None = None
+    min_s: float | None = None
+    max_s: float | None = None
+    ratio_to_plain: float | None = None
+    ratio_to_checkpointing: float | None = None
+    peak_bytes: int | None = None
+    offloaded_bytes_per_step: int | None = None
+    held_bytes: int | None = None
+    copy_gb_per_s: float | None = None
+    stall_ms_per_step: float | None = None
+    stall_share: float | None = None
+    overlap: float | None = None
+    recomputed_ms_per_step: float | None = None
+    curve: Curve | None = None
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The arena's figures over all modes of a case.
+
+    Args:
+        reserved_bytes: taken from the system.
+        largest_held_bytes: the most that a mode held at the end of its forward.
+        reserved_to_held: the quotient; None where nothing was held.
+        allocations_after_warm_up: how often memory was taken from the system while steps were measured.
+    """
+
+    reserved_bytes: int
+    largest_held_bytes: int
+    reserved_to_held: float | None
+    allocations_after_warm_up: int
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """All modes of one case."""
+
+    tokens: int
+    layers: int
+    rows: Sequence[Row]
+    host: HostMemory
+    seconds: float = field(default=0.0)
+
+    @property
+    def case(self) -> Case:
+        """The case that was measured."""
+        return Case(self.tokens, self.layers)
+
+
+def engine_figures(stats: OffloadStats, steps: int, step_s: float) -> dict[str, Any]:
+    """The fields of a row that come from the engine's counters over some steps."""
+    return {
+        "offloaded_bytes_per_step": stats.offloaded_bytes // steps,
+        "copy_gb_per_s": stats.copy_gb_per_s,
+        "stall_ms_per_step": stats.stall_ms / steps,
+        "stall_share": stats.stall_ms / steps / 1e3 / step_s,
+        "overlap": stats.overlap,
+        "recomputed_ms_per_step": stats.recomputed_ms / steps,
+    }
+
+
+def ratios(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """For each mode the fields of its row that compare its median with plain's and checkpointing's."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in medians}
+    for base in ("plain", "checkpointing"):
+        if base in medians:
+            for name, median in medians.items():
+                found[name][f"ratio_to_{base}"] = median / medians[base]
+    return found
+
+
+def timings(step_s: Sequence[float]) -> dict[str, Any]:
+    """The fields of a row that come from its step times."""
+    return {"step_s": step_s, "median_s": statistics.median(step_s), "min_s": min(step_s), "max_s": max(step_s)}

@@ -1,0 +1,151 @@
+"""The models to measure: named decoder shapes and local HF configurations, with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+# Decoder layers as published, with a small vocabulary: embedding and head are no part of what is measured.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "llama3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+_VOCABULARY = 1024
+
+
+class Case(NamedTuple):
+    """How much of a model is run: one sequence of `tokens` through `layers` layers."""
+
+    tokens: int
+    layers: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens x {self.layers} layers"
+
+
+def read_shape(name: str) -> dict[str, Any]:
+    """The configuration of a named shape, or of a local file or folder in HF's format.
+
+    Raises:
+        ValueError: if there is neither, or the file is no such configuration.
+    """
+    if name in SHAPES:
+        return {**SHAPES[name], "vocab_size": _VOCABULARY}
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"model {name!r} is neither a named shape nor a local configuration; choose one of {', '.join(SHAPES)}, "
+            "or give the path of a config.json or of its folder"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    if not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path} is not the configuration of a model: it has no 'model_type'")
+    return config
+
+
+def number_of_layers(shape: dict[str, Any]) -> int:
+    """How many layers the shape has by itself."""
+    return int(_config(shape).num_hidden_layers)
+
+
+def describe(shape: dict[str, Any]) -> str:
+    """A shape in a few words."""
+    config = _config(shape)
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    values = {name: getattr(config, name, None) for name in names}
+    return ", ".join(
+        [config.model_type, *(f"{name} {value}" for name, value in values.items() if isinstance(value, int))]
+    )
+
+
+def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A model without a head, in train mode, its random weights made on the device."""
+    from transformers import AutoModel
+
+    config = _config(_with_layers(shape, case.layers))
+    config.use_cache = False
+    if (getattr(config, "max_position_embeddings", None) or case.tokens) < case.tokens:
+        config.max_position_embeddings = case.tokens
+    torch.manual_seed(0)
+    with device, _quiet():
+        model: nn.Module = AutoModel.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.train()
+
+
+def share(model: nn.Module) -> nn.Module:
+    """A second module tree on the same parameters and buffers, on which another mode can be switched on."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def _config(shape: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**shape)
+
+
+def _with_layers(shape: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The shape with another number of layers; lists with an entry for each layer are cut or repeated."""
+    name = _config(shape).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    changed = {**shape, name: layers}
+    if isinstance(shape.get("layer_types"), list):
+        types = shape["layer_types"]
+        changed["layer_types"] = (types * (layers // len(types) + 1))[:layers]
+    return changed
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
