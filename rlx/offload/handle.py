@@ -39,6 +39,8 @@ class LayerForward:
         self._layer = layer
         self._module = weakref.ref(module)  # the module holds this object
 
+    # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward; what backward needs of it leaves the device."""
         module = self._module()

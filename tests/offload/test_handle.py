@@ -248,3 +248,18 @@ def test_checkpointing_of_modules_that_are_no_layers_of_the_engine_stays(enable)
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [False, False, False, True]
     causal_step(model).backward()
     assert model.model.layers[3].gradient_checkpointing
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False])
+@pytest.mark.parametrize("what", ["model", "layers"])
+def test_a_compiled_model_runs_its_enabled_layers_uncompiled(toys, enable, what, enable_ckpt):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    handle = enable(model, enable_ckpt)
+    for module in [model] if what == "model" else model.layers:
+        module.compile(backend="aot_eager")
+    graded = toys.grade(model, toys.step)
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(graded.grads[name], grad)
+    assert handle.stats().offloaded_bytes > 0
+    torch.compiler.reset()
