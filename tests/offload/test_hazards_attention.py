@@ -258,6 +258,27 @@ def some_parts_without_gradient(m, x):
 
 
 @layer
+def writes_without_gradient(m, x):
+    with torch.no_grad():
+        k = m.k(x)
+        k.mul_(2)
+        a = m.attend(m.q(x), k, m.v(x))
+        a.add_(1)
+        y = m.other(a)
+        y.mul_(3)
+    return x + m.mlp(m.o(m.attend(m.q(x), k, m.v(x))) + y)
+
+
+@layer
+def writes_after_attention(m, x):
+    k = m.k(x)
+    with sdpa_kernel(SDPBackend.MATH):
+        a = m.attend(m.q(x), k * 1, m.v(x))
+    k.mul_(2)
+    return x + m.o(m.attend(m.other(x), k, a))
+
+
+@layer
 def gradient_switched_on_again(m, x):
     with torch.no_grad():
         frozen = m.other(x)

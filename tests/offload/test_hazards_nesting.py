@@ -1,0 +1,327 @@
+"""Each mode beside what else hooks into autograd and dispatch: hooks, modes, checkpoints, autocast, torch.func, modules of torch."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+
+def attention(m, x):
+    return m.o(m.attend(m.q(x), m.k(x), m.v(x), is_causal=True))
+
+
+class Doubles(TorchFunctionMode):
+    """A mode of the user's that changes what linear maps compute."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is F.linear else result
+
+
+class Counts(TorchDispatchMode):
+    """A mode of the user's below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Own(torch.autograd.Function):
+    """Attention of the user's own, which torch knows nothing of."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        weights = torch.softmax(q @ k.mT, -1)
+        ctx.save_for_backward(q, k, v, weights)
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, weights = ctx.saved_tensors
+        back = weights * (grad @ v.mT)
+        scores = back - weights * back.sum(-1, keepdim=True)
+        return scores @ k, scores.mT @ q, weights.mT @ grad
+
+
+def hooks_around(part):
+    def forward(m, x):
+        hooks = saved_tensors_hooks(lambda t: (t.dtype, t.detach().double()), lambda packed: packed[1].to(packed[0]))
+        with hooks if part in ("attention", "everything") else contextlib.nullcontext():
+            y = attention(m, x)
+        with hooks if part in ("mlp", "everything") else contextlib.nullcontext():
+            return x + m.mlp(y)
+
+    return forward
+
+
+def saved_on_the_host(m, x):
+    with save_on_cpu():
+        y = attention(m, x)
+    return x + m.mlp(y)
+
+
+def function_mode(m, x):
+    with Doubles():
+        y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+    return x + m.mlp(y)
+
+
+def function_mode_around_attention_alone(m, x):
+    q, k, v = m.q(x), m.k(x), m.v(x)
+    with Doubles():
+        y = m.attend(q, k, v)
+    return x + m.mlp(m.o(y))
+
+
+def dispatch_mode(m, x):
+    with Counts() as counts:
+        y = attention(m, x)
+    assert counts.calls > 0
+    return x + m.mlp(y)
+
+
+def default_device(m, x):
+    with torch.device("cpu"):
+        y = attention(m, x) + torch.zeros(16)
+    return x + m.mlp(y)
+
+
+def checkpoint_of(use_reentrant, part):
+    def forward(m, x):
+        run = {"attention": attention, "mlp": type(m).mlp}
+        run[part] = lambda m, x, inner=run[part]: checkpoint(inner, m, x, use_reentrant=use_reentrant)
+        return x + run["mlp"](m, x + run["attention"](m, x))
+
+    return forward
+
+
+def own_function(m, x):
+    return x + m.mlp(m.o(m.merge(Own.apply(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))))))
+
+
+def vectorized(m, x):
+    def single(row):
+        q, k, v = (part(row).unflatten(-1, (4, 4)).transpose(0, 1) for part in (m.q, m.k, m.v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
+
+    return x + m.mlp(m.o(torch.vmap(single)(x)))
+
+
+def swapped_weights(m, x):
+    weights = {"weight": m.q.weight * 2, "bias": m.q.bias + 1}
+    q = torch.func.functional_call(m.q, weights, (x,))
+    return x + m.mlp(m.o(m.attend(q, m.k(x), m.v(x))))
+
+
+def detected_anomalies(m, x):
+    with torch.autograd.set_detect_anomaly(True):
+        return x + m.mlp(attention(m, x))
+
+
+def recorded_for_the_profiler(m, x):
+    with torch.profiler.record_function("layer"):
+        return x + m.mlp(attention(m, x))
+
+
+NESTED = {
+    "hooks_around_attention": hooks_around("attention"),
+    "hooks_around_mlp": hooks_around("mlp"),
+    "hooks_around_everything": hooks_around("everything"),
+    "checkpoint_of_attention": checkpoint_of(False, "attention"),
+    "checkpoint_of_mlp": checkpoint_of(False, "mlp"),
+    **{
+        function.__name__: function
+        for function in (
+            saved_on_the_host,
+            function_mode,
+            function_mode_around_attention_alone,
+            dispatch_mode,
+            default_device,
+            own_function,
+            vectorized,
+            swapped_weights,
+            detected_anomalies,
+            recorded_for_the_profiler,
+        )
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", NESTED)
+def test_inside_a_layer(compare_layer, mode, name):
+    compare_layer(NESTED[name], **mode)
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_a_reentrant_checkpoint_inside_a_layer(compare, toys, mode, part):
+    compare(toys.stack(lambda: toys.kit(checkpoint_of(True, part)), width=16), toys.read, **mode)
+
+
+class Passes(TorchFunctionMode):
+    """A mode of the user's that changes nothing."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Around:
+    """What a user may put around a model's forward, around its backward, or around both."""
+
+    hooks = staticmethod(lambda: saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t))
+    on_host = staticmethod(save_on_cpu)
+    function_mode = staticmethod(Passes)
+    dispatch_mode = staticmethod(Counts)
+    default_device = staticmethod(lambda: torch.device("cpu"))
+    math_attention = staticmethod(lambda: sdpa_kernel(SDPBackend.MATH))
+    autocast = staticmethod(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    anomalies = staticmethod(torch.autograd.detect_anomaly)
+    one_thread = staticmethod(lambda: torch.autograd.set_multithreading_enabled(False))
+    profiler = staticmethod(lambda: torch.profiler.profile())
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("where", ["forward", "both"])
+@pytest.mark.parametrize("name", [name for name in vars(Around) if not name.startswith("_")])
+def test_around_the_model(compare, toys, mode, name, where):
+    def step(model):
+        with getattr(Around, name)():
+            loss = toys.read(model).float()
+            if where == "both":
+                loss.backward()
+        if where == "forward":
+            loss.backward()
+        return loss.detach()
+
+    compare(toys.decoder(dropout=0.1), step, **mode)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_users_checkpoint_around_the_model(compare, toys, mode, use_reentrant):
+    def step(model):
+        x = toys.tokens().requires_grad_()
+        return checkpoint(model, x, use_reentrant=use_reentrant)
+
+    compare(toys.decoder(dropout=0.1), step, **mode)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_users_checkpoint_around_two_layers(compare, toys, mode, use_reentrant):
+    def step(model):
+        x = model.embed(toys.tokens())
+        first, second, third = model.layers
+        return third(checkpoint(lambda x: second(first(x)), x, use_reentrant=use_reentrant)).sum()
+
+    compare(toys.decoder(dropout=0.1), step, **mode)
+
+
+def test_weights_that_are_swapped_for_one_call_are_right_or_refused(enable, toys, mode):
+    def step(model):
+        weights = {name: p * 0.5 for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, weights, (toys.tokens(),))
+        loss.backward()
+        return loss.detach()
+
+    model = toys.decoder()
+    expected = toys.grade(copy.deepcopy(model), step)
+    enable(model, **mode)
+    try:
+        got = toys.grade(model, step)
+    except RuntimeError:
+        return
+    expected.assert_equal(got)
+
+
+def test_layers_of_multihead_attention(compare, toys, mode):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mha = nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True)
+            self.cross = nn.MultiheadAttention(16, 4, kdim=16, vdim=16, batch_first=True)
+            self.mlp = toys.block(16)
+
+        def forward(self, x):
+            hidden = torch.zeros(2, 6, dtype=torch.bool)
+            hidden[0, 4:] = True
+            y, _ = self.mha(x, x, x, key_padding_mask=hidden, need_weights=False)
+            z, weights = self.cross(x + y, x, y)
+            return self.mlp(x + y + z) + weights.mean()
+
+    compare(toys.stack(Layer, width=16), toys.read, **mode)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_encoder_and_decoder_layers_of_torch(compare, toys, mode, norm_first, train):
+    options = {"dropout": 0.2, "batch_first": True, "norm_first": norm_first}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            encoder = nn.TransformerEncoderLayer(16, 4, 32, **options)
+            decoder = nn.TransformerDecoderLayer(16, 4, 32, **options)
+            self.encoder = nn.TransformerEncoder(encoder, 3, enable_nested_tensor=False)
+            self.decoder = nn.TransformerDecoder(decoder, 3)
+
+        def forward(self, x):
+            mask = nn.Transformer.generate_square_subsequent_mask(6)
+            return self.decoder(x, self.encoder(x, mask, is_causal=True), tgt_mask=mask).square().mean()
+
+    compare(Model().train(train), lambda m: m(toys.tokens()), **mode)
+
+
+def test_weights_of_a_subclass_that_answers_for_itself(compare, toys, mode):
+    """As quantised weights do: the class itself says what a linear map with it is."""
+
+    class Quantised(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                if function is F.linear:
+                    x, weight, *bias = args
+                    return F.linear(x, weight.as_subclass(torch.Tensor).round(decimals=1), *bias)
+                return function(*args, **(kwargs or {}))
+
+    def forward(m, x):
+        weight = m.q.weight.detach().as_subclass(Quantised)
+        q = F.linear(x, weight, m.q.bias)
+        return x + m.mlp(m.o(m.attend(q, m.k(x), m.v(x))))
+
+    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **mode)
+
+
+def test_computed_weights(compare, toys, mode):
+    def layer():
+        built = toys.attend()
+        for part in (built.q, built.o):
+            nn.utils.parametrizations.weight_norm(part)
+        nn.utils.parametrizations.spectral_norm(built.v)
+        return built
+
+    compare(toys.stack(layer, width=16), toys.read, **mode)
+
+
+def test_compiled_parts(enable, toys, mode):
+    def build():
+        model = toys.decoder()
+        for layer in model.layers:
+            layer.mlp = torch.compile(layer.mlp, backend="eager", fullgraph=True)
+        return model
+
+    expected = toys.grade(build(), toys.read)
+    model = build()
+    enable(model, **mode)
+    expected.assert_equal(toys.grade(model, toys.read))

@@ -1,0 +1,306 @@
+"""Each mode: writes in place raise where plain autograd raises, and are right where it allows them."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+REFUSED = {}
+
+
+def refused(run):
+    REFUSED[run.__name__] = run
+    return run
+
+
+@refused
+def to_the_queries(m, x):
+    q, k, v = m.q(x), m.k(x), m.v(x)
+    a = m.attend(q, k, v)
+    with torch.no_grad():
+        q.mul_(2)
+    return x + m.o(a)
+
+
+@refused
+def to_the_keys_by_a_view(m, x):
+    k = m.k(x)
+    view = m.split(k)
+    a = m.attend(m.q(x), k, m.v(x))
+    with torch.no_grad():
+        view[0, 0, 0] = 1
+    return x + m.o(a)
+
+
+@refused
+def to_a_fused_projection(m, x):
+    qkv = m.qkv(x)
+    a = m.attend(qkv[..., :16], qkv[..., 16:32], qkv[..., 32:])
+    with torch.no_grad():
+        qkv[..., -1].zero_()
+    return x + m.o(a)
+
+
+@refused
+def to_the_attention(m, x):
+    """Its kernel saved its own output."""
+    a = m.attend(m.q(x), m.k(x), m.v(x))
+    a.mul_(2)
+    return x + m.other(a)
+
+
+@refused
+def to_the_input_of_a_projection(m, x):
+    h = m.norm(x)
+    a = m.attend(m.q(h), m.k(h), m.v(h))
+    h.add_(1)
+    return x + m.o(a)
+
+
+@refused
+def to_the_input_of_the_last_projection(m, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        a = m.attend(m.q(x), m.k(x), m.v(x))
+    y = m.o(a)
+    with torch.no_grad():
+        a.zero_()
+    return x + y
+
+
+@refused
+def to_the_output_of_a_projection_that_a_gate_saved(m, x):
+    q = m.q(x)
+    y = torch.exp(m.o(x)) * q
+    q += 1
+    return y + q
+
+
+@refused
+def to_the_output_that_was_saved(m, x):
+    return m.o(m.attend(m.q(x), m.k(x), m.v(x))).exp().add_(1)
+
+
+@refused
+def to_the_activation(m, x):
+    h = torch.sigmoid(m.up(x))
+    y = m.down(h)
+    h.mul_(2)
+    return x + y
+
+
+@refused
+def to_a_weight(m, x):
+    y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+    with torch.no_grad():
+        m.k.weight.mul_(1.0)
+    return x + y
+
+
+@refused
+def to_a_mask(m, x):
+    mask = torch.zeros(6, 6)
+    a = m.attend(m.q(x), m.k(x), m.v(x), attn_mask=mask)
+    mask.fill_(float("-inf"))
+    return x + m.o(a)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_write_inside_a_layer_raises(enable, toys, mode, name):
+    model = toys.stack(lambda: toys.kit(REFUSED[name]), width=16)
+    for enabled in (False, True):
+        if enabled:
+            enable(model, **mode)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            toys.read(model).backward()
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v", "o", "norm", "mlp.up", "mlp.down", "mlp.norm"])
+def test_a_write_to_a_weight_after_the_layer_raises(enable, toys, mode, part):
+    model = toys.decoder()
+    for enabled in (False, True):
+        if enabled:
+            enable(model, **mode)
+        loss = toys.read(model)
+        with torch.no_grad():
+            model.layers[1].get_submodule(part).weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("part", ["q", "v", "mlp.up", "mlp.down"])
+def test_a_write_to_a_bias_is_right_or_refused(enable, toys, mode, part):
+    """Plain autograd allows it, for nothing saves a bias; recomputation would see the new one."""
+    model = toys.decoder()
+    bias = model.layers[1].get_submodule(part).bias
+    before = bias.detach().clone()
+
+    def step(model):
+        with torch.no_grad():
+            bias.copy_(before)
+        loss = toys.read(model)
+        with torch.no_grad():
+            bias.add_(0.5)
+        loss.backward()
+        return loss.detach()
+
+    expected = toys.grade(model, step)
+    enable(model, **mode)
+    right_or_refused(toys, model, step, expected)
+
+
+def test_an_optimizer_step_between_two_backward_passes_is_right_or_refused(enable, toys, mode):
+    """With nothing but biases trained, plain autograd allows it."""
+    model = toys.decoder()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias") and "norm" not in name)  # a norm saves its bias
+    state = {name: p.clone() for name, p in model.state_dict().items()}
+
+    def step(model):
+        model.load_state_dict(state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        first, second = toys.read(model), model(toys.tokens(seed=2))
+        first.backward()
+        optimizer.step()
+        second.backward()
+        return second.detach()
+
+    expected = toys.grade(model, step)
+    enable(model, **mode)
+    right_or_refused(toys, model, step, expected)
+
+
+def test_a_buffer_that_changes_from_call_to_call_is_right_or_refused(enable, toys, mode):
+    """A scale that each forward moves on, as delayed scaling of fp8 does, with two graphs alive."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x):
+            self.scale.add_(1)
+            return torch.tanh(self.lin(x) * self.scale.clone())
+
+    def step(model):
+        for layer in model.layers:
+            layer.scale.fill_(1)
+        first, second = toys.step(model), model(toys.batch(seed=2))
+        first.backward()
+        second.backward()
+        return second.detach()
+
+    model = toys.stack(Scaled)
+    expected = toys.grade(model, step)
+    enable(model, **mode)
+    right_or_refused(toys, model, step, expected)
+
+
+def right_or_refused(toys, model, step, expected):
+    try:
+        got = toys.grade(model, step)
+    except RuntimeError as error:
+        assert "recompute" in str(error) or "inplace" in str(error)
+    else:
+        expected.assert_equal(got)
+
+
+def test_a_write_to_a_layers_output_is_right_or_refused(enable, toys, mode):
+    """The output's memory may be what the next layer keeps."""
+    model = toys.decoder()
+
+    def step(model):
+        x = model.embed(toys.tokens())
+        for layer in model.layers:
+            x = layer(x)
+            x.mul_(2)  # the residual's sum, which nothing saved
+        return model.head(x).sum()
+
+    expected = toys.grade(model, step)
+    enable(model, **mode)
+    expected.assert_equal(toys.grade(model, step))
+
+
+def test_a_write_to_a_layers_input_after_the_layer_is_right_or_refused(enable, toys, mode):
+    def forward(m, x):
+        h = x + m.bias.mean()  # which does not save x
+        return m.o(m.attend(m.q(h), m.k(h), m.v(h)))
+
+    def step(model):
+        x = model.embed(toys.tokens())
+        for layer in model.layers:
+            y = layer(x)
+            with torch.no_grad():
+                x.zero_()
+            x = y
+        return model.head(x).sum()
+
+    model = toys.stack(lambda: toys.kit(forward), width=16)
+    expected = toys.grade(model, step)
+    enable(model, **mode)
+    right_or_refused(toys, model, step, expected)
+
+
+def test_a_write_to_a_kept_keyword_between_layers_is_right_or_refused(enable, toys, mode):
+    """One mask, changed from layer to layer; plain autograd raises where it was saved."""
+    model = toys.decoder()
+
+    def step(model):
+        x, mask = model.embed(toys.tokens()), torch.zeros(6, 6)
+        for layer in model.layers:
+            x = layer(x, mask=mask)
+            mask.fill_diagonal_(-1.0)
+        return model.head(x).sum()
+
+    for enabled in (False, True):
+        if enabled:
+            enable(model, **mode)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            step(model).backward()
+
+
+@pytest.mark.parametrize("save", ["before", "after"])
+def test_a_tensor_of_the_caller_that_a_layer_closes_over(enable, toys, mode, save):
+    """A write between forward and backward to a tensor that is no argument of the layer."""
+    table = torch.ones(16)
+
+    def forward(m, x):
+        h = x * table if save == "before" else x + table
+        return m.o(m.attend(m.q(h), m.k(h), m.v(h)))
+
+    def step(model):
+        table.fill_(1)
+        loss = toys.read(model)
+        table.add_(1)
+        loss.backward()
+        return loss.detach()
+
+    model = toys.stack(lambda: toys.kit(forward), width=16)
+    expected = None
+    with contextlib.suppress(RuntimeError):
+        expected = toys.grade(model, step)
+    assert (expected is None) == (save == "before")
+    enable(model, **mode)
+    if expected is None:
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            toys.grade(model, step)
+
+
+def test_legal_writes_to_what_attention_mode_keeps(compare, toys, mode):
+    """Outputs of projections and of attention that no operation saved, written to at the latest moment."""
+
+    def forward(m, x):
+        q, k, v = m.q(x), m.k(x), m.v(x)
+        with sdpa_kernel(SDPBackend.MATH):
+            a = m.attend(q.clone(), k.clone(), v.clone())
+        for tensor in (q, k, v, a):
+            tensor.zero_()
+        y = m.o(x)
+        z = F.relu(y) + q + k + v + a
+        y.fill_(3)
+        return z
+
+    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **mode)
