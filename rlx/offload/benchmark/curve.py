@@ -30,7 +30,7 @@ class _Sampler:
         # Compute only: to wait for the copies as well would change what the step waits for.
         torch.accelerator.current_stream(self._device).synchronize()
         now = time.perf_counter()
-        self.seconds.append(now - self._start - self._own_s)
+        self.seconds.append(round(now - self._start - self._own_s, 6))
         self.used.append(peak_bytes(self._device) - self._used_before)
         reset_peak(self._device)
         self._own_s += time.perf_counter() - now

@@ -7,8 +7,6 @@ import time
 
 import torch
 
-from rlx.offload.arena import host_arena
-
 
 def used_bytes(device: torch.device) -> int:
     """What tensors occupy on the device; 0 for the CPU."""
@@ -41,9 +39,7 @@ def name_of(device: torch.device) -> str:
 
 
 def clean_up(device: torch.device) -> None:
-    """Give memory that nothing uses back to the system, on the device and on the host."""
+    """Give device memory that nothing uses back to the system."""
     gc.collect()
-    for pinned in (True, False):
-        host_arena(pinned).trim()
     if device.type != "cpu":
         torch.accelerator.empty_cache()

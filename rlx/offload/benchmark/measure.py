@@ -65,6 +65,7 @@ class CaseRun:
         say: Callable[[str], None],
     ) -> None:
         self._plan, self._case, self._ranks, self._shard, self._say = plan, case, ranks, shard, say
+        self._arenas = [host_arena(pinned) for pinned in (True, False)]
         self._entrants: dict[str, Entrant] = {}
         self._notes: dict[str, str] = {}
         self._weights: nn.Module | None = None
@@ -93,6 +94,8 @@ class CaseRun:
         self._entrants.clear()
         self._weights = None
         clean_up(self._plan.device)
+        for arena in self._arenas:
+            arena.trim()
         return CaseResult(self._case.tokens, self._case.layers, rows, host, time.perf_counter() - start)
 
     def _enter(self, mode: Mode) -> None:
@@ -170,10 +173,10 @@ class CaseRun:
         return ids.to(self._plan.device)
 
     def _allocations(self) -> int:
-        return sum(host_arena(pinned).allocations for pinned in (True, False))
+        return sum(arena.allocations for arena in self._arenas)
 
     def _host_memory(self, allocations: int) -> HostMemory:
-        reserved = sum(host_arena(pinned).reserved_bytes for pinned in (True, False))
+        reserved = sum(arena.reserved_bytes for arena in self._arenas)
         held = max((entrant.held_bytes for entrant in self._entrants.values()), default=0)
         return HostMemory(reserved, held, reserved / held if held else None, allocations)
 

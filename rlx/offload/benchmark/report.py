@@ -62,7 +62,7 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[CaseResult]) -> None:
     """Everything that was measured, and on what."""
-    path.write_text(json.dumps({**about, "cases": [asdict(result) for result in results]}, indent=1) + "\n")
+    path.write_text(json.dumps({**about, "cases": [asdict(result) for result in results]}) + "\n")
 
 
 def _cells(row: Row) -> list[str]:
