@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from rlx.offload.arena import host_arena
+from rlx.offload import host_arena
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from rlx.engine.host_memory import HostMemory, HostRelief, host_memory
-from rlx.offload.arena import host_arena
+from rlx.offload import host_arena
 
 SHORT, PLENTY = HostMemory(19, 100), HostMemory(20, 100)
 MIB = 1 << 20
