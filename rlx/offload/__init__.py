@@ -5,14 +5,17 @@ A library of its own: imports torch only and works on any `nn.Module` in any tra
 
 from rlx.offload.arena import Account, Block, HostArena, host_arena
 from rlx.offload.checkpoint import RecomputeError
+from rlx.offload.disk import DiskError
 from rlx.offload.handle import ActivationOffloading, enable_activation_offloading, offload_activations
 from rlx.offload.options import OffloadOptions
+from rlx.offload.places import trim
 from rlx.offload.stats import LayerStats, OffloadStats
 
 __all__ = [
     "Account",
     "ActivationOffloading",
     "Block",
+    "DiskError",
     "HostArena",
     "LayerStats",
     "OffloadOptions",
@@ -21,4 +24,5 @@ __all__ = [
     "enable_activation_offloading",
     "host_arena",
     "offload_activations",
+    "trim",
 ]

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx.offload.arena import Account, host_arena
+from rlx.offload.arena import host_arena
+from rlx.offload.copies import Copier
+from rlx.offload.disk import extent_file
 from rlx.offload.identity import Region, region_of
 from rlx.offload.options import OffloadOptions
+from rlx.offload.places import DiskStore, HostStore, Staging, Store
 from rlx.offload.stats import Counters, LayerStats, OffloadStats, Timeline
 from rlx.offload.transfer import Mover, Parked
 
@@ -103,6 +106,9 @@ class Engine:
     Args:
         options: the user's choice.
         save: `"boundary"`, `"attention"` or `"all"`, as resolved from it.
+
+    Raises:
+        DiskError: if the disk tier is asked for and its directory cannot be used.
     """
 
     def __init__(self, options: OffloadOptions, save: str) -> None:
@@ -112,7 +118,8 @@ class Engine:
         self.counters = Counters()
         self.layers: list[Layer] = []
         self._movers: dict[torch.device, Mover] = {}
-        self._accounts: dict[bool, Account] = {}
+        self._file = extent_file(options.directory) if options.directory is not None and options.uses_disk else None
+        self._stores: dict[bool, tuple[Store, ...]] = {}
         self._table: weakref.WeakValueDictionary[Region, Parked] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._thread = threading.local()
@@ -171,7 +178,8 @@ class Engine:
     def stats(self, per_layer: bool) -> OffloadStats:
         """The figures since the engine was made; device times of work still queued are not in them yet."""
         self.timeline.harvest()
-        accounts = tuple(self._accounts.values())
+        stores = [store for stores in self._stores.values() for store in stores]
+        disks = [store for store in stores if isinstance(store, DiskStore)]
         total = self.counters
         layers: Mapping[str, LayerStats] = {}
         if per_layer:
@@ -182,13 +190,16 @@ class Engine:
             }
         return OffloadStats(
             offloaded_bytes=total.offloaded_bytes,
-            held_bytes=sum(account.held_bytes for account in accounts),
-            reserved_bytes=sum(account.arena.reserved_bytes for account in accounts),
+            held_bytes=sum(store.held_bytes for store in stores),
+            reserved_bytes=sum(host_arena(pinned).reserved_bytes for pinned in self._stores),
             kept_bytes=sum(layer.counters.kept_bytes for layer in self.layers),
             recomputed_ms=total.recomputed_ms,
             copied_bytes=total.copied_bytes,
             copy_ms=total.copy_ms,
             stall_ms=total.stall_ms,
+            disk_bytes=sum(disk.moved_bytes for disk in disks),
+            disk_ms=sum(disk.busy_ms for disk in disks),
+            disk_reserved_bytes=self._file.nbytes if self._file is not None else 0,
             layers=layers,
         )
 
@@ -197,18 +208,32 @@ class Engine:
         if mover is None:
             with self._lock:
                 pinned = self.options.pin_memory and device.type != "cpu"
-                if pinned not in self._accounts:
-                    self._accounts[pinned] = host_arena(pinned).account(self.options.max_host_bytes)
-                account = self._accounts[pinned]
-                mover = Mover(device, self.options.use_streams, account, self.counters, self.timeline)
-                mover = self._movers.setdefault(device, mover)
+                if pinned not in self._stores:
+                    self._stores[pinned] = self._make_stores(pinned)
+                copier = Copier(device, self.options.use_streams, self.counters, self.timeline)
+                mover = self._movers.setdefault(device, Mover(copier, self._stores[pinned], self.counters))
         return mover
+
+    def _make_stores(self, pinned: bool) -> tuple[Store, ...]:
+        options, arena = self.options, host_arena(pinned)
+        if self._file is None:
+            return (HostStore(arena.account(options.max_host_bytes)),)
+        staging = Staging(arena, options.staging_chunk_bytes)
+        if options.tier == "disk":
+            return (DiskStore(self._file, staging, warning=None),)
+        assert options.max_host_bytes is not None
+        account = arena.account(options.max_host_bytes - staging.nbytes)
+        warning = (
+            f"activation offloading: host memory is full: max_host_bytes is {options.max_host_bytes}, of which "
+            f"{staging.nbytes} are buffers for the disk; what does not fit goes to {options.directory}"
+        )
+        return (HostStore(account), DiskStore(self._file, staging, warning))
 
     def _warn_full(self, nbytes: int) -> None:
         if self._has_warned_full:
             return
         self._has_warned_full = True
-        held = sum(account.held_bytes for account in self._accounts.values())
+        held = sum(store.held_bytes for stores in self._stores.values() for store in stores)
         logger.warning(
             "activation offloading: host memory is full: %d bytes held, %d more wanted, max_host_bytes is %s; "
             "what does not fit stays on the device. Raise max_host_bytes to move it",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, fields
+
+from rlx.offload.places import MIN_STAGING_BYTES, chunk_bytes
 
 logger = logging.getLogger("rlx.offload")
 
 SAVES = ("boundary", "attention", "all", "auto")
 TIERS = ("cpu", "disk")
-_NOT_AVAILABLE = {"save": ("auto",), "tier": ("disk",)}
+_NOT_AVAILABLE = {"save": ("auto",), "tier": ()}
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,9 @@ class OffloadOptions:
         save: what is kept for backward outside the device: `"boundary"` (the inputs of each layer; the rest is
             recomputed), `"attention"` (also the results of attention and of its projections, which are not recomputed
             then) or `"all"` (every tensor that autograd saves). None: boundary with recomputation, all without.
-        tier: `"cpu"`, host memory.
-        directory: folder of the disk tier; without effect on the cpu tier.
+        tier: `"cpu"`, host memory, or `"disk"`, a file without a name in `directory`.
+        directory: folder of that file; it must exist, be writable and have room where the engine is switched on. On the
+            cpu tier it takes what `max_host_bytes` leaves no room for, and has no effect without that.
         prefetch_layers: how many layers ahead backward fetches. None: one, in boundary mode only once half of the
             current layer's saved tensors are used up; 0: each layer fetches its own on demand.
         max_inflight_bytes: device bytes whose copy to the host may be unfinished before forward waits [bytes].
@@ -29,8 +33,9 @@ class OffloadOptions:
         min_bytes: smaller tensors stay on the device [bytes].
         pin_memory: page-locked host memory, without which copies do not overlap compute.
         use_streams: copy on streams of their own instead of on the compute stream.
-        max_host_bytes: hard cap of the host memory that this use of the engine takes [bytes]; what does not fit stays
-            on the device. None: no cap.
+        max_host_bytes: hard cap of the host memory that this use of the engine takes, buffers for the disk included
+            [bytes]; what does not fit stays on the device, or goes to disk if a directory is given. None: no cap, and
+            384 MiB of buffers for the disk.
         max_device_bytes: without effect but for `save="auto"`.
 
     Raises:
@@ -39,7 +44,7 @@ class OffloadOptions:
 
     save: str | None = None
     tier: str = "cpu"
-    directory: str | None = None
+    directory: str | os.PathLike[str] | None = None
     prefetch_layers: int | None = None
     max_inflight_bytes: int | None = None
     min_bytes: int = 1 << 20
@@ -65,6 +70,18 @@ class OffloadOptions:
                     raise ValueError(f"OffloadOptions.{field.name}: got {value!r}, expected True or False")
             elif field.name.endswith("_bytes") or field.name == "prefetch_layers":
                 _check_count(field.name, value, optional=field.name != "min_bytes")
+        self._check_disk()
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether bytes may go to disk."""
+        return self.tier == "disk" or (self.directory is not None and self.max_host_bytes is not None)
+
+    @property
+    def staging_chunk_bytes(self) -> int:
+        """Size of each buffer between device and disk; on the cpu tier all together take at most a quarter of the cap."""
+        share = 1 if self.tier == "disk" else 4
+        return chunk_bytes(None if self.max_host_bytes is None else self.max_host_bytes // share)
 
     def resolve_save(self, enable_ckpt: bool) -> str:
         """What is kept, given whether layers are recomputed.
@@ -85,10 +102,26 @@ class OffloadOptions:
             )
         return save
 
+    def _check_disk(self) -> None:
+        if self.directory is not None and not isinstance(self.directory, (str, os.PathLike)):
+            raise ValueError(f"OffloadOptions.directory: got {self.directory!r}, expected the path of a folder or None")
+        if self.tier == "disk" and self.directory is None:
+            raise ValueError(
+                "OffloadOptions.directory: got None with tier='disk', expected the path of a folder with room for what is "
+                "offloaded; name one, or use tier='cpu'"
+            )
+        if self.uses_disk and self.staging_chunk_bytes == 0:
+            least = MIN_STAGING_BYTES if self.tier == "disk" else 4 * MIN_STAGING_BYTES
+            raise ValueError(
+                f"OffloadOptions.max_host_bytes: got {self.max_host_bytes}, expected at least {least} with "
+                f"tier={self.tier!r} and a directory: that much goes through buffers to the disk"
+            )
+
     def log_without_effect(self, on_accelerator: bool) -> None:
         """One log line that names the options set to no effect on this machine."""
         defaults = OffloadOptions()
-        without_effect = [name for name in ("directory", "max_device_bytes") if getattr(self, name) is not None]
+        unused = ("max_device_bytes",) if self.uses_disk else ("directory", "max_device_bytes")
+        without_effect = [name for name in unused if getattr(self, name) is not None]
         if not on_accelerator:
             names = ("pin_memory", "use_streams", "max_inflight_bytes")
             without_effect += [name for name in names if getattr(self, name) != getattr(defaults, name)]

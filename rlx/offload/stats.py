@@ -32,7 +32,10 @@ class OffloadStats:
         recomputed_ms: device time of recomputing layers.
         copied_bytes: copied in both directions.
         copy_ms: device time of these copies.
-        stall_ms: device time that compute waited for copies.
+        stall_ms: device time that compute waited for copies or for the disk.
+        disk_bytes: written to disk and read from it.
+        disk_ms: time in which at least one thread was writing or reading.
+        disk_reserved_bytes: size of the file on disk, for all its users.
         layers: per layer, when asked for.
     """
 
@@ -44,6 +47,9 @@ class OffloadStats:
     copied_bytes: int = 0
     copy_ms: float = 0.0
     stall_ms: float = 0.0
+    disk_bytes: int = 0
+    disk_ms: float = 0.0
+    disk_reserved_bytes: int = 0
     layers: Mapping[str, LayerStats] = field(default_factory=dict)
 
     @property
@@ -52,13 +58,19 @@ class OffloadStats:
         return self.copied_bytes / self.copy_ms / 1e6 if self.copy_ms else 0.0
 
     @property
+    def disk_gb_per_s(self) -> float:
+        """Mean rate of the disk while it was used [10^9 bytes per second]."""
+        return self.disk_bytes / self.disk_ms / 1e6 if self.disk_ms else 0.0
+
+    @property
     def overlap(self) -> float:
-        """Share of the copies' time that compute did not wait for."""
-        return max(0.0, 1.0 - self.stall_ms / self.copy_ms) if self.copy_ms else 1.0
+        """Share of the time of copies and disk that compute did not wait for."""
+        moving_ms = self.copy_ms + self.disk_ms
+        return max(0.0, 1.0 - self.stall_ms / moving_ms) if moving_ms else 1.0
 
     def since(self, earlier: OffloadStats) -> OffloadStats:
         """The figures since an earlier call: counts and times are differences, held and reserved bytes are as now."""
-        levels = ("held_bytes", "reserved_bytes", "layers")
+        levels = ("held_bytes", "reserved_bytes", "disk_reserved_bytes", "layers")
         names = [name for name in (f.name for f in fields(self)) if name not in levels]
         changed = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         layers = {
@@ -79,6 +91,8 @@ class Counters:
         self.recomputed_ms = 0.0
         self.copy_ms = 0.0
         self.stall_ms = 0.0
+        self.disk_bytes = 0
+        self.disk_ms = 0.0
 
 
 Mark = float | torch.Event
@@ -88,7 +102,8 @@ def mark(stream: torch.Stream | None) -> Mark:
     """A point in time: on a device's stream, or now where there is none [ms]."""
     if stream is None:
         return time.perf_counter() * 1e3
-    event = torch.Event(stream.device, enable_timing=True)
+    # Blocking: a thread that waits for it sleeps instead of keeping a core busy.
+    event = torch.Event(stream.device, enable_timing=True, blocking=True)
     event.record(stream)
     return event
 
@@ -107,8 +122,9 @@ class Timeline:
             if len(self._pending) > 256:
                 self.harvest()
         elif isinstance(start, float) and isinstance(stop, float):
-            for counter in counters:
-                setattr(counter, name, getattr(counter, name) + stop - start)
+            with self._lock:
+                for counter in counters:
+                    setattr(counter, name, getattr(counter, name) + stop - start)
 
     def harvest(self) -> None:
         """Sum up the pairs that the device has passed."""

@@ -1,0 +1,167 @@
+"""Copies between one device and host memory, on streams of their own, and what they cost.
+
+Where there is no accelerator the copies are synchronous; everything else is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rlx.offload.stats import Counters, Timeline, mark
+
+
+class Latch:
+    """Waits until tasks on other threads are done, and passes on the first failure."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def expect(self, tasks: int) -> None:
+        """Announce tasks, each of which will call `done`."""
+        with self._changed:
+            self._left += tasks
+
+    def done(self, failure: BaseException | None = None) -> None:
+        """Note that a task has ended."""
+        with self._changed:
+            self._left -= 1
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when all announced tasks are done; raises what the first of them failed with."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0)
+            if self._failure is not None:
+                raise copy.copy(self._failure)  # the traceback of a raised one holds its raiser's frames
+
+
+class Arrival:
+    """A buffer on the device that bytes arrive in. Belongs to the stream that was current when it was made.
+
+    Held by whoever brings bytes back and, while it copies into it, by the thread that does. The last of them to let go
+    makes the buffer's stream wait for the copies: only then may the memory be handed on.
+
+    Args:
+        nbytes: length of the buffer [bytes].
+        device: where it is.
+        home: the current stream of the device; None without an accelerator.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, home: torch.Stream | None) -> None:
+        self.home = home
+        self.copies: list[torch.Event] = []
+        self.issued = Latch()  # of the copies that other threads issue
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.allocated = home.record_event() if home is not None else None
+
+    def __del__(self) -> None:
+        if self.home is not None:
+            for event in self.copies:
+                self.home.wait_event(event)
+
+
+class Copier:
+    """Copies of one device.
+
+    Args:
+        device: whose bytes move; on the CPU copies are synchronous.
+        use_streams: copy on two streams of its own, one each way, instead of on the compute stream.
+        counters: where copies and stalls are summed up.
+        timeline: how their time is measured.
+    """
+
+    def __init__(self, device: torch.device, use_streams: bool, counters: Counters, timeline: Timeline) -> None:
+        self.device = device
+        self.on_host = device.type == "cpu"
+        self._leaving = self._returning = None
+        if use_streams and not self.on_host:
+            self._leaving, self._returning = torch.Stream(device), torch.Stream(device)
+        self._counters = counters
+        self._timeline = timeline
+        self._lock = threading.Lock()
+
+    def compute_stream(self) -> torch.Stream | None:
+        """The stream current at this moment; None without an accelerator."""
+        return None if self.on_host else torch.accelerator.current_stream(self.device)
+
+    def off(self, source: Tensor, views: Sequence[Tensor]) -> torch.Event | None:
+        """Copy bytes to the host, behind what compute has queued; returns the event that ends the copy."""
+        compute = self.compute_stream()
+        stream = self._leaving or compute
+        if self._leaving is not None and compute is not None:
+            self._leaving.wait_event(compute.record_event())
+        return self._copy(stream, source, views, to_host=True, is_waited_for=self._leaving is None)
+
+    def back(
+        self, views: Sequence[Tensor], arrival: Arrival, first_byte: int, after: torch.Event | None, is_ahead: bool
+    ) -> torch.Event | None:
+        """Copy bytes into an arrival; on any thread.
+
+        Args:
+            views: host memory, in order.
+            arrival: the buffer.
+            first_byte: where in the buffer the bytes belong.
+            after: an event to wait for on the device before host memory is read.
+            is_ahead: whether a thread of its own issues this, so that nobody waits for it without an accelerator.
+        """
+        stream = self._returning or arrival.home
+        if self._returning is not None and arrival.allocated is not None:
+            self._returning.wait_event(arrival.allocated)
+            if after is not None:
+                self._returning.wait_event(after)
+        is_waited_for = self._returning is None and not (is_ahead and self.on_host)
+        event = self._copy(stream, arrival.buffer[first_byte:], views, to_host=False, is_waited_for=is_waited_for)
+        if event is not None:
+            arrival.copies.append(event)
+        return event
+
+    def wait_for(self, arrival: Arrival) -> None:
+        """Make the current stream wait for the bytes of an arrival, and the host until their copies are issued."""
+        stream = self.compute_stream()
+        with self.stalling(stream):
+            arrival.issued.wait()
+            if stream is not None:
+                for event in arrival.copies:
+                    stream.wait_event(event)
+        if stream is not None and stream != arrival.home:
+            arrival.buffer.record_stream(stream)  # fetched ahead by a layer that computes on another stream
+
+    @contextlib.contextmanager
+    def stalling(self, stream: torch.Stream | None) -> Iterator[None]:
+        """Measure for how long a compute stream has nothing to do because it, or the host, waits inside the block."""
+        start = mark(stream)
+        yield
+        self._timeline.add("stall_ms", start, mark(stream), self._counters)
+
+    def _copy(
+        self,
+        stream: torch.Stream | None,
+        device_bytes: Tensor,
+        views: Sequence[Tensor],
+        to_host: bool,
+        is_waited_for: bool,
+    ) -> torch.Event | None:
+        # Without an accelerator there is no stream, and copies are done when they return.
+        start, first = mark(stream), 0
+        with stream if stream is not None else contextlib.nullcontext():
+            for view in views:
+                part = device_bytes[first : first + view.numel()]
+                target, source = (view, part) if to_host else (part, view)
+                target[: part.numel()].copy_(source[: part.numel()], non_blocking=stream is not None)
+                first += part.numel()
+        stop = mark(stream)
+        with self._lock:
+            self._counters.copied_bytes += first
+        self._timeline.add("copy_ms", start, stop, self._counters)
+        if is_waited_for:
+            self._timeline.add("stall_ms", start, stop, self._counters)
+        return stop if isinstance(stop, torch.Event) else None

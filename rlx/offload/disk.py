@@ -1,0 +1,194 @@
+"""A file without a name whose ranges are handed out: one per process and directory, shared by all who offload there.
+
+The file is made without a name (or its name is taken away at once), so that the system removes it with the process,
+however that ends. It grows in steps whose room is taken from the file system at once: a full disk is noticed before
+anything is written. Reads and writes go past the page cache where the file system allows it: each byte is written once
+and read once, and a cache of them would only push other pages out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from rlx.offload.ranges import ALIGN_BYTES, Piece, RangeAllocator, aligned, growth_bytes
+
+logger = logging.getLogger("rlx.offload")
+
+WRITER_THREADS = 4
+READER_THREADS = 8
+
+
+class DiskError(OSError):
+    """The disk tier's directory cannot be used, is full, or failed to read or write."""
+
+
+class ExtentFile:
+    """A file without a name in one directory, and the threads that read and write it.
+
+    Args:
+        directory: an existing, writable folder.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = directory
+        self.returned: deque[list[Piece]] = deque()  # filled on any thread, see Note [who may free an extent]
+        self._nbytes = 0
+        self._ranges = RangeAllocator()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        self.is_direct = self._allow_direct()
+        # Separate, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
+        self.writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
+        self.readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file [bytes]."""
+        return self._nbytes
+
+    def take(self, nbytes: int) -> list[Piece]:
+        """Extents of `nbytes`, rounded up to `ALIGN_BYTES`.
+
+        Raises:
+            DiskError: if the file system has no room for them.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "activation offloading to disk was switched on before this process was forked, and its threads are not "
+                "here; switch it on in the process that trains"
+            )
+        needed = aligned(nbytes)
+        with self._lock:
+            self._settle()
+            pieces = self._ranges.take(needed)
+            if pieces is None:
+                missing = needed - self._ranges.usable_bytes(needed)
+                if not self._grow(growth_bytes(missing, self._nbytes), is_last_try=False):
+                    self._grow(missing, is_last_try=True)
+                pieces = self._ranges.take(needed)
+            assert pieces is not None
+            return pieces
+
+    def write(self, views: Sequence[Tensor], offset: int) -> None:
+        """Write host memory to the file, from byte `offset`; lengths and offset are multiples of `ALIGN_BYTES`."""
+        for view in views:
+            left = _bytes_of(view)
+            while left:
+                written = os.pwrite(self._descriptor, left, offset)
+                left, offset = left[written:], offset + written
+
+    def read(self, views: Sequence[Tensor], offset: int) -> None:
+        """Read from byte `offset` of the file into host memory."""
+        for view in views:
+            left = _bytes_of(view)
+            while left:
+                read = os.preadv(self._descriptor, [left], offset)
+                if read == 0:
+                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
+                left, offset = left[read:], offset + read
+
+    def trim(self) -> int:
+        """Give the file's room back if nothing is in use; returns how many bytes that were."""
+        with self._lock:
+            self._settle()
+            if not self._ranges.remove_free_slabs():
+                return 0
+            freed, self._nbytes = self._nbytes, 0
+            os.ftruncate(self._descriptor, 0)
+            return freed
+
+    def _settle(self) -> None:
+        while self.returned:
+            self._ranges.give(self.returned.popleft())
+
+    def _grow(self, more: int, is_last_try: bool) -> bool:
+        try:
+            os.posix_fallocate(self._descriptor, self._nbytes, more)
+        except OSError as error:
+            can_reserve = error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)
+            # Back to its size; or longer without room taken, where the file system cannot: then a full one fails a write.
+            os.ftruncate(self._descriptor, self._nbytes + (0 if can_reserve else more))
+            if can_reserve and not is_last_try:
+                return False
+            if can_reserve:
+                raise DiskError(
+                    error.errno,
+                    f"activation offloading to disk has a file of {self._nbytes} bytes and needs {more} more "
+                    f"({error.strerror}); make room, choose another OffloadOptions.directory, or offload less",
+                    self.directory,
+                ) from error
+        self._ranges.extend(0, more)
+        self._nbytes += more
+        return True
+
+    def _allow_direct(self) -> bool:
+        """Switch direct I/O on if a page can be written so; else write it through the cache."""
+        page = mmap.mmap(-1, ALIGN_BYTES)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwrite(self._descriptor, page, 0)
+            is_direct = True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+            os.pwrite(self._descriptor, page, 0)
+            logger.info("activation offloading: no direct I/O in %s; the page cache is used", self.directory)
+            is_direct = False
+        os.ftruncate(self._descriptor, 0)
+        return is_direct
+
+
+def _bytes_of(view: Tensor) -> memoryview:
+    # The caller holds the tensor for as long as the view is used.
+    return memoryview((ctypes.c_char * view.numel()).from_address(view.data_ptr())).cast("B")
+
+
+_FILES: weakref.WeakValueDictionary[tuple[int, int, int], ExtentFile] = weakref.WeakValueDictionary()
+_FILES_LOCK = threading.Lock()
+
+
+def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
+    """The file of this process in a directory.
+
+    Raises:
+        DiskError: if no file can be made there.
+    """
+    with _FILES_LOCK:
+        try:
+            folder = os.stat(directory)
+            key = (os.getpid(), folder.st_dev, folder.st_ino)
+            file = _FILES.get(key)
+            if file is None:
+                file = _FILES[key] = ExtentFile(directory)
+            return file
+        except OSError as error:
+            raise DiskError(
+                error.errno,
+                f"activation offloading to disk cannot use the directory ({error.strerror}); expected a folder that "
+                "exists, is writable and has room: make one, or choose another OffloadOptions.directory",
+                directory,
+            ) from error
+
+
+def extent_files() -> list[ExtentFile]:
+    """All files of this process."""
+    with _FILES_LOCK:
+        return list(_FILES.values())

@@ -1,0 +1,367 @@
+"""Where bytes wait off the device: in host memory, or on disk.
+
+Note [reads and writes cannot wait for each other]
+Bytes go to and from the disk in chunks, through page-locked staging buffers. Forward takes a staging buffer, queues the
+copy into it and hands it to a writer thread, which waits for the copy, writes the chunk and returns the buffer; forward
+waits when all are in use. A reader thread waits until the writes of what it reads are done, takes a staging buffer, reads
+and queues the copy to the device. There is no circle in who waits for whom: writers wait for the device only; readers
+wait for writers and have threads and staging buffers of their own, at most one buffer a thread; forward and backward wait
+for writers and readers, and no thread of these ever takes a lock that is held while one waits. On the device a copy
+waits only for what was queued before it.
+
+Note [who may free an extent]
+As a host buffer's owner (Note [who may free a host buffer]), so may an extent's die at any moment, with writes and reads
+of it queued or running. A queued task holds the place weakly and finds it gone; a running one holds it. So the last to
+let go returns the extents, which takes no lock: it appends them to a queue that is emptied before more is taken. What
+the place holds counts no more from the moment its owner is done with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlx.offload.arena import Account, Block, HostArena, host_arena
+from rlx.offload.copies import Arrival, Copier, Latch
+from rlx.offload.disk import READER_THREADS, DiskError, ExtentFile, extent_files
+from rlx.offload.pages import Pages
+from rlx.offload.ranges import ALIGN_BYTES, Piece
+
+logger = logging.getLogger("rlx.offload")
+
+MAX_CHUNK_BYTES = 16 << 20
+WRITE_BUFFERS = 16
+MIN_STAGING_BYTES = (WRITE_BUFFERS + READER_THREADS) * ALIGN_BYTES
+
+
+def chunk_bytes(max_staging_bytes: int | None) -> int:
+    """Size of a staging buffer when all of them together may take so much; 0 if that is too little."""
+    if max_staging_bytes is None:
+        return MAX_CHUNK_BYTES
+    share = max_staging_bytes // (WRITE_BUFFERS + READER_THREADS)
+    return min(MAX_CHUNK_BYTES, share - share % ALIGN_BYTES)
+
+
+class Place(Protocol):
+    """Room for one range of bytes off the device."""
+
+    def write(self, copier: Copier, source: Tensor) -> torch.Event | None:
+        """Begin to send bytes here; returns the event after which the source is not read any more."""
+
+    def read(self, copier: Copier, arrival: Arrival) -> None:
+        """Begin to fill a buffer with the bytes."""
+
+    def give(self) -> None:
+        """The owner is done. Never blocks, on any thread."""
+
+
+class Store(Protocol):
+    """One user's room in one tier."""
+
+    def take(self, nbytes: int) -> Place | None:
+        """Room for `nbytes`, or None where there is none."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait here now."""
+
+
+class HostPlace:
+    """A block of host memory."""
+
+    def __init__(self, account: Account, block: Block) -> None:
+        self._account = account
+        self._block = block
+        self._last_copy: torch.Event | None = None
+
+    def write(self, copier: Copier, source: Tensor) -> torch.Event | None:
+        """See `Place.write`."""
+        self._last_copy = copier.off(source, self._block.views)
+        return self._last_copy
+
+    def read(self, copier: Copier, arrival: Arrival) -> None:
+        """See `Place.read`. The copy that left may still be writing the block."""
+        self._last_copy = copier.back(self._block.views, arrival, 0, after=self._last_copy, is_ahead=False)
+
+    def give(self) -> None:
+        """See `Place.give`."""
+        self._account.give(self._block, self._last_copy)
+
+
+class HostStore:
+    """Host memory.
+
+    Args:
+        account: where it comes from.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+
+    def take(self, nbytes: int) -> HostPlace | None:
+        """See `Store.take`."""
+        block = self._account.take(nbytes)
+        return None if block is None else HostPlace(self._account, block)
+
+    @property
+    def held_bytes(self) -> int:
+        """See `Store.held_bytes`."""
+        return self._account.held_bytes
+
+
+class Staging:
+    """Host memory between the device and the disk, in a bounded number of buffers.
+
+    Args:
+        arena: where it comes from.
+        chunk_bytes: size of a buffer; `nbytes` is the most that all together take.
+    """
+
+    def __init__(self, arena: HostArena, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.nbytes = chunk_bytes * (WRITE_BUFFERS + READER_THREADS)
+        self._account = arena.account(self.nbytes)
+        self._free_to_write = threading.BoundedSemaphore(WRITE_BUFFERS)
+        self._has_warned = False
+
+    def take_to_write(self, nbytes: int, copier: Copier) -> Block:
+        """A buffer to write from; waits until a writer returns one if all are in use."""
+        if not self._free_to_write.acquire(blocking=False):
+            with copier.stalling(copier.compute_stream()):
+                self._free_to_write.acquire()
+        try:
+            return self.take(nbytes)
+        except BaseException:
+            self._free_to_write.release()
+            raise
+
+    def give_written(self, block: Block) -> None:
+        """Return a buffer that was written from."""
+        self.give(block, None)
+        self._free_to_write.release()
+
+    def take(self, nbytes: int) -> Block:
+        """A buffer for a reader thread."""
+        block = self._account.take(nbytes)
+        if block is None:
+            # What is on disk must come back. The account has room by construction: others hold all the arena may have.
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "activation offloading: the host arena is full and has no page-locked memory left for copies to and "
+                    "from the disk; up to %d bytes of pageable memory are used beside it. Raise the arena's limit",
+                    self.nbytes,
+                )
+            block = Block(nbytes, [], [Pages(nbytes, is_locked=False).bytes])
+        return block
+
+    def give(self, block: Block, after: torch.Event | None) -> None:
+        """Return a reader's buffer; `after`: the event that ends the copy from it."""
+        if block.pieces:
+            self._account.give(block, after)
+        elif after is not None:
+            after.synchronize()
+
+
+class Chunk(NamedTuple):
+    """A part of a place that goes through one staging buffer."""
+
+    offset: int  # in the file
+    first_byte: int  # of the place's bytes
+    nbytes: int  # a multiple of ALIGN_BYTES; the last chunk ends with bytes that mean nothing
+
+
+class DiskPlace:
+    """Extents of a file. Nothing but tasks that run and the owner hold it (Note [who may free an extent])."""
+
+    def __init__(self, store: DiskStore, nbytes: int, pieces: list[Piece]) -> None:
+        self.store = store
+        self.written = Latch()
+        self._nbytes = nbytes
+        self._pieces = pieces
+
+    def write(self, copier: Copier, source: Tensor) -> torch.Event | None:
+        """See `Place.write`. Waits where the disk does not keep up."""
+        left: torch.Event | None = None
+        for chunk in self._chunks():
+            block = self.store.staging.take_to_write(chunk.nbytes, copier)
+            try:
+                left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block.views)
+                self.written.expect(1)
+                self.store.file.writers.submit(_Write(self, chunk, block, left).run)
+            except BaseException:
+                self.store.staging.give_written(block)
+                raise
+        return left
+
+    def read(self, copier: Copier, arrival: Arrival) -> None:
+        """See `Place.read`."""
+        for chunk in self._chunks():
+            arrival.issued.expect(1)
+            self.store.file.readers.submit(_Read(self, chunk, copier, arrival).run)
+
+    def give(self) -> None:
+        """See `Place.give`."""
+        self.store.given.append(self._nbytes)
+
+    def __del__(self) -> None:
+        self.store.file.returned.append(self._pieces)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        first_byte = 0
+        for piece in self._pieces:
+            for start in range(0, piece.length, self.store.staging.chunk_bytes):
+                nbytes = min(self.store.staging.chunk_bytes, piece.length - start)
+                yield Chunk(piece.start + start, first_byte, nbytes)
+                first_byte += nbytes
+
+
+class _Write:
+    """Writes one chunk, on a writer thread."""
+
+    def __init__(self, place: DiskPlace, chunk: Chunk, block: Block, copied: torch.Event | None) -> None:
+        self._place = weakref.ref(place)
+        self._store, self._written = place.store, place.written
+        self._chunk = chunk
+        self._block = block
+        self._copied = copied
+
+    def run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            place = self._place()
+            if place is not None:
+                with self._store.working("write", self._chunk):
+                    self._store.file.write(self._block.views, self._chunk.offset)
+        except BaseException as error:
+            failure = error.with_traceback(None)  # raised by who reads; a traceback would hold the place
+        place = None  # before anybody goes on: all that the place held is free then
+        self._store.staging.give_written(self._block)
+        self._written.done(failure)
+
+
+class _Read:
+    """Reads one chunk and queues its copy to the device, on a reader thread."""
+
+    def __init__(self, place: DiskPlace, chunk: Chunk, copier: Copier, arrival: Arrival) -> None:
+        self._place = weakref.ref(place)
+        self._arrival = weakref.ref(arrival)
+        self._store, self._written, self._issued = place.store, place.written, arrival.issued
+        self._chunk = chunk
+        self._copier = copier
+
+    def run(self) -> None:
+        failure: BaseException | None = None
+        copied: torch.Event | None = None
+        try:
+            self._written.wait()
+            copied = self._bring_back()
+        except BaseException as error:
+            failure = error.with_traceback(None)
+        self._issued.done(failure)
+        if copied is not None:
+            copied.synchronize()  # else this thread would fill one buffer after the other while the device is busy
+
+    def _bring_back(self) -> torch.Event | None:
+        place, arrival = self._place(), self._arrival()
+        if place is None or arrival is None:
+            return None
+        staging, copied = self._store.staging, None
+        block = staging.take(self._chunk.nbytes)
+        try:
+            with self._store.working("read", self._chunk):
+                self._store.file.read(block.views, self._chunk.offset)
+            copied = self._copier.back(block.views, arrival, self._chunk.first_byte, after=None, is_ahead=True)
+        finally:
+            staging.give(block, copied)
+        return copied
+
+
+class DiskStore:
+    """Disk space.
+
+    Args:
+        file: where it is.
+        staging: host memory on the way.
+        warning: said when the store is first used; None: nothing.
+    """
+
+    def __init__(self, file: ExtentFile, staging: Staging, warning: str | None) -> None:
+        self.file = file
+        self.staging = staging
+        self.given: deque[int] = deque()
+        self.moved_bytes = 0
+        self.busy_ms = 0.0  # time in which at least one thread was writing or reading
+        self._held_bytes = 0
+        self._warning = warning
+        self._busy_threads = 0
+        self._busy_since = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> DiskPlace:
+        """See `Store.take`.
+
+        Raises:
+            DiskError: if the disk is full.
+        """
+        pieces = self.file.take(nbytes)
+        if self._warning is not None:
+            logger.warning(self._warning)
+            self._warning = None
+        with self._lock:
+            self._held_bytes += nbytes
+        return DiskPlace(self, nbytes, pieces)
+
+    @property
+    def held_bytes(self) -> int:
+        """See `Store.held_bytes`."""
+        with self._lock:
+            while self.given:
+                self._held_bytes -= self.given.popleft()
+            return self._held_bytes
+
+    @contextlib.contextmanager
+    def working(self, what: str, chunk: Chunk) -> Iterator[None]:
+        """Count the time and the bytes of a block of code that writes or reads a chunk, and name the chunk if it fails."""
+        with self._lock:
+            if self._busy_threads == 0:
+                self._busy_since = time.perf_counter()
+            self._busy_threads += 1
+        try:
+            yield
+        except OSError as error:
+            raise DiskError(
+                error.errno,
+                f"activation offloading to disk failed to {what} {chunk.nbytes} bytes at byte {chunk.offset} of its file "
+                f"({error.strerror}); this step's gradients are incomplete: see to the disk, or choose another "
+                "OffloadOptions.directory",
+                self.file.directory,
+            ) from error
+        finally:
+            with self._lock:
+                self.moved_bytes += chunk.nbytes
+                self._busy_threads -= 1
+                if self._busy_threads == 0:
+                    self.busy_ms += (time.perf_counter() - self._busy_since) * 1e3
+
+
+def trim() -> int:
+    """Give back to the system what waits for nothing: host memory of all arenas, and the room of files on disk.
+
+    Returns:
+        Host memory that was given back [bytes].
+    """
+    for file in extent_files():
+        file.trim()
+    return sum(host_arena(pinned).trim() for pinned in (False, True))
