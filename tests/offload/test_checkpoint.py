@@ -36,7 +36,7 @@ def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, la
 
         @staticmethod
         def backward(ctx, grad):
-            ahead.append(sum(parked()._buffer is not None for call in calls for parked in call.parked if parked()))
+            ahead.append(sum(parked()._arrival is not None for call in calls for parked in call.parked if parked()))
             return grad
 
     def forward(block, x):
@@ -65,7 +65,7 @@ def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
     assert all(slot.value is None for slot in slots)
     calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
     assert len(calls) == 3
-    assert all(parked()._buffer is None for call in calls for parked in call.parked)
+    assert all(parked()._arrival is None for call in calls for parked in call.parked)
 
 
 def test_small_inputs_stay(compare, toys):
