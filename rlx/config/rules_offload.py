@@ -14,6 +14,8 @@ from rlx.config.schema import ActivationOffloadConfig
 Faults = Iterator[Fault]
 
 RECOMPUTING = ("boundary", "attention")
+# The least with which the engine can write to disk: 24 buffers of one page; tier cpu spends a quarter of its cap on them.
+LEAST_HOST_BYTES = {"disk": 24 * 4096, "cpu": 4 * 24 * 4096}
 
 
 def offloading_roles(s: Setting) -> list[ModelRole]:
@@ -83,6 +85,17 @@ def offload_has_a_directory(s: Setting) -> Faults:
         yield Fault(what, f"{key}={wrong}", expected, remedy, (key, f"{prefix}.tier", f"{prefix}.max_host_bytes"))
 
 
+def offload_has_staging_memory(s: Setting) -> Faults:
+    """What goes to disk passes through host memory, of which the cap leaves enough."""
+    for role in offloading_roles(s):
+        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
+        cap, least, key = options.max_host_bytes, LEAST_HOST_BYTES.get(options.tier, 0), f"{prefix}.max_host_bytes"
+        if writes_to_disk(options) and cap is not None and cap < least:
+            what, remedy = "too little host memory to write to disk from", f"set {key}={1 << 30}, say, or null"
+            keys = (key, f"{prefix}.tier", f"{prefix}.directory")
+            yield Fault(what, f"{key}={cap}", f"at least {least}", remedy, keys)
+
+
 def _wrong_with(directory: str | None, is_local: bool) -> str | None:
     """The directory and what is wrong with it; None if nothing is, or it is not on this machine."""
     if directory is None:
@@ -99,6 +112,7 @@ OFFLOAD_RULES = (
     offload_without_compile,
     offload_saves_what_is_there,
     offload_has_a_directory,
+    offload_has_staging_memory,
 )
 
 

@@ -297,7 +297,8 @@ class Engine:
         total = self.offload.stats()
         stats, self._reported = total.since(self._reported), total
         figures = {f.name: float(getattr(stats, f.name)) for f in fields(stats) if f.name != "layers"}
-        return figures | {"copy_gb_per_s": stats.copy_gb_per_s, "overlap": stats.overlap}
+        rates = ("copy_gb_per_s", "disk_gb_per_s", "overlap")
+        return figures | {name: getattr(stats, name) for name in rates}
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from rlx.offload import host_arena
+from rlx.offload import trim
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ class HostRelief:
         self._has_told = False
 
     def relieve(self, memory: HostMemory) -> int:
-        """Gives back what is free in the engine's arenas, if `memory` is short; returns how many bytes that were."""
+        """Gives back what waits for nothing, if `memory` is short; returns how many bytes of the host that were."""
         if not memory.is_short:
             return 0
-        freed = sum(host_arena(pinned).trim() for pinned in (True, False))
+        freed = trim()
         if freed and not self._has_told:
             self._has_told = True
             logger.info(

@@ -142,9 +142,15 @@ CASES = [
     ),
     (
         "offload_has_a_directory",
-        f"{MODEL}.activation_offload.max_host_bytes=1 {MODEL}.activation_offload.directory={__file__}",
+        f"{MODEL}.activation_offload.max_host_bytes=999999 {MODEL}.activation_offload.directory={__file__}",
         ["activations that go to disk have no usable folder"],
         "directory=null",
+    ),
+    (
+        "offload_has_staging_memory",
+        f"{MODEL}.activation_offload.max_host_bytes=4096 {MODEL}.activation_offload.directory=/tmp",
+        ["too little host memory"],
+        f"{MODEL}.activation_offload.max_host_bytes=1073741824",
     ),
     # sharding
     (

@@ -8,23 +8,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlx.config.rules_offload import LEAST_HOST_BYTES
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.engine.host_memory import HostMemory
 from rlx.workers.worker import Worker
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
-ROWS, P, R = 5, 9, 6
-CAP = 20_000  # bytes: room for some of what a role sends off, not for all
+ROWS, MICRO_ROWS, P, R = 30, 20, 9, 6
+CAP = 120_000  # bytes: room for some of what a role sends off, not for all
+DISK = {"tier": "disk", "directory": "folder"}
+OVERFLOW = {"max_host_bytes": LEAST_HOST_BYTES["cpu"], "directory": "folder"}
 
 CHECKPOINTED = [
     {"save": "boundary"},
     {"save": "attention"},
+    {"save": "boundary", **DISK},
+    {"save": "attention", **DISK},
+    {"save": "attention", **OVERFLOW},
     {"save": "attention", "prefetch_layers": 0, "max_inflight_bytes": 0, "pin_memory": False, "use_streams": False},
     {"save": "boundary", "max_host_bytes": CAP},
 ]
 WHOLE = [
     {"save": "all"},
+    {"save": "all", **DISK},
+    {"save": "all", **OVERFLOW},
     {"save": "all", "prefetch_layers": 3, "max_host_bytes": CAP},
 ]
 
@@ -78,12 +86,12 @@ def train(config: PPOConfig, steps: int = 2) -> tuple[list[Any], list[dict[str, 
 
 def configured(config: PPOConfig, recompute: bool, **model: Any) -> PPOConfig:
     """The same for actor and critic."""
-    policy, critic = config.actor_rollout_ref, config.critic
+    policy, critic, rows = config.actor_rollout_ref, config.critic, {"ppo_micro_batch_size_per_gpu": MICRO_ROWS}
     changed = {"enable_gradient_checkpointing": recompute, **model}
     return replace(
         config,
-        actor_rollout_ref=replace(policy, model=replace(policy.model, **changed)),
-        critic=replace(critic, model=replace(critic.model, **changed)),
+        actor_rollout_ref=replace(policy, model=replace(policy.model, **changed), actor=replace(policy.actor, **rows)),
+        critic=replace(critic, model=replace(critic.model, **changed), **rows),
         trainer=replace(config.trainer, n_gpus_per_node=1),
     )
 
@@ -117,6 +125,7 @@ def test_offloading_changes_no_bit_of_any_role(config, recompute, options, plain
         assert second[f"{role}/held_bytes"] == 0
         assert (second[f"{role}/recomputed_ms"] > 0) == recompute
         assert second[f"{role}/reserved_bytes"] == first[f"{role}/reserved_bytes"], "no growth after the first step"
+        assert (second[f"{role}/disk_bytes"] > 0) == ("directory" in options)
     assert list(tmp_path.iterdir()) == []
 
 
