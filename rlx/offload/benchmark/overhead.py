@@ -6,46 +6,74 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rlx.offload.benchmark.modes import parse_mode
+from rlx.offload.benchmark.modes import OWN, parse_mode
 from rlx.offload.benchmark.report import aligned
 from rlx.offload.benchmark.shapes import Case, build, read_shape, share
 
 _CASE = Case(tokens=16, layers=8)
-_MODES = ("checkpointing", "boundary", "attention", "all")
+_MODES = ("checkpointing", *OWN)
+_OPTIONS = {"min_bytes": 0}
 _WARM_UP_ROUNDS = 5
+# After switching, the interpreter first has to specialise its code anew.
+_FORWARDS_AFTER_SWITCH = 2
 
 
-class _Runs:
-    """What is timed, in turn: steps and forwards of a plain model, and of one for each mode on the same weights."""
+class Overhead(NamedTuple):
+    """What a mode costs beside computing.
 
-    def __init__(self, modes: Sequence[str]) -> None:
-        plain = build(read_shape("tiny"), _CASE, torch.device("cpu"), torch.float32)
+    Args:
+        us_per_layer: CPU time of a step less a plain step's and, where layers are recomputed, one more forward's: median
+            over the rounds of the difference within a round, because the speed of a shared machine changes [us].
+        us_per_layer_of_minima: the same from the shortest times.
+        no_grad_ratio: CPU time of a forward under `no_grad` to that of the same model not enabled: median over the
+            rounds of the quotient within a round; None for a peer.
+    """
+
+    us_per_layer: float
+    us_per_layer_of_minima: float
+    no_grad_ratio: float | None
+
+
+class _Measurement:
+    def __init__(self) -> None:
+        self._plain = build(read_shape("tiny"), _CASE, torch.device("cpu"), torch.float32)
         self._ids = torch.randint(0, 1024, (1, _CASE.tokens), generator=torch.Generator().manual_seed(1))
-        self._runs: dict[str, Callable[[], object]] = {"forward": functools.partial(self._forward, plain)}
-        for name in ("plain", *modes):
-            model = share(plain)
-            parse_mode(name, {"min_bytes": 0}).prepare(model)
-            self._runs[name] = functools.partial(self._step, model)
-            self._runs[f"{name}, no_grad"] = functools.partial(torch.no_grad()(self._forward), model)
 
-    def cpu_us(self, rounds: int) -> dict[str, list[float]]:
-        """CPU time of each run in each round [us]; unlike the clock's it does not count what others do meanwhile."""
-        names = list(self._runs)
-        times: dict[str, list[float]] = {name: [] for name in names}
+    def steps(self, rounds: int) -> dict[str, list[float]]:
+        """CPU time of a step of plain and of each mode, and of a forward, in each round [us]."""
+        runs: dict[str, Callable[[], object]] = {"forward": functools.partial(self._forward, self._plain)}
+        for name in ("plain", *_MODES):
+            model = share(self._plain)
+            parse_mode(name, _OPTIONS).prepare(model)
+            runs[name] = functools.partial(self._step, model)
+        times: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(-_WARM_UP_ROUNDS, rounds):
-            first = number % len(names)
-            for name in (*names[first:], *names[:first]):
-                start = time.process_time()
-                self._runs[name]()
+            for name in _turned(list(runs), number):
+                us = _cpu_us(runs[name])
                 if number >= 0:
-                    times[name].append((time.process_time() - start) * 1e6)
+                    times[name].append(us)
+        return times
+
+    def no_grad(self, name: str, rounds: int) -> dict[str, list[float]]:
+        """CPU time of a forward under `no_grad`, enabled and not enabled, in each round [us]."""
+        model = share(self._plain)
+        times: dict[str, list[float]] = {"enabled": [], "not enabled": []}
+        with torch.no_grad():
+            for number in range(rounds):
+                for state in _turned(list(times), number):
+                    handle = parse_mode(name, _OPTIONS).prepare(model).handle if state == "enabled" else None
+                    for _ in range(_FORWARDS_AFTER_SWITCH):
+                        self._forward(model)
+                    times[state].append(_cpu_us(functools.partial(self._forward, model)))
+                    if handle is not None:
+                        handle.disable()
         return times
 
     def _forward(self, model: nn.Module) -> torch.Tensor:
@@ -60,46 +88,53 @@ class _Runs:
 def run_overhead(rounds: int, folder: Path, about: dict[str, Any]) -> None:
     """Measure, print, and write `overhead.json`.
 
-    What a mode costs is the time of its step less that of a plain step and, where it recomputes, of one more forward. They
-    are compared within a round, for the machine may be shared and its speed change; the median over the rounds counts.
-
     Args:
-        rounds: how often each is run, in turn.
+        rounds: how often each step and forward is run, all in turn.
         folder: where the file goes.
         about: what the file says beside the figures.
     """
     torch.set_num_threads(1)
-    times = _Runs(_MODES).cpu_us(rounds)
-    in_round = [dict(zip(times, values, strict=True)) for values in zip(*times.values(), strict=True)]
-    least = {name: min(values) for name, values in times.items()}
-    figures = {
-        name: {
-            "us_per_layer": statistics.median(_us_per_layer(name, us) for us in in_round),
-            "us_per_layer_of_minima": _us_per_layer(name, least),
-            "no_grad_ratio": statistics.median(_no_grad_ratio(name, us) for us in in_round),
-            "no_grad_ratio_of_minima": _no_grad_ratio(name, least),
-        }
-        for name in _MODES
-    }
-    titles = ("mode", "us per layer over plain", "of minima", "no_grad ratio", "of minima")
-    rows = [
-        (name, *(f"{v:.0f}" if "us" in key else f"{v:.4f}" for key, v in found.items()))
-        for name, found in figures.items()
-    ]
+    measurement = _Measurement()
+    steps_us = measurement.steps(rounds)
+    no_grad_us = {name: measurement.no_grad(name, rounds) for name in OWN}
+    found = {name: overhead_of(name, steps_us, no_grad_us.get(name)) for name in _MODES}
     print(
         f"tiny Qwen2, {_CASE}, float32, one thread, {rounds} rounds; where layers are recomputed, less one more forward"
     )
-    print("\n".join(aligned([titles, *rows])))
-    print(f"plain step {least['plain']:.0f} us at least, forward {least['forward']:.0f} us")
+    rows = [[name, *("-" if value is None else f"{value:.4g}" for value in row)] for name, row in found.items()]
+    print("\n".join(aligned([["mode", "us per layer", "of minima", "no_grad ratio"], *rows])))
+    print(f"plain step {min(steps_us['plain']):.0f} us at least, forward {min(steps_us['forward']):.0f} us")
     path = folder / "overhead.json"
-    path.write_text(json.dumps({**about, "rounds": rounds, "modes": figures, "cpu_us": times}, indent=1) + "\n")
+    modes = {name: row._asdict() for name, row in found.items()}
+    path.write_text(json.dumps({**about, "modes": modes, "step_cpu_us": steps_us, "no_grad_cpu_us": no_grad_us}) + "\n")
     print(f"written: {path}")
 
 
-def _us_per_layer(name: str, us: dict[str, float]) -> float:
-    recomputed = us["forward"] if name != "all" else 0.0
-    return (us[name] - us["plain"] - recomputed) / _CASE.layers
+def overhead_of(
+    name: str, steps_us: Mapping[str, list[float]], no_grad_us: Mapping[str, list[float]] | None
+) -> Overhead:
+    """The figures of a mode from the times of each round."""
+    forward = steps_us["forward"] if name != "all" else [0.0] * len(steps_us[name])
+    in_round = zip(steps_us[name], steps_us["plain"], forward, strict=True)
+    ratio = None
+    if no_grad_us is not None:
+        pairs = zip(no_grad_us["enabled"], no_grad_us["not enabled"], strict=True)
+        ratio = statistics.median(enabled / not_enabled for enabled, not_enabled in pairs)
+    return Overhead(
+        statistics.median(step - plain - more for step, plain, more in in_round) / _CASE.layers,
+        (min(steps_us[name]) - min(steps_us["plain"]) - min(forward)) / _CASE.layers,
+        ratio,
+    )
 
 
-def _no_grad_ratio(name: str, us: dict[str, float]) -> float:
-    return us[f"{name}, no_grad"] / us["plain, no_grad"]
+def _cpu_us(run: Callable[[], object]) -> float:
+    """CPU time of a call [us]: unlike the clock's it does not count what others do meanwhile."""
+    start = time.process_time()
+    run()
+    return (time.process_time() - start) * 1e6
+
+
+def _turned(names: list[str], number: int) -> list[str]:
+    """The names in an order that begins with another one in each round."""
+    first = number % len(names)
+    return names[first:] + names[:first]
