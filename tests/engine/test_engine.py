@@ -109,11 +109,12 @@ def test_bf16_compute_comes_near_the_fp64_gradient(strategy, plain_training, mod
         assert all(tensor.dtype == torch.float32 for tensor in weights.values())
 
 
-@pytest.mark.parametrize("save", ["boundary", "attention", "all"])
+@pytest.mark.parametrize(("save", "tier"), [("boundary", "cpu"), ("attention", "disk"), ("all", "cpu")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_activation_offload_changes_no_bit(strategy, save, model_folder, ranks):
+def test_activation_offload_changes_no_bit(strategy, save, tier, model_folder, ranks, tmp_path):
     off = {"enable_gradient_checkpointing": save != "all"}
-    options = ActivationOffloadConfig(save=save, min_bytes=0)
+    directory = str(tmp_path) if tier == "disk" else None
+    options = ActivationOffloadConfig(save=save, tier=tier, directory=directory, min_bytes=0)
     on = off | {"enable_activation_offload": True, "activation_offload": options}
     plain = ranks("engine", "trained", model_folder, strategy, 2, None, off)
     offloaded = ranks("engine", "trained", model_folder, strategy, 2, None, on)

@@ -95,7 +95,9 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
         assert validated[0][name] == with_offload[4][name]
 
 
-def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, capfd):
+def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, capfd, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
     options = four_steps(
         *custom("varied"),
         "algorithm.adv_estimator=gae",
@@ -106,6 +108,8 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
         "actor_rollout_ref.actor.strategy=fsdp",
         "actor_rollout_ref.model.activation_offload.save=attention",
         "critic.model.activation_offload.min_bytes=0",
+        "critic.model.activation_offload.tier=disk",
+        f"critic.model.activation_offload.directory={disk}",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
         "trainer.max_actor_ckpt_to_keep=2",
     )
@@ -115,7 +119,8 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
     assert unbroken[4]["actor/reward_kl_coef"] != unbroken[1]["actor/reward_kl_coef"]
     for role in ("actor", "critic"):
         assert unbroken[4][f"perf/offload/{role}/offloaded_bytes"] > 0 == unbroken[4][f"perf/offload/{role}/held_bytes"]
-    assert 0 < unbroken[4]["perf/stall_share"] < 1
+    assert unbroken[4]["perf/offload/critic/disk_bytes"] > 0 == unbroken[4]["perf/offload/actor/disk_bytes"]
+    assert 0 < unbroken[4]["perf/stall_share"] < 1 and not list(disk.iterdir())
     _, resumed = train(*options, *resume_from(folder, 2))
     printed = capfd.readouterr()
     assert f"resuming from step 2: {folder}" in printed.out + printed.err
