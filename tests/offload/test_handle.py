@@ -5,7 +5,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading
@@ -263,3 +266,21 @@ def test_a_compiled_model_runs_its_enabled_layers_uncompiled(toys, enable, what,
         torch.testing.assert_close(graded.grads[name], grad)
     assert handle.stats().offloaded_bytes > 0
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("enable_ckpt", [True, False])
+def test_fsdp2_may_shard_a_model_that_is_enabled_already(toys, enable, enable_ckpt):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        handle = enable(model, enable_ckpt)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+        graded = toys.grade(model, toys.step)
+        for name, grad in expected.grads.items():
+            assert torch.equal(graded.grads[name].full_tensor(), grad)
+        assert handle.stats().offloaded_bytes > 0
+    finally:
+        dist.destroy_process_group()
