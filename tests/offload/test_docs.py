@@ -1,0 +1,96 @@
+"""docs/activation_offloading.md says what the code does."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlx.offload import OffloadOptions, OffloadStats, host_arena
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "activation_offloading.md").read_text()
+
+
+def section(title: str) -> str:
+    return re.split(r"^## ", PAGE.split(f"\n## {title}")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def first_cells(text: str) -> list[str]:
+    return re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+
+
+def test_the_code_runs(toys, request):
+    model = toys.stack()
+
+    class Trainer:
+        def __init__(self, model, arguments, train_dataset):
+            self.model, self.arguments, self.dataset = model, arguments, train_dataset
+
+        def train(self):
+            for batch in self.dataset:
+                self.model(batch).backward()
+
+    batch = torch.randn(4, 8)
+    names = {"model": model, "batch": batch, "Trainer": Trainer, "arguments": None, "dataset": [batch, batch]}
+    request.addfinalizer(lambda: host_arena(True).limit(None))
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        exec(block, names)
+    names["handle"].disable()
+
+
+def test_every_option_stands_there_with_its_default():
+    table = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section("Options"), re.MULTILINE))
+    assert {name: eval(default) for name, default in table.items()} == vars(OffloadOptions())
+
+
+def test_every_figure_stands_there():
+    explained = {name for cell in first_cells(section("Statistics")) for name in re.findall(r"\w+", cell)}
+    properties = {name for name, value in vars(OffloadStats).items() if isinstance(value, property)}
+    assert explained == {field.name for field in fields(OffloadStats)} | properties
+
+
+def messages() -> list[str]:
+    """What the engine says, as far as it is text that does not change."""
+    texts = []
+    for path in (ROOT / "rlx" / "offload").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_every_message_is_one_that_the_engine_has():
+    said = messages()
+    cells = [cell.strip("`") for cell in first_cells(section("Messages"))]
+    assert len(cells) > 20
+    assert [cell for cell in cells if not any(cell in text for text in said)] == []
+
+
+def test_every_note_stands_where_the_page_says():
+    places = section("How long memory lives").split("The reasoning is written once")[1]
+    notes = re.findall(r"\[([^]]+)\] in `(?:rlx/offload/)?(\w+\.py)`", " ".join(places.split()))
+    both = re.findall(r"\[([^]]+)\] and \[", " ".join(places.split()))
+    assert len(notes) + len(both) == len(re.findall(r"\[", places)) == 8
+    for note, file in notes:
+        assert f"Note [{note}]\n" in (ROOT / "rlx" / "offload" / file).read_text()
+
+
+@pytest.mark.parametrize("save", ["boundary", "attention"])
+def test_as_many_bytes_leave_as_the_page_says(enable, save):
+    h, H, K, d, tokens, layers = 64, 4, 2, 16, 32, 3
+    sizes = {"hidden_size": h, "num_attention_heads": H, "num_key_value_heads": K, "num_hidden_layers": layers}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, intermediate_size=160, **sizes)).bfloat16().train()
+    handle = enable(model, True, save=save)
+    ids = torch.arange(tokens)[None]
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    formula = re.search(
+        rf"{save} (2 [^.;]*)[.;]", " ".join(section("What is kept").split()).split("Bytes per token")[1]
+    )
+    per_token = eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula[1]), {"h": h, "H": H, "K": K, "d": d})
+    assert handle.stats().offloaded_bytes == per_token * tokens * layers
