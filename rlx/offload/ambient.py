@@ -1,4 +1,5 @@
-"""The state around a layer's forward that its recomputation must see again: randomness, autocast, default device.
+"""The state around a layer's forward that its recomputation must see again: randomness, autocast, default device,
+which kernels attention may use.
 
 Backward runs on autograd's threads, outside of every context manager that was entered around forward.
 """
@@ -9,12 +10,18 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_SMALL_BUFFER_BYTES = 1 << 20
+_KERNELS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
 
 
 class Autocast(NamedTuple):
@@ -45,6 +52,7 @@ class Ambient:
         self._devices = tuple(devices)
         self._random: tuple[Tensor, ...] | None = self.random_state()
         self._default_device = torch.get_default_device()
+        self._attention_kernels = _attention_kernels()
         kinds = {"cpu", *(device.type for device in self._devices)}
         self._autocast = {kind: Autocast.now(kind) for kind in kinds if torch.amp.is_autocast_available(kind)}
 
@@ -66,6 +74,9 @@ class Ambient:
                     )
             if self._default_device != torch.get_default_device():
                 stack.enter_context(self._default_device)
+            if self._attention_kernels != _attention_kernels():
+                allowed = [kernel for kernel, is_on in zip(_KERNELS, self._attention_kernels, strict=True) if is_on]
+                stack.enter_context(sdpa_kernel(allowed))
             if self._random is not None:
                 stack.callback(self._set_random_state, self.random_state())
                 self._set_random_state(self._random)
@@ -87,19 +98,15 @@ class Ambient:
             _backend(device.type).set_rng_state(state, device)
 
 
-@contextlib.contextmanager
-def buffers_restored(module: nn.Module) -> Iterator[None]:
-    """Put a module's small buffers back after a block: running statistics and counters must not advance twice.
-
-    Written past the version counter, for the values are those that graphs alive have saved.
-    """
-    buffers = [buffer for buffer in module.buffers() if buffer.nbytes < _SMALL_BUFFER_BYTES]
-    values = [buffer.detach().clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.data.copy_(value)
+def _attention_kernels() -> tuple[bool, ...]:
+    """Which of `_KERNELS` may be chosen now; the flags hold for the CPU's kernels as well."""
+    cuda: Any = torch.backends.cuda  # whose functions carry no types
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
 
 
 @functools.cache

@@ -22,15 +22,16 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rlx.offload.ambient import Ambient, buffers_restored
+from rlx.offload.ambient import Ambient
 from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves, tensors_in
 from rlx.offload.identity import is_parameter, is_plain, modified_in_place, size_bytes, span_bytes, without_memory
+from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.replay import Answer, Replay, Watch
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored
@@ -72,37 +73,48 @@ class Slot:
         return value
 
 
+class Repeatable(NamedTuple):
+    """A layer as recomputation needs it.
+
+    Args:
+        module: the layer.
+        forward: its forward, bound.
+        places: where it keeps parameters and buffers.
+        context: entered around each recomputation.
+    """
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    places: Places
+    context: Callable[[], contextlib.AbstractContextManager[None]]
+
+
 class RecomputedCall(LayerCall):
     """One forward call of a layer that backward will repeat.
 
     Args:
         engine: where the inputs go.
         layer: which place in the model this is.
-        module: the layer.
-        forward: its forward, bound.
+        repeatable: what to repeat.
         args, kwargs: the call's arguments; tensors in nested tuples, lists and dicts are found.
         tensors: those of the arguments.
-        recompute_context: entered around each recomputation.
     """
 
     def __init__(
         self,
         engine: Engine,
         layer: Layer,
-        module: nn.Module,
-        forward: Callable[..., Any],
+        repeatable: Repeatable,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[Tensor],
-        recompute_context: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         super().__init__(engine, layer)
         self.prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self.seen: list[Tensor] | None = None
-        self._module = module
-        self._was_training = module.training
-        self._forward = forward
-        self._recompute_context = recompute_context
+        self._repeatable = repeatable
+        self._was_training = repeatable.module.training
+        self._state = ModuleState(repeatable.places)
         self._slots: list[weakref.ref[Slot]] = []
         self._attention_slots: int | None = None
         self._has_ended = False
@@ -162,6 +174,7 @@ class RecomputedCall(LayerCall):
             self._answers = watch.answers
             self._attention_slots = watch.attention_slots
         self._has_ended = True
+        self._state.end_forward()
         self._ambient.end_forward()
         if not all(stored.is_untouched for stored in self._inputs_in_order):
             raise RuntimeError(
@@ -205,10 +218,16 @@ class RecomputedCall(LayerCall):
         return stop - start >= max(self.engine.options.min_bytes, 1)
 
     def _recompute(self) -> None:
-        if self._module.training != self._was_training:
+        if self._repeatable.module.training != self._was_training:
             raise RecomputeError(
                 f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
                 "and is not in backward, which has to recompute it; switch modes between steps only"
+            )
+        changed = self._state.changed()
+        if changed is not None:
+            raise RecomputeError(
+                f"layer {self.layer.name} has to be recomputed, but since its forward {changed}, so that gradients would be "
+                "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
             )
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
@@ -251,9 +270,9 @@ class RecomputedCall(LayerCall):
                 collect(tensor)
 
         with (
-            self._recompute_context(),
+            self._repeatable.context(),
             self._ambient.restored(),
-            buffers_restored(self._module),
+            self._state.restored(),
             torch.enable_grad(),
             saved_tensors_hooks(collect, _same),
             Replay(self._answers, answer, self._ambient.skip_to, self._error)
@@ -261,7 +280,7 @@ class RecomputedCall(LayerCall):
             else contextlib.nullcontext(),
         ):
             try:
-                self._forward(*args, **kwargs)
+                self._repeatable.forward(*args, **kwargs)
             except _EnoughRecomputedError:
                 return
         raise RecomputeError(self._differs(f"{len(slots)} tensors were saved and {filled} are now"))
@@ -279,26 +298,24 @@ class RecomputedCall(LayerCall):
 def run_recomputed(
     engine: Engine,
     layer: Layer,
-    module: nn.Module,
-    forward: Callable[..., Any],
+    repeatable: Repeatable,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    recompute_context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Any:
     """Run a layer's forward so that only its inputs and, with `save="attention"`, answers are kept."""
     tensors = tensors_in((args, kwargs))
     wants_gradient = any(tensor.requires_grad for tensor in tensors)
-    if not wants_gradient and not any(parameter.requires_grad for parameter in module.parameters()):
-        return forward(*args, **kwargs)
-    call = RecomputedCall(engine, layer, module, forward, args, kwargs, tensors, recompute_context)
+    if not wants_gradient and not any(parameter.requires_grad for parameter in repeatable.module.parameters()):
+        return repeatable.forward(*args, **kwargs)
+    call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors)
     if engine.save != "attention":
         with saved_tensors_hooks(call.pack, Slot.restore):
-            outputs = forward(*args, **kwargs)
+            outputs = repeatable.forward(*args, **kwargs)
         call.end_forward(None)
         return outputs
     watch = Watch(call, layer.attention_count)
     with saved_tensors_hooks(call.pack, Slot.restore), watch:
-        outputs = forward(*args, **kwargs)
+        outputs = repeatable.forward(*args, **kwargs)
     call.end_forward(watch)
     layer.attention_count = watch.attention_count
     if not any(watch.answers):

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rlx.offload.checkpoint import run_recomputed
+from rlx.offload.checkpoint import Repeatable, run_recomputed
 from rlx.offload.engine import Engine, Layer, map_leaves
 from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
+from rlx.offload.module_state import Places
 from rlx.offload.options import OffloadOptions
 from rlx.offload.saving import RegionHooks, run_saving, unpack
 from rlx.offload.stats import OffloadStats
@@ -38,6 +39,7 @@ class LayerForward:
         self.own_forward = vars(module).get("forward")
         self._layer = layer
         self._module = weakref.ref(module)  # the module holds this object
+        self._places: Places | None = None
 
     # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -61,7 +63,10 @@ class LayerForward:
                 return forward(*args, **kwargs)
             self._check_empty(caches, module)
             args, kwargs = map_leaves(lambda leaf: None if is_cache(leaf) else leaf, (args, kwargs))
-        return run_recomputed(engine, self._layer, module, forward, args, kwargs, self._recompute_context)
+        if self._places is None:
+            self._places = Places(module)
+        repeatable = Repeatable(module, forward, self._places, self._recompute_context)
+        return run_recomputed(engine, self._layer, repeatable, args, kwargs)
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The forward that this object stands in for, bound to a module."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlx.offload.engine import map_leaves, tensors_in
-from rlx.offload.identity import Layout, Probe, is_plain, size_bytes
+from rlx.offload.identity import Layout, Probe, is_plain, size_bytes, storage_address
 from rlx.offload.stored import Stored
 
 _LINEAR: frozenset[Any] = frozenset(
@@ -116,29 +116,35 @@ class Answer:
     __slots__ = ("_layouts", "_probes", "_result", "_saved", "first_slot", "function", "random_state")
 
     def __init__(
-        self, function: Any, first_slot: int, arguments: list[Tensor], saved: list[_FromArgument | Stored]
+        self,
+        function: Any,
+        first_slot: int,
+        arguments: list[Tensor],
+        saved: list[_FromArgument | Stored],
+        result: Any,
     ) -> None:
         self.function = function
         self.first_slot = first_slot
         self.random_state: tuple[Tensor, ...] | None = None
         self._layouts = tuple(map(Layout.of, arguments))
         self._saved = saved
-        self._probes: list[Probe] = []
+        self._probes = [Probe(tensor) for tensor in tensors_in(result)]
         self._result: Any = None
 
     def store_result(self, recording: Recording, result: Any) -> bool:
-        """Send the result off; False where the host has no room."""
+        """Send the result off; False where the layer has written to it, or the host has no room."""
         has_room = True
 
         def store(leaf: Any) -> Any:
             nonlocal has_room
             if not isinstance(leaf, Tensor):
                 return leaf
-            self._probes.append(Probe(leaf))
             stored = recording.store(leaf)
             has_room = has_room and stored is not None
             return stored
 
+        if not self.is_result_untouched:
+            return False
         self._result = map_leaves(store, result)
         return has_room
 
@@ -202,7 +208,7 @@ class _Watcher(TorchFunctionMode):
 
     def run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         """Run a call or answer it."""
-        if self._is_inside:
+        if self._is_inside or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         self._is_inside = True
         try:
@@ -239,6 +245,8 @@ class Watch(_Watcher):
                 self._store(place, result)
             self._pending.clear()
         first_slot = self._recording.slot_count
+        place = len(self.answers)
+        self.answers.append(None)  # also where the call fails and the layer goes on
         seen: list[Tensor] = []
         self._recording.seen = seen
         try:
@@ -246,8 +254,7 @@ class Watch(_Watcher):
         finally:
             self._recording.seen = None
         answer = self._answer(function, tensors_in((args, kwargs)), first_slot, seen, result, is_attention)
-        place = len(self.answers)
-        self.answers.append(answer)
+        self.answers[place] = answer
         if is_attention:
             self.attention_count += 1
             if answer is not None:
@@ -277,10 +284,13 @@ class Watch(_Watcher):
             self._refuse(is_attention, "works on subclasses of tensors")
             return None
         saved: list[_FromArgument | Stored] = []
-        storages = {argument.untyped_storage().data_ptr(): i for i, argument in reversed([*enumerate(arguments)])}
+        if not all(map(storage_address, (*arguments, *results))):
+            self._refuse(is_attention, "works on tensors without memory")
+            return None
+        storages = {storage_address(argument): i for i, argument in reversed([*enumerate(arguments)])}
         others = 0
         for tensor in seen:
-            source = storages.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+            source = storages.get(storage_address(tensor)) if tensor.numel() else None
             if source is not None and tensor.dtype == arguments[source].dtype:
                 layout = Layout.of(tensor)
                 offset = layout.offset - int(arguments[source].storage_offset())
@@ -294,7 +304,7 @@ class Watch(_Watcher):
             if stored is None:
                 return None
             saved.append(stored)
-        return Answer(function, first_slot, arguments, saved)
+        return Answer(function, first_slot, arguments, saved, result)
 
     def _refuse(self, is_attention: bool, why: str) -> None:
         if is_attention:
