@@ -4,6 +4,7 @@ import pickle
 import pytest
 
 from rlx.offload import OffloadOptions
+from rlx.offload.places import MIN_STAGING_BYTES
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ from rlx.offload import OffloadOptions
         {"max_device_bytes": -1},
         {"pin_memory": 1},
         {"use_streams": None},
+        {"directory": 3},
     ],
     ids=str,
 )
@@ -31,10 +33,34 @@ def test_a_value_out_of_range_is_named_with_what_was_got(wrong):
     assert repr(value) in str(error.value)
 
 
-@pytest.mark.parametrize("later", [{"save": "attention"}, {"save": "auto"}, {"tier": "disk"}], ids=str)
-def test_what_this_version_lacks_is_refused(later):
+def test_what_this_version_lacks_is_refused():
     with pytest.raises(ValueError, match="not available in this version"):
-        OffloadOptions(**later)
+        OffloadOptions(save="auto")
+
+
+def test_the_disk_tier_needs_a_folder_which_a_driver_may_lack():
+    with pytest.raises(ValueError, match="directory: got None with tier='disk'"):
+        OffloadOptions(tier="disk")
+    options = OffloadOptions(tier="disk", directory="/no/such/folder")
+    assert options.uses_disk
+    assert options == pickle.loads(pickle.dumps(options))
+
+
+@pytest.mark.parametrize(("tier", "least"), [("disk", MIN_STAGING_BYTES), ("cpu", 4 * MIN_STAGING_BYTES)])
+def test_the_cap_on_host_memory_leaves_room_for_buffers_to_the_disk(tier, least):
+    with pytest.raises(ValueError, match=f"expected at least {least} "):
+        OffloadOptions(tier=tier, directory="/tmp", max_host_bytes=least - 1)
+    options = OffloadOptions(tier=tier, directory="/tmp", max_host_bytes=least)
+    assert options.staging_chunk_bytes == 4096
+    assert OffloadOptions(tier="cpu", max_host_bytes=0).uses_disk is False
+
+
+def test_a_folder_takes_what_the_cap_leaves_and_is_without_effect_without_one(caplog):
+    OffloadOptions(directory="/tmp", max_host_bytes=1 << 30).log_without_effect(on_accelerator=True)
+    OffloadOptions(tier="disk", directory="/tmp").log_without_effect(on_accelerator=True)
+    assert not caplog.records
+    OffloadOptions(directory="/tmp").log_without_effect(on_accelerator=True)
+    assert "directory" in caplog.text
 
 
 def test_save_follows_from_recomputation():
