@@ -59,7 +59,7 @@ class Arrival:
     def __init__(self, nbytes: int, device: torch.device, home: torch.Stream | None) -> None:
         self.home = home
         self.copies: list[torch.Event] = []
-        self.issued = Latch()  # of the copies that other threads issue
+        self.issued: Latch | None = None  # of the copies that other threads issue
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.allocated = home.record_event() if home is not None else None
 
@@ -119,7 +119,8 @@ class Copier:
             if after is not None:
                 self._returning.wait_event(after)
         is_waited_for = self._returning is None and not (is_ahead and self.on_host)
-        event = self._copy(stream, arrival.buffer[first_byte:], views, to_host=False, is_waited_for=is_waited_for)
+        target = arrival.buffer[first_byte:] if first_byte else arrival.buffer
+        event = self._copy(stream, target, views, to_host=False, is_waited_for=is_waited_for)
         if event is not None:
             arrival.copies.append(event)
         return event
@@ -127,8 +128,11 @@ class Copier:
     def wait_for(self, arrival: Arrival) -> None:
         """Make the current stream wait for the bytes of an arrival, and the host until their copies are issued."""
         stream = self.compute_stream()
+        if stream is None and arrival.issued is None:
+            return
         with self.stalling(stream):
-            arrival.issued.wait()
+            if arrival.issued is not None:
+                arrival.issued.wait()
             if stream is not None:
                 for event in arrival.copies:
                     stream.wait_event(event)
@@ -155,8 +159,9 @@ class Copier:
         with stream if stream is not None else contextlib.nullcontext():
             for view in views:
                 part = device_bytes[first : first + view.numel()]
-                target, source = (view, part) if to_host else (part, view)
-                target[: part.numel()].copy_(source[: part.numel()], non_blocking=stream is not None)
+                whole = view if view.numel() == part.numel() else view[: part.numel()]
+                target, source = (whole, part) if to_host else (part, whole)
+                target.copy_(source, non_blocking=stream is not None)
                 first += part.numel()
         stop = mark(stream)
         with self._lock:

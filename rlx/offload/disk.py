@@ -18,11 +18,12 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
+from rlx.offload.copies import Latch
 from rlx.offload.ranges import ALIGN_BYTES, Piece, RangeAllocator, aligned, growth_bytes
 
 logger = logging.getLogger("rlx.offload")
@@ -54,8 +55,9 @@ class ExtentFile:
         self._descriptor = file.fileno()
         self.is_direct = self._allow_direct()
         # Separate, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
-        self.writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
-        self.readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
+        self._writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
+        self._readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
+        self._unfinished = Latch()
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +87,18 @@ class ExtentFile:
             assert pieces is not None
             return pieces
 
+    def submit_write(self, task: Callable[[], None]) -> None:
+        """Run a task on a writer thread."""
+        self._submit(self._writers, task)
+
+    def submit_read(self, task: Callable[[], None]) -> None:
+        """Run a task on a reader thread."""
+        self._submit(self._readers, task)
+
+    def drain(self) -> None:
+        """Wait until no task is queued or running."""
+        self._unfinished.wait()
+
     def write(self, views: Sequence[Tensor], offset: int) -> None:
         """Write host memory to the file, from byte `offset`; lengths and offset are multiples of `ALIGN_BYTES`."""
         for view in views:
@@ -104,7 +118,8 @@ class ExtentFile:
                 left, offset = left[read:], offset + read
 
     def trim(self) -> int:
-        """Give the file's room back if nothing is in use; returns how many bytes that were."""
+        """Give the file's room back if nothing is in use once tasks have ended; returns how many bytes that were."""
+        self.drain()
         with self._lock:
             self._settle()
             if not self._ranges.remove_free_slabs():
@@ -112,6 +127,20 @@ class ExtentFile:
             freed, self._nbytes = self._nbytes, 0
             os.ftruncate(self._descriptor, 0)
             return freed
+
+    def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+        self._unfinished.expect(1)
+        try:
+            pool.submit(self._run, task)
+        except BaseException:
+            self._unfinished.done()
+            raise
+
+    def _run(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        finally:
+            self._unfinished.done()
 
     def _settle(self) -> None:
         while self.returned:

@@ -197,7 +197,7 @@ class DiskPlace:
             try:
                 left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block.views)
                 self.written.expect(1)
-                self.store.file.writers.submit(_Write(self, chunk, block, left).run)
+                self.store.file.submit_write(_Write(self, chunk, block, left).run)
             except BaseException:
                 self.store.staging.give_written(block)
                 raise
@@ -205,9 +205,10 @@ class DiskPlace:
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
         """See `Place.read`."""
+        arrival.issued = Latch()
         for chunk in self._chunks():
             arrival.issued.expect(1)
-            self.store.file.readers.submit(_Read(self, chunk, copier, arrival).run)
+            self.store.file.submit_read(_Read(self, chunk, copier, arrival, arrival.issued).run)
 
     def give(self) -> None:
         """See `Place.give`."""
@@ -254,10 +255,10 @@ class _Write:
 class _Read:
     """Reads one chunk and queues its copy to the device, on a reader thread."""
 
-    def __init__(self, place: DiskPlace, chunk: Chunk, copier: Copier, arrival: Arrival) -> None:
+    def __init__(self, place: DiskPlace, chunk: Chunk, copier: Copier, arrival: Arrival, issued: Latch) -> None:
         self._place = weakref.ref(place)
         self._arrival = weakref.ref(arrival)
-        self._store, self._written, self._issued = place.store, place.written, arrival.issued
+        self._store, self._written, self._issued = place.store, place.written, issued
         self._chunk = chunk
         self._copier = copier
 
