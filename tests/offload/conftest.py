@@ -9,9 +9,11 @@ from torch import nn
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.arena import host_arena
+from rlx.offload.disk import extent_files
 
-# Every test that takes `mode` runs once for each of these: what is kept for backward, and where.
-MODES = [(save, tier) for save in ("boundary", "attention", "all") for tier in ("cpu",)]
+# What is kept for backward, and where: tests that take `saving` run for each of the first, those that take `mode` for all.
+SAVES = ("boundary", "attention", "all")
+TIERS = ("cpu", "disk")
 
 
 @dataclass
@@ -48,16 +50,20 @@ def graded(model, step):
     return Graded(loss.detach().clone(), grads, buffers, torch.rand(1, device=loss.device))
 
 
-@pytest.fixture(params=MODES, ids="-".join)
-def mode(request):
-    """The options of one way to offload, for `compare(model, step, **mode)` and `enable(model, **mode)`."""
-    save, tier = request.param
-    options = {"enable_ckpt": save != "all", "save": save, "tier": tier}
-    if tier != "disk":
-        yield options
+@pytest.fixture(params=SAVES)
+def saving(request):
+    """What to keep for backward, for `compare(model, step, **saving)` and `enable(model, **saving)`."""
+    return {"enable_ckpt": request.param != "all", "save": request.param}
+
+
+@pytest.fixture(params=TIERS)
+def mode(saving, request):
+    """What to keep and where; on the disk nothing is left in the folder."""
+    if request.param != "disk":
+        yield {**saving, "tier": request.param}
         return
     folder = request.getfixturevalue("tmp_path")
-    yield {**options, "directory": str(folder)}
+    yield {**saving, "tier": request.param, "directory": str(folder)}
     assert os.listdir(folder) == []
 
 
@@ -100,6 +106,8 @@ def nothing_left():
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a block counts until its last copy has ended
+    for file in extent_files():
+        file.drain()  # so do buffers on the way to and from the disk
     if any(arena.held_bytes > held for arena, held in zip(arenas, before, strict=True)):
         torch.ones(1, requires_grad=True).exp().backward()  # autograd's queue keeps nodes of a failed pass until then
         gc.collect()  # a graph dropped in a cycle, an exception's traceback
@@ -286,9 +294,9 @@ def again_and_again(model):
 
 @pytest.fixture(params=[once, under_autocast, partly_frozen, again_and_again], ids=lambda step: step.__name__)
 def compare_layer(request, compare):
-    """`compare_layer(run, **mode)`: `compare` for three layers that do `run(kit, x)`, with steps of several kinds."""
+    """`compare_layer(run, **saving)`: `compare` for three layers that do `run(kit, x)`, with steps of several kinds."""
 
-    def run(forward, **mode):
-        return compare(Stack(lambda: Kit(forward), width=16), request.param, **mode)
+    def run(forward, **saving):
+        return compare(Stack(lambda: Kit(forward), width=16), request.param, **saving)
 
     return run

@@ -373,5 +373,5 @@ def empty_and_single_rows(m, x):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_those_of_plain_autograd(compare_layer, mode, name):
-    compare_layer(LAYERS[name], **mode)
+def test_gradients_are_those_of_plain_autograd(compare_layer, saving, name):
+    compare_layer(LAYERS[name], **saving)

@@ -161,13 +161,13 @@ NESTED = {
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", NESTED)
-def test_inside_a_layer(compare_layer, mode, name):
-    compare_layer(NESTED[name], **mode)
+def test_inside_a_layer(compare_layer, saving, name):
+    compare_layer(NESTED[name], **saving)
 
 
 @pytest.mark.parametrize("part", ["attention", "mlp"])
-def test_a_reentrant_checkpoint_inside_a_layer(compare, toys, mode, part):
-    compare(toys.stack(lambda: toys.kit(checkpoint_of(True, part)), width=16), toys.read, **mode)
+def test_a_reentrant_checkpoint_inside_a_layer(compare, toys, saving, part):
+    compare(toys.stack(lambda: toys.kit(checkpoint_of(True, part)), width=16), toys.read, **saving)
 
 
 class Passes(TorchFunctionMode):
@@ -195,7 +195,7 @@ class Around:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("where", ["forward", "both"])
 @pytest.mark.parametrize("name", [name for name in vars(Around) if not name.startswith("_")])
-def test_around_the_model(compare, toys, mode, name, where):
+def test_around_the_model(compare, toys, saving, name, where):
     def step(model):
         with getattr(Around, name)():
             loss = toys.read(model).float()
@@ -205,29 +205,29 @@ def test_around_the_model(compare, toys, mode, name, where):
             loss.backward()
         return loss.detach()
 
-    compare(toys.decoder(dropout=0.1), step, **mode)
+    compare(toys.decoder(dropout=0.1), step, **saving)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_users_checkpoint_around_the_model(compare, toys, mode, use_reentrant):
+def test_a_users_checkpoint_around_the_model(compare, toys, saving, use_reentrant):
     def step(model):
         x = toys.tokens().requires_grad_()
         return checkpoint(model, x, use_reentrant=use_reentrant)
 
-    compare(toys.decoder(dropout=0.1), step, **mode)
+    compare(toys.decoder(dropout=0.1), step, **saving)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_users_checkpoint_around_two_layers(compare, toys, mode, use_reentrant):
+def test_a_users_checkpoint_around_two_layers(compare, toys, saving, use_reentrant):
     def step(model):
         x = model.embed(toys.tokens())
         first, second, third = model.layers
         return third(checkpoint(lambda x: second(first(x)), x, use_reentrant=use_reentrant)).sum()
 
-    compare(toys.decoder(dropout=0.1), step, **mode)
+    compare(toys.decoder(dropout=0.1), step, **saving)
 
 
-def test_weights_that_are_swapped_for_one_call_are_right_or_refused(enable, toys, mode):
+def test_weights_that_are_swapped_for_one_call_are_right_or_refused(enable, toys, saving):
     def step(model):
         weights = {name: p * 0.5 for name, p in model.named_parameters()}
         loss = torch.func.functional_call(model, weights, (toys.tokens(),))
@@ -236,7 +236,7 @@ def test_weights_that_are_swapped_for_one_call_are_right_or_refused(enable, toys
 
     model = toys.decoder()
     expected = toys.grade(copy.deepcopy(model), step)
-    enable(model, **mode)
+    enable(model, **saving)
     try:
         got = toys.grade(model, step)
     except RuntimeError:
@@ -244,7 +244,7 @@ def test_weights_that_are_swapped_for_one_call_are_right_or_refused(enable, toys
     expected.assert_equal(got)
 
 
-def test_layers_of_multihead_attention(compare, toys, mode):
+def test_layers_of_multihead_attention(compare, toys, saving):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -259,12 +259,12 @@ def test_layers_of_multihead_attention(compare, toys, mode):
             z, weights = self.cross(x + y, x, y)
             return self.mlp(x + y + z) + weights.mean()
 
-    compare(toys.stack(Layer, width=16), toys.read, **mode)
+    compare(toys.stack(Layer, width=16), toys.read, **saving)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("train", [False, True])
-def test_encoder_and_decoder_layers_of_torch(compare, toys, mode, norm_first, train):
+def test_encoder_and_decoder_layers_of_torch(compare, toys, saving, norm_first, train):
     options = {"dropout": 0.2, "batch_first": True, "norm_first": norm_first}
 
     class Model(nn.Module):
@@ -280,10 +280,10 @@ def test_encoder_and_decoder_layers_of_torch(compare, toys, mode, norm_first, tr
             mask = nn.Transformer.generate_square_subsequent_mask(6)
             return self.decoder(x, self.encoder(x, mask, is_causal=True), tgt_mask=mask).square().mean()
 
-    compare(Model().train(train), lambda m: m(toys.tokens()), **mode)
+    compare(Model().train(train), lambda m: m(toys.tokens()), **saving)
 
 
-def test_weights_of_a_subclass_that_answers_for_itself(compare, toys, mode):
+def test_weights_of_a_subclass_that_answers_for_itself(compare, toys, saving):
     """As quantised weights do: the class itself says what a linear map with it is."""
 
     class Quantised(torch.Tensor):
@@ -300,10 +300,10 @@ def test_weights_of_a_subclass_that_answers_for_itself(compare, toys, mode):
         q = F.linear(x, weight, m.q.bias)
         return x + m.mlp(m.o(m.attend(q, m.k(x), m.v(x))))
 
-    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **mode)
+    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **saving)
 
 
-def test_computed_weights(compare, toys, mode):
+def test_computed_weights(compare, toys, saving):
     def layer():
         built = toys.attend()
         for part in (built.q, built.o):
@@ -311,10 +311,10 @@ def test_computed_weights(compare, toys, mode):
         nn.utils.parametrizations.spectral_norm(built.v)
         return built
 
-    compare(toys.stack(layer, width=16), toys.read, **mode)
+    compare(toys.stack(layer, width=16), toys.read, **saving)
 
 
-def test_compiled_parts(enable, toys, mode):
+def test_compiled_parts(enable, toys, saving):
     def build():
         model = toys.decoder()
         for layer in model.layers:
@@ -323,5 +323,5 @@ def test_compiled_parts(enable, toys, mode):
 
     expected = toys.grade(build(), toys.read)
     model = build()
-    enable(model, **mode)
+    enable(model, **saving)
     expected.assert_equal(toys.grade(model, toys.read))
