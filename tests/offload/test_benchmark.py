@@ -16,7 +16,7 @@ from rlx.offload.benchmark.curve import memory_curve
 from rlx.offload.benchmark.modes import KINDS, Mode, Prepared, parse_mode
 from rlx.offload.benchmark.overhead import overhead_of
 from rlx.offload.benchmark.report import table
-from rlx.offload.benchmark.results import CaseResult, Curve, HostMemory, Row
+from rlx.offload.benchmark.results import CaseResult, HostMemory, Row
 from rlx.offload.benchmark.shapes import Case, build, read_shape, share
 
 CPU = torch.device("cpu")
@@ -134,6 +134,11 @@ def test_a_peer_that_fails_is_a_row(benchmark, monkeypatch):
     assert len(rows["plain"]["step_s"]) == 3
 
 
+def test_nothing_measured_is_a_failure(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert main([*TINY, "--modes", "trl,trl-all", "--out", str(tmp_path)]) == 1
+
+
 def test_a_peer_that_is_not_installed_is_named(benchmark, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     printed, results = benchmark(*TINY, "--modes", "plain,trl", "--no-picture")
@@ -153,6 +158,17 @@ def test_two_processes_share_the_layers(benchmark):
     assert rows["boundary"]["note"] is None and len(rows["boundary"]["step_s"]) == 3
     # Each process has a sequence of its own; the figures are the first one's.
     assert rows["boundary"]["held_bytes"] == 3 * 16 * 64 * 4
+
+
+def test_the_disk_tier(benchmark, tmp_path):
+    printed, results = benchmark(
+        *TINY, "--modes", "checkpointing,boundary", "--tier", "disk", "--directory", str(tmp_path), "--no-picture"
+    )
+    boundary = rows_of(results)["boundary"]
+    assert boundary["note"] is None and boundary["disk_gb_per_s"] > 0
+    assert results["cases"][0]["host"]["disk_reserved_bytes"] >= boundary["held_bytes"] == 3 * 16 * 64 * 4
+    assert " GB on disk reserved" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_overhead_runs(tmp_path, capsys):
@@ -260,6 +276,8 @@ def test_a_mode_takes_options_of_its_own():
         ),
         (("--modes", "boundary:min_bytes=many"), "OffloadOptions.min_bytes: got 'many'"),
         (("--prefetch-layers", "-1"), "OffloadOptions.prefetch_layers: got -1, expected an integer >= 0"),
+        (("--tier", "disk"), "OffloadOptions.directory: got None with tier='disk'"),
+        (("--tier", "disk", "--directory", "/no/such/folder"), "cannot use the directory (No such file or directory)"),
         (("--tier", "tape"), "OffloadOptions.tier: got 'tape'"),
         (("--rounds", "0"), "got '0', expected a whole number of at least 1"),
         (("--gpus", "two"), "got 'two', expected a whole number of at least 1"),
@@ -286,9 +304,10 @@ def test_the_table_names_what_was_not_measured():
         Row("plain", median_s=2.0, min_s=1.5, max_s=3.0, ratio_to_plain=1.0, peak_bytes=49_400_000_000),
         Row("boundary", "failed: OutOfMemoryError: no room"),
     ]
-    lines = table(CaseResult(8, 2, rows, HostMemory(0, 0, None, 0))).splitlines()
+    lines = table(CaseResult(8, 2, rows, HostMemory(0, 0, 0, None, 0))).splitlines()
     assert lines[0].split()[:5] == ["mode", "step", "s", "min", "max"]
-    assert lines[1].split() == ["plain", "2.0000", "1.5000", "3.0000", "1.000", "-", "49.4", *"-----"]
+    assert lines[0].split()[5:] == ["x", "plain", "peak", "GB"]  # nothing else was measured
+    assert lines[1].split() == ["plain", "2.0000", "1.5000", "3.0000", "1.000", "49.4"]
     assert lines[2:] == ["boundary: failed: OutOfMemoryError: no room"]
 
 
@@ -315,8 +334,8 @@ def test_the_curve_reaches_the_peak():
     step()
     peak = torch.cuda.max_memory_allocated() - before
     curve = memory_curve(model, device, step)
-    assert isinstance(curve, Curve) and max(curve.used_bytes) == peak
-    assert list(curve.seconds) == sorted(curve.seconds) and len(curve.seconds) > 4 * len(list(model.modules()))
+    assert max(curve.used_bytes) == pytest.approx(peak, rel=0.1)  # the allocator rounds by what it has cached
+    assert list(curve.seconds) == sorted(curve.seconds) and len(curve.seconds) > 3 * len(list(model.modules()))
 
 
 @pytest.mark.gpu
@@ -329,4 +348,4 @@ def test_a_run_on_a_gpu_measures_memory(benchmark):
     assert all(row["note"] is None for row in rows.values())
     assert rows["boundary"]["peak_bytes"] < rows["plain"]["peak_bytes"]
     for row in rows.values():
-        assert max(row["curve"]["used_bytes"]) == row["peak_bytes"]
+        assert max(row["curve"]["used_bytes"]) == pytest.approx(row["peak_bytes"], rel=0.1)

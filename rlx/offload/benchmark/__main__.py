@@ -28,18 +28,19 @@ from rlx.offload.benchmark.modes import KINDS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.benchmark.shapes import SHAPES, Case, describe, number_of_layers, read_shape
+from rlx.offload.disk import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """The command; returns its exit status: 1 if no mode could be measured."""
     parser = _parser()
     given = parser.parse_args(argv)
     try:
         device = _device(given)
         job = None if given.overhead else _job(given, device, argv)
-    except ValueError as error:
+    except (ValueError, DiskError) as error:
         parser.error(str(error))
     folder = Path(given.out)
     try:
@@ -50,11 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     print(", ".join(f"{key} {value}" for key, value in about.items() if key != "command"), flush=True)
     if job is None:
         run_overhead(given.rounds or 300, folder, about)
-    elif given.gpus == 1:
-        job.run(Ranks())
-    else:
-        run_on(given.gpus, job)
-    return 0
+        return 0
+    return int(not (job.run(Ranks()) if given.gpus == 1 else run_on(given.gpus, job)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,6 +114,9 @@ def _modes(text: str, options: dict[str, Any]) -> list[Mode]:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"--modes names {', '.join(sorted(twice))} more than once")
+    for mode in modes:
+        if mode.options is not None and mode.options.directory is not None and mode.options.uses_disk:
+            extent_file(mode.options.directory)  # a folder that cannot be used is refused here, not in the middle
     return modes
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import functools
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from rlx.offload.benchmark.job import Job
 from rlx.offload.benchmark.ranks import Ranks
@@ -19,12 +20,16 @@ from rlx.offload.layers import find_layers
 
 # Longer than any step, short enough to notice a rank that has failed alone.
 _TIMEOUT = datetime.timedelta(minutes=3)
+_NOTHING_MEASURED = 3
 
 
-def run_on(world_size: int, job: Job) -> None:
+def run_on(world_size: int, job: Job) -> bool:
     """Run a job in `world_size` processes of this machine, each with a device of its own where there is an accelerator.
 
     Times are those of the slowest process, peaks the largest, other figures the first process's.
+
+    Returns:
+        Whether a mode could be measured in each case.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: if a process fails outside a mode.
@@ -32,7 +37,13 @@ def run_on(world_size: int, job: Job) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(_work, (world_size, port, job), nprocs=world_size)  # type: ignore[no-untyped-call]
+    try:
+        spawn(_work, (world_size, port, job), nprocs=world_size)  # type: ignore[no-untyped-call]
+    except ProcessExitedException as ended:
+        if ended.exit_code != _NOTHING_MEASURED:
+            raise
+        return False
+    return True
 
 
 def _work(rank: int, world_size: int, port: int, job: Job) -> None:
@@ -52,9 +63,12 @@ def _work(rank: int, world_size: int, port: int, job: Job) -> None:
     try:
         ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
         mesh = init_device_mesh(device.type, (world_size,))
-        job._replace(plan=job.plan._replace(device=device)).run(ranks, functools.partial(_shard, mesh=mesh))
+        job = job._replace(plan=job.plan._replace(device=device))
+        is_measured = job.run(ranks, functools.partial(_shard, mesh=mesh))
     finally:
         dist.destroy_process_group()
+    if not is_measured:
+        sys.exit(_NOTHING_MEASURED)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

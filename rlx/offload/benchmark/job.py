@@ -35,12 +35,15 @@ class Job(NamedTuple):
     folder: Path
     with_picture: bool
 
-    def run(self, ranks: Ranks, shard: Callable[[nn.Module], nn.Module] | None = None) -> None:
+    def run(self, ranks: Ranks, shard: Callable[[nn.Module], nn.Module] | None = None) -> bool:
         """Measure; the first of the processes reports.
 
         Args:
             ranks: the processes that take part.
             shard: called with each model where there are several.
+
+        Returns:
+            Whether a mode could be measured in each case.
         """
         say = _print if ranks.is_first else _keep_silent
         results: list[CaseResult] = []
@@ -57,6 +60,7 @@ class Job(NamedTuple):
             if self.with_picture:
                 files += self._picture(result, say)
         say("written: " + ", ".join(map(str, files)))
+        return all(any(row.median_s is not None for row in result.rows) for result in results)
 
     def _picture(self, result: CaseResult, say: Callable[[str], None]) -> list[Path]:
         path = self.folder / f"{result.tokens}x{result.layers}.png"

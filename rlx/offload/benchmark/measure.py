@@ -177,8 +177,11 @@ class CaseRun:
 
     def _host_memory(self, allocations: int) -> HostMemory:
         reserved = sum(arena.reserved_bytes for arena in self._arenas)
-        held = max((entrant.held_bytes for entrant in self._entrants.values()), default=0)
-        return HostMemory(reserved, held, reserved / held if held else None, allocations)
+        entrants = self._entrants.values()
+        handles = [entrant.prepared.handle for entrant in entrants if entrant.prepared.handle is not None]
+        on_disk = max((handle.stats().disk_reserved_bytes for handle in handles), default=0)
+        held = max((entrant.held_bytes for entrant in entrants), default=0)
+        return HostMemory(reserved, on_disk, held, (reserved + on_disk) / held if held else None, allocations)
 
     def _rows(self) -> list[Row]:
         measured: dict[str, dict[str, Any]] = {}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlx.offload.benchmark.results import CaseResult, Row
+from rlx.offload.benchmark.results import CaseResult
 
 GB = 1e9
 
@@ -31,6 +31,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("peak GB", "peak_bytes", _digits(4, GB)),
     ("off GB", "offloaded_bytes_per_step", _digits(4, GB)),
     ("GB/s", "copy_gb_per_s", _number(1)),
+    ("disk GB/s", "disk_gb_per_s", _number(2)),
     ("stall ms", "stall_ms_per_step", _number(2)),
     ("stall %", "stall_share", _number(2, 0.01)),
     ("overlap", "overlap", _number(3)),
@@ -38,15 +39,18 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 
 
 def table(result: CaseResult) -> str:
-    """A case as text: one line per mode, what was not measured below, then the host memory."""
+    """A case as text: one line per mode, columns only of what was measured; notes and host memory below."""
     measured = [row for row in result.rows if row.median_s is not None]
-    lines = aligned([[title for title, _, _ in _COLUMNS], *map(_cells, measured)])
+    columns = [c for c in _COLUMNS if any(getattr(row, c[1]) is not None for row in measured)]
+    cells = [[show(getattr(row, name)) for _, name, show in columns] for row in measured]
+    lines = aligned([[title for title, _, _ in columns], *cells]) if measured else []
     lines += [f"{row.mode}: {row.note}" for row in result.rows if row.note is not None]
     host = result.host
     if host.largest_held_bytes:
+        on_disk = f" and {host.disk_reserved_bytes / GB:.4g} GB on disk" if host.disk_reserved_bytes else ""
         lines.append(
-            f"host memory: {host.reserved_bytes / GB:.4g} GB reserved, {host.largest_held_bytes / GB:.4g} GB held at most, "
-            f"quotient {host.reserved_to_held:.3f}; allocations after warm-up: {host.allocations_after_warm_up}"
+            f"host memory: {host.reserved_bytes / GB:.4g} GB{on_disk} reserved, {host.largest_held_bytes / GB:.4g} GB held "
+            f"at most, quotient {host.reserved_to_held:.3f}; allocations after warm-up: {host.allocations_after_warm_up}"
         )
     return "\n".join(lines)
 
@@ -63,7 +67,3 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 def write_json(path: Path, about: dict[str, Any], results: Sequence[CaseResult]) -> None:
     """Everything that was measured, and on what."""
     path.write_text(json.dumps({**about, "cases": [asdict(result) for result in results]}) + "\n")
-
-
-def _cells(row: Row) -> list[str]:
-    return [show(getattr(row, name)) for _, name, show in _COLUMNS]

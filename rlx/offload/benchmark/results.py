@@ -33,7 +33,8 @@ class Row:
         peak_bytes: device memory above weights and gradients; None where scaled, and on the CPU.
         held_bytes: off the device at the end of forward.
         stall_share: of the step's time.
-        overlap: share of the copies' time that compute did not wait for.
+        disk_gb_per_s: None where nothing went to disk.
+        overlap: share of the time of copies and disk that compute did not wait for.
     """
 
     mode: str
@@ -49,6 +50,7 @@ class Row:
     offloaded_bytes_per_step: int | None = None
     held_bytes: int | None = None
     copy_gb_per_s: float | None = None
+    disk_gb_per_s: float | None = None
     stall_ms_per_step: float | None = None
     stall_share: float | None = None
     overlap: float | None = None
@@ -58,16 +60,18 @@ class Row:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The arena's figures over all modes of a case.
+    """The arena's figures over all modes of a case, and the size of the file on disk.
 
     Args:
-        reserved_bytes: taken from the system.
-        largest_held_bytes: the most that a mode held at the end of its forward.
-        reserved_to_held: the quotient; None where nothing was held.
+        reserved_bytes: host memory taken from the system.
+        disk_reserved_bytes: size of the file.
+        largest_held_bytes: the most that a mode held at the end of its forward, in memory and on disk.
+        reserved_to_held: quotient of both reserved and held; None where nothing was held.
         allocations_after_warm_up: how often memory was taken from the system while steps were measured.
     """
 
     reserved_bytes: int
+    disk_reserved_bytes: int
     largest_held_bytes: int
     reserved_to_held: float | None
     allocations_after_warm_up: int
@@ -94,6 +98,7 @@ def engine_figures(stats: OffloadStats, steps: int, step_s: float) -> dict[str, 
     return {
         "offloaded_bytes_per_step": stats.offloaded_bytes // steps,
         "copy_gb_per_s": stats.copy_gb_per_s,
+        "disk_gb_per_s": stats.disk_gb_per_s or None,
         "stall_ms_per_step": stats.stall_ms / steps,
         "stall_share": stats.stall_ms / steps / 1e3 / step_s,
         "overlap": stats.overlap,
