@@ -2,14 +2,23 @@
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rlx.config.schema import ActorConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
+from rlx.config.schema import (
+    ActivationOffloadConfig,
+    ActorConfig,
+    FSDPConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
+from rlx.engine.host_memory import HostMemory, HostRelief
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 
@@ -65,9 +74,20 @@ def ragged(rows: int = 32) -> Batch:
 
 
 def engine(
-    folder: str, device: torch.device, fsdp: FSDPConfig, strategy: str = "fsdp2", offload: bool = True
+    folder: str,
+    device: torch.device,
+    fsdp: FSDPConfig,
+    strategy: str = "fsdp2",
+    offload: bool = True,
+    recompute: bool = True,
+    **options: Any,
 ) -> Engine:
-    model = ModelConfig(path=folder, enable_activation_offload=offload)
+    model = ModelConfig(
+        path=folder,
+        enable_gradient_checkpointing=recompute,
+        enable_activation_offload=offload,
+        activation_offload=ActivationOffloadConfig(**options),
+    )
     return Engine(model, fsdp, strategy=strategy, device=device, optim=OptimConfig(lr=1e-4), total_steps=10)
 
 
@@ -85,6 +105,25 @@ def test_bf16_gradients_are_finite_and_near_those_of_fp32(gpu, large, strategy, 
     assert metrics["skipped"] == 0
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
     assert metrics["loss"] == pytest.approx(exact["loss"], abs=0.02)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@pytest.mark.parametrize("save", ["boundary", "attention", "all"])
+def test_offloading_gives_the_same_step_and_its_host_memory_comes_back(gpu, large, save, tier, tmp_path):
+    options = {"save": save, "tier": tier, "directory": str(tmp_path)} if tier == "disk" else {"save": save}
+    plain = engine(large, gpu, FP32, offload=False, recompute=save != "all")
+    offloaded = engine(large, gpu, FP32, recompute=save != "all", **options)
+    for _ in range(2):
+        expected, got = update(plain), update(offloaded)
+        # Kernels of the backward add up in no fixed order.
+        assert got["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        figures = offloaded.offload_stats()
+        assert figures["offloaded_bytes"] > 0 == figures["held_bytes"]
+        assert (figures["disk_bytes"] > 0) == (tier == "disk")
+        assert figures["reserved_bytes"] > 0, "kept for the next update, or taken anew"
+        assert HostRelief().relieve(HostMemory(10, 100)) >= figures["reserved_bytes"]
+        assert offloaded.offload_stats()["reserved_bytes"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])

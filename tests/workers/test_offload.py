@@ -12,6 +12,7 @@ from rlx.config.rules_offload import LEAST_HOST_BYTES
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.engine.host_memory import HostMemory
+from rlx.offload import DiskError
 from rlx.workers.worker import Worker
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
@@ -127,6 +128,13 @@ def test_offloading_changes_no_bit_of_any_role(config, recompute, options, plain
         assert second[f"{role}/reserved_bytes"] == first[f"{role}/reserved_bytes"], "no growth after the first step"
         assert (second[f"{role}/disk_bytes"] > 0) == ("directory" in options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_worker_without_the_folder_on_its_machine_names_it(config, tmp_path):
+    missing = tmp_path / "nowhere"
+    with pytest.raises(DiskError, match=r"cannot use the directory .*OffloadOptions.directory.*nowhere"):
+        Worker(offloading(config, True, DISK, missing), ["actor"])
 
 
 @pytest.mark.usefixtures("environment")
