@@ -93,6 +93,10 @@ class Copier:
         """The stream current at this moment; None without an accelerator."""
         return None if self.on_host else torch.accelerator.current_stream(self.device)
 
+    def device_is_current(self) -> contextlib.AbstractContextManager[object]:
+        """What a thread of its own enters before it touches the device: it begins on the first one, and would use that."""
+        return contextlib.nullcontext() if self.on_host else torch.accelerator.device_index(self.device.index)
+
     def off(self, source: Tensor, views: Sequence[Tensor]) -> torch.Event | None:
         """Copy bytes to the host, behind what compute has queued; returns the event that ends the copy."""
         compute = self.compute_stream()

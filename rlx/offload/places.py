@@ -197,7 +197,7 @@ class DiskPlace:
             try:
                 left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block.views)
                 self.written.expect(1)
-                self.store.file.submit_write(_Write(self, chunk, block, left).run)
+                self.store.file.submit_write(_Write(self, chunk, copier, block, left).run)
             except BaseException:
                 self.store.staging.give_written(block)
                 raise
@@ -229,10 +229,13 @@ class DiskPlace:
 class _Write:
     """Writes one chunk, on a writer thread."""
 
-    def __init__(self, place: DiskPlace, chunk: Chunk, block: Block, copied: torch.Event | None) -> None:
+    def __init__(
+        self, place: DiskPlace, chunk: Chunk, copier: Copier, block: Block, copied: torch.Event | None
+    ) -> None:
         self._place = weakref.ref(place)
         self._store, self._written = place.store, place.written
         self._chunk = chunk
+        self._copier = copier
         self._block = block
         self._copied = copied
 
@@ -240,13 +243,14 @@ class _Write:
         failure: BaseException | None = None
         try:
             if self._copied is not None:
-                self._copied.synchronize()
+                with self._copier.device_is_current():
+                    self._copied.synchronize()
             place = self._place()
             if place is not None:
                 with self._store.working("write", self._chunk):
                     self._store.file.write(self._block.views, self._chunk.offset)
         except BaseException as error:
-            failure = error.with_traceback(None)  # raised by who reads; a traceback would hold the place
+            failure = _without_frames(error)
         place = None  # before anybody goes on: all that the place held is free then
         self._store.staging.give_written(self._block)
         self._written.done(failure)
@@ -267,12 +271,14 @@ class _Read:
         copied: torch.Event | None = None
         try:
             self._written.wait()
-            copied = self._bring_back()
+            with self._copier.device_is_current():
+                copied = self._bring_back()
         except BaseException as error:
-            failure = error.with_traceback(None)
+            failure = _without_frames(error)
         self._issued.done(failure)
         if copied is not None:
-            copied.synchronize()  # else this thread would fill one buffer after the other while the device is busy
+            with self._copier.device_is_current():
+                copied.synchronize()  # else this thread would fill one buffer after another while the device is busy
 
     def _bring_back(self) -> torch.Event | None:
         place, arrival = self._place(), self._arrival()
@@ -287,6 +293,12 @@ class _Read:
         finally:
             staging.give(block, copied)
         return copied
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    # Kept until somebody reads; the frames of a traceback would keep the place and the buffer as long.
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 class DiskStore:
