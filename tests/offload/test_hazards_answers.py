@@ -1,0 +1,295 @@
+"""Calls that attention mode might answer from the host, under conditions that a naive answer gets wrong."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH = 16
+
+
+CUTS = {
+    "chunks": lambda fused: fused.chunk(3, -1),
+    "chunks_in_another_order": lambda fused: fused.chunk(3, -1)[::-1],
+    "gaps": lambda fused: (fused[..., 1:17], fused[..., 17:33], fused[..., 30:46]),
+    "overlaps": lambda fused: (fused[..., :16], fused[..., 4:20], fused[..., 8:24]),
+    "one_of_them_copied": lambda fused: (fused[..., :16], fused[..., 16:32].clone(), fused[..., 32:]),
+    "the_same_twice": lambda fused: (fused[..., :16], fused[..., :16], fused[..., 16:32]),
+    "planes": lambda fused: fused.reshape(3, 2, 6, 16).unbind(0),
+    "planes_in_another_order": lambda fused: fused.reshape(3, 2, 6, 16).unbind(0)[::-1],
+    "detached": lambda fused: (fused[..., :16], fused[..., 16:32].detach(), fused[..., 32:]),
+}
+
+
+class Layered(nn.Module):
+    """A model whose layers take three tensors."""
+
+    def __init__(self, toys, run):
+        super().__init__()
+        torch.manual_seed(0)
+
+        class Layer(toys.kit):
+            def forward(self, q, k, v):
+                return run(self, q, k, v)
+
+        self.fused = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Layer(run) for _ in range(4))
+
+    def forward(self, x, cut):
+        for fused, block in zip(self.fused, self.blocks, strict=True):
+            x = x + block(*cut(fused(x)))
+        return x.sum()
+
+
+def attention_of_its_arguments(m, q, k, v):
+    return m.o(m.attend(q, k, v))
+
+
+def attention_of_its_arguments_alone(m, q, k, v):
+    return m.attend(q, k, v, is_causal=True)
+
+
+def linear_maps_of_its_arguments(m, q, k, v):
+    return m.o(m.attend(m.q(q), m.k(k), m.v(v))) + m.mlp(q * k)
+
+
+def attention_of_an_argument_and_a_projection(m, q, k, v):
+    return m.mlp(m.o(m.attend(m.q(q), k, v)))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "run",
+    [
+        attention_of_its_arguments,
+        attention_of_its_arguments_alone,
+        linear_maps_of_its_arguments,
+        attention_of_an_argument_and_a_projection,
+    ],
+    ids=lambda run: run.__name__,
+)
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
+def test_arguments_that_share_a_storage(compare, toys, saving, run, cut, min_bytes):
+    model = Layered(toys, run)
+    layers = list(model.blocks)
+    names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    compare(model, lambda m: m(toys.tokens(), CUTS[cut]), layers=names, min_bytes=min_bytes, **saving)
+
+
+def writes_into_a_given_tensor(m, x):
+    table = torch.zeros(12, 16)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        torch.mm(x.float().flatten(0, 1), m.other.weight, out=table)
+    y = x + table.view(2, 6, 16)
+    return y + m.mlp(m.o(m.attend(m.q(y), m.k(y), m.v(y))))
+
+
+def adds_into_a_given_tensor(m, x):
+    table = torch.ones(12, 16)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        torch.addmm(table, x.float().flatten(0, 1), m.other.weight, out=table)
+    y = x + table.view(2, 6, 16)
+    return y + m.mlp(m.o(m.attend(m.q(y), m.k(y), m.v(y))))
+
+
+def keeps_a_result_for_the_next_call(m, x):
+    """State outside of tensors that autograd knows: an average of the keys that is read in the same call."""
+    k = m.k(x)
+    m.average = k.detach().mean()
+    a = m.attend(m.q(x), k, m.v(x))
+    return x + m.mlp(m.o(a)) * m.average
+
+
+def asks_results_where_they_come_from(m, x):
+    k = m.k(x)
+    v = k if k.requires_grad and k.data_ptr() != x.data_ptr() else m.v(x)
+    assert k.is_contiguous()
+    return x + m.mlp(m.o(m.attend(m.q(x), k, v)))
+
+
+def result_is_a_view_of_a_wider_one(m, x):
+    wide = m.qkv(x).transpose(-1, -2)[:, 5:21].transpose(-1, -2)
+    return x + m.mlp(m.o(m.attend(m.q(x), wide, wide[..., :].flip(-1))))
+
+
+def linear_maps_in_other_ways(m, x):
+    flat = x.flatten(0, 1)
+    q = torch.addmm(m.q.bias, flat, m.q.weight, beta=0.5, alpha=2.0)
+    k = torch.mm(flat, m.k.weight)
+    v = torch.baddbmm(m.v.bias.to(x.dtype), x, m.v.weight.to(x.dtype).expand(2, 16, 16))
+    a = m.attend(q.view(2, 6, 16), k.view(2, 6, 16), v)
+    return x + torch.einsum("bsd,de->bse", a, m.o.weight)
+
+
+def vectors_and_scalars(m, x):
+    vector = F.linear(x[0, 0], m.q.weight)
+    scalar = F.linear(x[0, 0], m.k.weight[0])
+    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x))) * vector) * scalar
+
+
+def attention_of_inputs_of_one_token(m, x):
+    q = m.q(x[:, -1:])
+    return x + m.mlp(m.o(m.attend(q, m.k(x), m.v(x))).expand(2, 6, 16))
+
+
+def attention_of_five_dimensions(m, x):
+    q, k, v = (m.split(part(x)).unsqueeze(1).expand(2, 3, 4, 6, 4) for part in (m.q, m.k, m.v))
+    a = F.scaled_dot_product_attention(q, k, v)
+    return x + m.mlp(m.o(m.merge(a.mean(1))))
+
+
+def result_goes_through_python(m, x):
+    k = m.k(x)
+    scale = float(k.detach().abs().max())
+    rows = int(m.v(x).detach().argmax()) % 6
+    return x * scale + m.mlp(m.o(m.attend(m.q(x), k, m.v(x.roll(rows, 1)))))
+
+
+def result_is_used_up_in_place(m, x):
+    y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+    return y.add_(x).tanh_().mul(2)
+
+
+def attention_last_and_linear_map_behind_it(m, x):
+    """The last linear map is followed by operations whose saved tensors recomputation must reach."""
+    y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+    z = m.down(F.silu(m.up(y)))
+    return torch.tanh(m.norm(z)) * torch.exp(z) + x
+
+
+def a_result_that_grows_its_gradient_elsewhere(m, x):
+    k = m.k(x)
+    with torch.no_grad():
+        target = m.attend(m.q(x), k, m.v(x))
+    student = m.attend(m.q(x), k, m.v(x))
+    return x + m.o(student) + (student - target).square().sum() + (student * target).mean()
+
+
+ODD = {
+    function.__name__: function
+    for function in (
+        writes_into_a_given_tensor,
+        adds_into_a_given_tensor,
+        keeps_a_result_for_the_next_call,
+        asks_results_where_they_come_from,
+        result_is_a_view_of_a_wider_one,
+        linear_maps_in_other_ways,
+        vectors_and_scalars,
+        attention_of_inputs_of_one_token,
+        attention_of_five_dimensions,
+        result_goes_through_python,
+        result_is_used_up_in_place,
+        attention_last_and_linear_map_behind_it,
+        a_result_that_grows_its_gradient_elsewhere,
+    )
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_gradients_are_those_of_plain_autograd(compare_layer, saving, name):
+    compare_layer(ODD[name], **saving)
+
+
+def test_two_threads_run_backward_on_one_graph(enable, toys, mode):
+    model = toys.decoder(blocks=6)
+    expected = toys.grade(copy.deepcopy(model), toys.read)
+    enable(model, **mode)
+    parameters = list(model.parameters())
+    failures = []
+
+    def work(loss):
+        try:
+            for _ in range(5):
+                grads = torch.autograd.grad(loss, parameters, retain_graph=True)
+                for name, grad in zip(expected.grads, grads, strict=True):
+                    assert torch.equal(grad, expected.grads[name]), name
+        except BaseException as error:
+            failures.append(error)
+
+    loss = toys.read(model)
+    threads = [threading.Thread(target=work, args=(loss,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_engines_inside_one_another(enable, toys, saving):
+    """One handle for the layers, another for what lies in them."""
+    model = toys.decoder(dropout=0.1)
+    expected = toys.grade(copy.deepcopy(model), toys.read)
+    outer = enable(model, **saving)
+    inner = enable(model, False, layers=[f"layers.{i}.mlp" for i in range(3)], save="all")
+    expected.assert_equal(toys.grade(model, toys.read))
+    assert outer.stats().held_bytes == inner.stats().held_bytes == 0
+    inner.disable()
+    expected.assert_equal(toys.grade(model, toys.read))
+
+
+def test_a_region_around_an_enabled_model(enable, toys, saving):
+    from rlx.offload import OffloadOptions, offload_activations
+
+    model = toys.decoder(dropout=0.1)
+    expected = toys.grade(copy.deepcopy(model), toys.read)
+    enable(model, **saving)
+
+    def step(model):
+        with offload_activations(OffloadOptions(min_bytes=0)):
+            return toys.read(model)
+
+    expected.assert_equal(toys.grade(model, step))
+
+
+@pytest.mark.parametrize("change", ["eval_dropout", "replaced_module", "frozen", "thawed", "moved_dtype"])
+def test_a_layer_that_changes_between_forward_and_backward_is_right_or_refused(enable, toys, saving, change):
+    def apply(layer):
+        if change == "eval_dropout":
+            layer.mlp.eval()
+        elif change == "replaced_module":
+            layer.mlp.up = nn.Linear(16, 32)
+        elif change == "frozen":
+            layer.requires_grad_(False)
+        elif change == "thawed":
+            layer.v.requires_grad_(True)
+        else:
+            layer.double()
+
+    def step(model):
+        loss = toys.read(model)
+        for layer in model.layers:
+            apply(layer)
+        loss.backward()
+        return loss.detach()
+
+    def build():
+        model = toys.decoder(dropout=0.2)
+        for layer in model.layers:
+            layer.v.requires_grad_(change != "thawed")
+        return model
+
+    model = build()
+    parameters = dict(model.named_parameters())
+
+    def grads(model, parameters):
+        torch.manual_seed(7)
+        step(model)
+        return [p.grad for p in parameters.values()]
+
+    try:
+        expected = grads(model, parameters)
+    except RuntimeError:
+        expected = None  # plain autograd refuses it
+    model = build()
+    enable(model, **saving)
+    try:
+        got = grads(model, dict(model.named_parameters()))
+    except RuntimeError:
+        return
+    assert expected is not None
+    for grad, wanted in zip(got, expected, strict=True):
+        assert (grad is None) == (wanted is None)
+        assert grad is None or torch.equal(grad, wanted)
