@@ -11,10 +11,12 @@ Without arguments: the Qwen2-7B shape with an accelerator, a tiny one without. E
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import shlex
 import sys
-from importlib.metadata import version
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from rlx.offload.benchmark.shapes import SHAPES, Case, describe, number_of_layer
 from rlx.offload.disk import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
+_DEFAULT_MODES_OF_SEVERAL = "checkpointing,boundary,attention"  # each has sharded weights of its own
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     try:
+        _check_effect(parser, given)
         device = _device(given)
         job = None if given.overhead else _job(given, device, argv)
     except (ValueError, DiskError) as error:
@@ -67,7 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--case", action="append", type=_case, metavar="TOKENSxLAYERS", help="may be given several times")
     add("--tokens", type=_positive, help="for a single case")
     add("--layers", type=_positive, help="for a single case; default: as many as the model has")
-    add("--modes", default=_DEFAULT_MODES, help=f"default: {_DEFAULT_MODES}; rlx's take :option=value")
+    add(
+        "--modes",
+        help=f"default: {_DEFAULT_MODES}, with --gpus {_DEFAULT_MODES_OF_SEVERAL}; rlx's take options of OffloadOptions, "
+        "such as boundary:prefetch_layers=0",
+    )
     add("--rounds", type=_positive, help="timed steps of each mode; default 10, with --overhead 300")
     add("--seconds", type=_positive, help="begin no further round of a case after so long")
     add("--warm-up", type=_positive, default=1, help="steps of each mode before; default 1")
@@ -85,6 +93,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_effect(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Refuse arguments that would be ignored."""
+    changed = {name for name, value in vars(given).items() if value != parser.get_default(name)}
+    ignored = changed - {"overhead", "rounds", "out"} if given.overhead else set()
+    if ignored:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(ignored))
+        raise ValueError(f"--overhead has a model and modes of its own, but got {names}; leave it out")
+    if given.case and (given.tokens or given.layers):
+        raise ValueError("give either --case or --tokens and --layers")
+
+
 def _job(given: argparse.Namespace, device: torch.device, argv: list[str] | None) -> Job:
     name = given.model or ("tiny" if device.type == "cpu" else "qwen2-7b")
     shape = read_shape(name)
@@ -94,7 +113,7 @@ def _job(given: argparse.Namespace, device: torch.device, argv: list[str] | None
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
     plan = Plan(
         shape=shape,
-        modes=_modes(given.modes, options),
+        modes=_modes(given.modes or (_DEFAULT_MODES if given.gpus == 1 else _DEFAULT_MODES_OF_SEVERAL), options),
         device=device,
         dtype=getattr(torch, given.dtype),
         rounds=given.rounds or 10,
@@ -104,6 +123,7 @@ def _job(given: argparse.Namespace, device: torch.device, argv: list[str] | None
         with_curve=not given.no_picture,
     )
     about = {**_about(argv, device), "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus}
+    about["options"] = {mode.name: asdict(mode.options) for mode in plan.modes if mode.options is not None}
     title = f"{name} on {given.gpus} x {about['device']}, {given.dtype}\n{describe(shape)}"
     return Job(plan, _cases(given, shape, device), title, about, Path(given.out), not given.no_picture)
 
@@ -121,8 +141,6 @@ def _modes(text: str, options: dict[str, Any]) -> list[Mode]:
 
 
 def _cases(given: argparse.Namespace, shape: dict[str, Any], device: torch.device) -> list[Case]:
-    if given.case and (given.tokens or given.layers):
-        raise ValueError("give either --case or --tokens and --layers")
     tokens = given.tokens or (128 if device.type == "cpu" else 8192)
     return given.case or [Case(tokens, given.layers or number_of_layers(shape))]
 
@@ -140,10 +158,13 @@ def _device(given: argparse.Namespace) -> torch.device:
 
 def _about(argv: list[str] | None, device: torch.device) -> dict[str, Any]:
     arguments = sys.argv[1:] if argv is None else argv
+    versions = {}
+    for name in ("torch", "transformers", "trl"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "device": name_of(device),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
+        **versions,
         "python": platform.python_version(),
         "command": shlex.join(["python", "-m", "rlx.offload.benchmark", *arguments]),
     }
