@@ -9,6 +9,7 @@ from rlx.offload.disk import DiskError
 from rlx.offload.handle import ActivationOffloading, enable_activation_offloading, offload_activations
 from rlx.offload.options import OffloadOptions
 from rlx.offload.places import trim
+from rlx.offload.replay import register_attention
 from rlx.offload.stats import LayerStats, OffloadStats
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "enable_activation_offloading",
     "host_arena",
     "offload_activations",
+    "register_attention",
     "trim",
 ]

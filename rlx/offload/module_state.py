@@ -61,7 +61,8 @@ class ModuleState:
             RuntimeError: if it changed a buffer of which no copy was made.
         """
         for seen in self._large_buffers:
-            if _look(seen.module, seen.name) != (seen.tensor, seen.version):
+            tensor, version = _look(seen.module, seen.name)
+            if tensor is not seen.tensor or version != seen.version:
                 raise RuntimeError(
                     f"a layer's forward changes its buffer {seen.name!r}, of which no copy was made because it has "
                     f"{seen.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "

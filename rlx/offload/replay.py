@@ -12,8 +12,9 @@ the linear maps behind attention are looked at when it is known what comes after
 Note [what makes an answer right]
 The forward of an answered call ran as in plain autograd, gradient mode on, whichever kernel was chosen: what its backward
 reads is what it saved (the log-sum-exp of fused attention, its random seed), bit for bit. A linear map is answered only if
-everything that autograd saved in it looks at its arguments, whose values recomputation has anyway; not so under autocast,
-where casts are saved. A result that the layer writes to before its forward ends is not answered, for the bytes that left
+everything that autograd saved in it looks at its arguments, whose values recomputation has anyway. Under autocast the casts
+of activations are made before the call, so that they are its arguments; those of weights are left to autocast, which
+shares them between calls, and are made again. A result that the layer writes to before its forward ends is not answered, for the bytes that left
 may be those before or after the write. Random numbers that the call drew are skipped by setting the state behind it.
 """
 
@@ -37,6 +38,8 @@ from rlx.offload.stored import Stored
 _LINEAR: frozenset[Any] = frozenset(
     {F.linear, torch.addmm, torch.mm} | ({F.grouped_mm} if hasattr(F, "grouped_mm") else set())
 )
+# Of these, the ones whose arguments autocast casts.
+_CAST: frozenset[Any] = frozenset({F.linear, torch.addmm, torch.mm, F.scaled_dot_product_attention})
 _ATTENTION: set[Any] = {F.scaled_dot_product_attention}
 _WATCHED: set[type] = set()  # autograd Functions whose `apply` looks for a watch
 # Where known attention kernels stand that are an autograd Function and thus no torch function: flash-attn 2, 3 and 4.
@@ -104,10 +107,19 @@ class Recording(Protocol):
 
 
 class _FromArgument(NamedTuple):
-    """A saved tensor that looks at the storage of an argument; the layout's offset counts from the argument's."""
+    """A saved tensor that looks at the storage of an argument; the layout's offset counts from the argument's.
+
+    Or at that of the argument's cast to the layout's dtype.
+    """
 
     argument: int
     layout: Layout
+
+    def of(self, arguments: list[Tensor]) -> Tensor:
+        """The tensor, from the arguments of now."""
+        argument = arguments[self.argument].detach().to(self.layout.dtype)
+        layout = self.layout._replace(offset=self.layout.offset + int(argument.storage_offset()))
+        return layout.on(argument.untyped_storage(), 0)
 
 
 class Answer:
@@ -170,12 +182,7 @@ class Answer:
                 return None
         tensors = []
         for source in self._saved:
-            if isinstance(source, Stored):
-                tensors.append(source.tensor().detach())
-            else:
-                argument = arguments[source.argument]
-                layout = source.layout._replace(offset=source.layout.offset + int(argument.storage_offset()))
-                tensors.append(layout.on(argument.untyped_storage(), 0))
+            tensors.append(source.tensor().detach() if isinstance(source, Stored) else source.of(arguments))
         return tensors
 
     def result(self) -> Any:
@@ -212,6 +219,7 @@ class _Watcher(TorchFunctionMode):
             return function(*args, **kwargs)
         self._is_inside = True
         try:
+            args, kwargs = _cast_activations(function, args, kwargs)
             return self._run(function, args, kwargs, is_attention)
         finally:
             self._is_inside = False
@@ -283,24 +291,17 @@ class Watch(_Watcher):
         if not results or not all(map(is_plain, (*arguments, *seen, *results))):
             self._refuse(is_attention, "works on subclasses of tensors")
             return None
-        saved: list[_FromArgument | Stored] = []
         if not all(map(storage_address, (*arguments, *results))):
             self._refuse(is_attention, "works on tensors without memory")
             return None
-        storages = {storage_address(argument): i for i, argument in reversed([*enumerate(arguments)])}
-        others = 0
-        for tensor in seen:
-            source = storages.get(storage_address(tensor)) if tensor.numel() else None
-            if source is not None and tensor.dtype == arguments[source].dtype:
-                layout = Layout.of(tensor)
-                offset = layout.offset - int(arguments[source].storage_offset())
-                saved.append(_FromArgument(source, layout._replace(offset=offset)))
-                continue
-            others += size_bytes(tensor)
-            if not is_attention or others > _MAX_SAVED_RATIO * sum(map(size_bytes, results)) + 4096:
-                self._refuse(is_attention, "saves its scores, so no fused kernel ran")
-                return None
-            stored = self._recording.store(tensor)
+        room = _MAX_SAVED_RATIO * sum(map(size_bytes, results)) + 4096 if is_attention else 0.0
+        sources = [_source(tensor, arguments) for tensor in seen]
+        if sum(size_bytes(t) for t, source in zip(seen, sources, strict=True) if source is None) > room:
+            self._refuse(is_attention, "saves more than a fused kernel of attention does: its scores, or copies")
+            return None
+        saved: list[_FromArgument | Stored] = []
+        for tensor, source in zip(seen, sources, strict=True):
+            stored = source or self._recording.store(tensor)
             if stored is None:
                 return None
             saved.append(stored)
@@ -372,6 +373,43 @@ class Replay(_Watcher):
         if answer.random_state is not None:
             self._set_random_state(answer.random_state)
         return answer.result()
+
+
+def _source(tensor: Tensor, arguments: list[Tensor]) -> _FromArgument | None:
+    """Where among the arguments of a call a tensor saved in it lies; None if nowhere."""
+    layout = Layout.of(tensor)
+    for index, argument in enumerate(arguments):
+        if argument.dtype == tensor.dtype and storage_address(argument) == storage_address(tensor):
+            return _FromArgument(index, layout._replace(offset=layout.offset - int(argument.storage_offset())))
+    # What autocast has cast, once the activations are out of the question.
+    cast = [i for i, argument in enumerate(arguments) if _is_shared_cast(argument) and argument.dtype != tensor.dtype]
+    if len(cast) == 1 and tensor.numel() == arguments[cast[0]].numel() and _autocast_dtype(tensor) == tensor.dtype:
+        return _FromArgument(cast[0], layout)
+    return None
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _is_shared_cast(tensor: Tensor) -> bool:
+    """Whether autocast casts a tensor once for all calls: the leaves that want a gradient."""
+    return tensor.is_leaf and tensor.requires_grad and tensor.dim() > 1
+
+
+def _cast_activations(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast arguments as autocast is about to, but for those whose casts it shares."""
+    if function not in _CAST or not all(map(storage_address, tensors_in((args, kwargs)))):
+        return args, kwargs
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dtype == torch.float64:
+            return leaf
+        dtype = _autocast_dtype(leaf)
+        return leaf if dtype is None or (leaf.is_leaf and leaf.requires_grad) else leaf.to(dtype)
+
+    return map_leaves(cast, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _detached(leaf: Any) -> Any:

@@ -126,8 +126,9 @@ class Parked:
         return OnDevice(arrival.buffer.untyped_storage(), self._region.start)
 
     def unload(self) -> None:
-        """Let the device's copy go again; a later use fetches anew. Call it on the thread that used the bytes."""
+        """Let the bytes on the device go; a later use fetches anew. Call it on the thread that used them."""
         with self._mover.lock:
+            self.release()  # where backward begins, the last layer's sources are still here: at the peak of the step
             self._arrival = None
 
     def __del__(self) -> None:
