@@ -141,7 +141,7 @@ class Attend(nn.Module):
 
     def __init__(self, width=16, heads=4, kv_heads=2, dropout=0.0, attention_dropout=0.0):
         super().__init__()
-        self.heads, self.size = heads, width // heads
+        self.size, self.is_grouped = width // heads, heads != kv_heads
         self.dropout, self.attention_dropout = dropout, attention_dropout
         self.norm = nn.LayerNorm(width)
         self.q = nn.Linear(width, width)
@@ -159,7 +159,7 @@ class Attend(nn.Module):
         q, k, v = self.split(self.q(h)), self.split(self.k(h)), self.split(self.v(h))
         dropout = self.attention_dropout if self.training else 0.0
         a = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=True
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.is_grouped
         )
         x = x + nn.functional.dropout(self.o(a.transpose(1, 2).flatten(2)), self.dropout, self.training)
         return self.mlp(x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, offload_activations
 from rlx.offload.arena import host_arena
@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
 WIDTH = 512
 
 
@@ -35,12 +34,23 @@ def model(toys):
     return toys.stack(lambda: toys.block(WIDTH, dropout=0.1), blocks=6, width=WIDTH).cuda()
 
 
+@pytest.fixture
+def decoder(toys):
+    """Six layers with attention on eight heads of 64."""
+    return toys.stack(lambda: toys.attend(WIDTH, 8, 8, dropout=0.1), blocks=6, width=WIDTH).cuda()
+
+
 def batch(rows=4096, seed=1):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).cuda()
 
 
 def step(model):
     return model(batch())
+
+
+def read(model, rows=4096):
+    """A step on four sequences."""
+    return model(batch(rows).unflatten(0, (4, -1)))
 
 
 def peak_bytes(model, run):
@@ -54,28 +64,25 @@ def peak_bytes(model, run):
     return torch.cuda.max_memory_allocated() - before
 
 
-@MODES
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("use_streams", [True, False])
-def test_gradients_are_equal(compare, model, enable_ckpt, pin_memory, use_streams):
-    stats = compare(model, step, enable_ckpt, pin_memory=pin_memory, use_streams=use_streams)
+def test_gradients_are_equal(compare, decoder, saving, pin_memory, use_streams):
+    stats = compare(decoder, read, **saving, pin_memory=pin_memory, use_streams=use_streams)
     assert stats.offloaded_bytes >= 6 * 4096 * WIDTH * 4
 
 
-@MODES
 @pytest.mark.parametrize(
     "options",
     [{"prefetch_layers": n} for n in (0, 1, 3, 100)] + [{"max_inflight_bytes": n} for n in (0, 1 << 24)],
     ids=str,
 )
-def test_gradients_are_equal_on_any_schedule(compare, model, enable_ckpt, options):
-    compare(model, step, enable_ckpt, **options)
+def test_gradients_are_equal_on_any_schedule(compare, decoder, saving, options):
+    compare(decoder, read, **saving, **options)
 
 
-@MODES
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_a_transformer_are_equal(compare, enable_ckpt, attention, dtype):
+def test_gradients_of_a_transformer_are_equal(compare, saving, attention, dtype):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
@@ -90,61 +97,57 @@ def test_gradients_of_a_transformer_are_equal(compare, enable_ckpt, attention, d
     )
     model = transformers.AutoModelForCausalLM.from_config(config).to("cuda", dtype).train()
     ids = torch.randint(0, 128, (2, 512), device="cuda")
-    compare(model, lambda m: m(input_ids=ids, labels=ids).loss, enable_ckpt)
+    compare(model, lambda m: m(input_ids=ids, labels=ids).loss, **saving)
 
 
-@MODES
-def test_a_step_on_a_stream_of_the_users(compare, model, enable_ckpt):
+def test_a_step_on_a_stream_of_the_users(compare, decoder, saving):
     def on_a_side_stream(m):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            loss = step(m)
+            loss = read(m)
             loss.backward()
         torch.cuda.current_stream().wait_stream(side)
         return loss.detach()
 
-    compare(model, on_a_side_stream, enable_ckpt)
+    compare(decoder, on_a_side_stream, **saving)
 
 
-@MODES
-def test_graphs_dropped_while_bytes_fly_harm_nobody(enable, toys, model, enable_ckpt):
-    expected = toys.grade(copy.deepcopy(model), step)
-    handle = enable(model, enable_ckpt, prefetch_layers=3)
+def test_graphs_dropped_while_bytes_fly_harm_nobody(enable, toys, decoder, saving):
+    expected = toys.grade(copy.deepcopy(decoder), read)
+    handle = enable(decoder, **saving, prefetch_layers=3)
     for number in range(6):
-        loss = step(model)
+        loss = read(decoder)
         if number % 2:
             # Only the last layers run backward: what was fetched ahead for the others is never used.
-            torch.autograd.grad(loss, model.layers[4].up.weight)
+            torch.autograd.grad(loss, decoder.layers[4].v.weight)
         del loss
         scratch = [torch.full((4096, WIDTH), float(number), device="cuda") for _ in range(12)]
-        expected.assert_equal(toys.grade(model, step))
+        expected.assert_equal(toys.grade(decoder, read))
         assert all(bool((tensor == number).all()) for tensor in scratch)
     assert handle.stats().held_bytes == 0
 
 
-@MODES
-def test_many_steps_ahead_of_the_device(enable, toys, model, enable_ckpt):
+def test_many_steps_ahead_of_the_device(enable, toys, decoder, saving):
     """The host queues steps without waiting: host blocks pass from copy to copy, and each must wait for the last."""
-    expected = toys.grade(copy.deepcopy(model), step)
-    handle = enable(model, enable_ckpt)
-    toys.grade(model, step)
+    expected = toys.grade(copy.deepcopy(decoder), read)
+    handle = enable(decoder, **saving)
+    toys.grade(decoder, read)
     torch.cuda.synchronize()
     allocations, reserved = host_arena(True).allocations, handle.stats().reserved_bytes
-    results = [toys.grade(model, step) for _ in range(8)]
+    results = [toys.grade(decoder, read) for _ in range(8)]
     for result in results:
         expected.assert_equal(result)
     assert host_arena(True).allocations == allocations
     assert handle.stats().reserved_bytes == reserved
 
 
-@MODES
-def test_lengths_may_vary_without_more_host_memory(enable, model, enable_ckpt):
-    handle = enable(model, enable_ckpt)
-    model(batch(8192)).backward()
+def test_lengths_may_vary_without_more_host_memory(enable, decoder, saving):
+    handle = enable(decoder, **saving)
+    read(decoder, 8192).backward()
     reserved = handle.stats().reserved_bytes
-    for rows in (100, 8191, 3000, 5555, 8192):
-        model(batch(rows)).backward()
+    for rows in (100, 8188, 3000, 5552, 8192):
+        read(decoder, rows).backward()
         assert handle.stats().held_bytes == 0
     assert handle.stats().reserved_bytes == reserved
 
@@ -171,18 +174,17 @@ def test_a_write_to_an_input_that_is_leaving_is_refused(enable, toys):
         y.sum().backward()
 
 
-@MODES
-def test_host_tensors_stay(enable, toys, enable_ckpt):
+def test_host_tensors_stay(enable, toys, saving):
     def forward(block, x):
         y = block.lin(x)
         return y + torch.tanh(y.cpu()).exp().cuda()
 
     model = toys.of(forward, width=WIDTH).cuda()
-    handle = enable(model, enable_ckpt)
+    handle = enable(model, **saving)
     step(model).backward()
     offloaded = handle.stats().offloaded_bytes
     assert offloaded == 3 * 4096 * WIDTH * 4  # each layer's input, which its linear saves; tanh and exp are on the host
-    assert (handle.stats().kept_bytes > 0) != enable_ckpt
+    assert (handle.stats().kept_bytes > 0) == (saving["save"] == "all")
 
 
 def test_boundary_takes_the_layers_inputs_off_the_device(enable, toys, model):
@@ -273,25 +275,26 @@ def test_a_region_with_layers_unknown(model):
     assert handle.stats().held_bytes == 0
 
 
-@MODES
-def test_fsdp2_over_nccl(enable, toys, enable_ckpt):
+def test_fsdp2_over_nccl(enable, toys, saving):
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
 
-        def build():
-            model = toys.stack(lambda: toys.block(WIDTH, dropout=0.1), blocks=4, width=WIDTH).cuda()
+        def build(policy):
+            model = toys.stack(lambda: toys.attend(WIDTH, 8, 8, dropout=0.1), blocks=4, width=WIDTH).cuda()
             for layer in model.layers:
-                fully_shard(layer)
-            return fully_shard(model)
+                fully_shard(layer, mp_policy=policy)
+            return fully_shard(model, mp_policy=policy)
 
-        plain, model = build(), build()
-        expected = toys.grade(plain, step)
-        handle = enable(model, enable_ckpt)
-        got = toys.grade(model, step)
-        for name, grad in expected.grads.items():
-            assert torch.equal(grad.to_local(), got.grads[name].to_local()), name
-        assert handle.stats().held_bytes == 0
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+            plain, model = build(policy), build(policy)
+            expected = toys.grade(plain, read)
+            handle = enable(model, **saving)
+            got = toys.grade(model, read)
+            for name, grad in expected.grads.items():
+                assert torch.equal(grad.to_local(), got.grads[name].to_local()), name
+            assert handle.stats().offloaded_bytes > 0
+            assert handle.stats().held_bytes == 0
     finally:
         dist.destroy_process_group()
