@@ -1,0 +1,275 @@
+"""Each mode under what is seldom done with a model: other kinds of backward, other kinds of tensors, state in arguments."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def test_an_optimizer_that_steps_inside_backward(enable, toys, mode):
+    """Weights change as soon as their gradient is whole, while backward goes on below."""
+
+    def train(model):
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def update(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        torch.manual_seed(7)
+        for seed in range(3):
+            model(toys.tokens(seed=seed)).backward()
+        return list(model.parameters())
+
+    def build():
+        return toys.decoder(dropout=0.1)
+
+    expected = train(build())
+    model = build()
+    enable(model, **mode)
+    assert all(map(torch.equal, train(model), expected))
+
+
+@pytest.mark.parametrize("wanted", ["layers.1.k.weight", "layers.0.mlp.norm.bias", "embed.weight"])
+def test_backward_into_some_inputs(compare, toys, saving, wanted):
+    def step(model):
+        loss = toys.read(model)
+        loss.backward(inputs=[model.get_parameter(wanted)], retain_graph=True)
+        return loss
+
+    compare(toys.decoder(dropout=0.1), step, **saving)
+
+
+def test_gradients_in_a_batch(enable, toys, saving):
+    def jacobian(model):
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
+            y = model.layers[1](model.layers[0](model.embed(toys.tokens())))
+            directions = torch.eye(4 * 16).view(4 * 16, 2, 2, 16)
+            outputs = y[:, :2]
+            parameters = [model.layers[0].q.weight, model.layers[1].mlp.up.bias]
+            return torch.autograd.grad(outputs, parameters, directions, is_grads_batched=True)
+
+    model = toys.decoder()
+    expected = jacobian(model)
+    enable(model, **saving)
+    try:
+        got = jacobian(model)
+    except RuntimeError as error:
+        assert "vmap" in str(error) or "recompute" in str(error)
+        return
+    assert all(map(torch.equal, got, expected))
+
+
+def test_forward_mode_differentiation(enable, toys, saving):
+    def tangent(model):
+        with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+            x = forward_ad.make_dual(toys.tokens(), toys.tokens(seed=5))
+            return forward_ad.unpack_dual(model(x)).tangent
+
+    model = toys.decoder()
+    expected = tangent(model)
+    enable(model, **saving)
+    assert torch.equal(tangent(model), expected)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_of_a_leaf_that_is_a_layers_input(enable, toys, saving, cache):
+    """Autocast shares the cast of a leaf among calls, whose gradients then meet in half precision."""
+
+    def forward(m, x):
+        return m.o(m.attend(m.q(x), m.k(x), m.v(x))) + m.mlp(x)
+
+    model = toys.stack(lambda: toys.kit(forward), width=16)
+
+    def gradients():
+        model.zero_grad()
+        x = toys.tokens().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+            y = x
+            for layer in model.layers:
+                y = layer(y)
+        y.float().square().sum().backward()
+        return [x.grad, *(p.grad for p in model.layers.parameters() if p.grad is not None)]
+
+    expected = gradients()
+    enable(model, **saving)
+    got = gradients()
+    assert len(got) == len(expected)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_backward_inside_autocast(compare, toys, saving):
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = toys.read(model).float()
+            loss.backward()
+        return loss.detach()
+
+    compare(toys.decoder(dropout=0.1), step, **saving)
+
+
+def test_autocast_around_backward_alone(compare, toys, saving):
+    def step(model):
+        loss = toys.read(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss.backward()
+        return loss.detach()
+
+    compare(toys.decoder(dropout=0.1), step, **saving)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_other_precisions(compare, toys, saving, dtype):
+    compare(toys.decoder(dropout=0.1).to(dtype), lambda m: m(toys.tokens().to(dtype)), **saving)
+
+
+def test_meta_tensors(enable, toys, saving):
+    model = toys.decoder().to("meta")
+    handle = enable(model, **saving)
+    model(torch.empty(2, 6, 16, device="meta")).backward()
+    assert all(p.grad.device.type == "meta" for p in model.parameters())
+    assert handle.stats().offloaded_bytes == 0
+
+
+def test_outputs_without_gradient(compare, toys, saving):
+    def forward(m, x):
+        y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+        return y.detach() + x
+
+    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **saving)
+
+
+def test_a_layer_that_has_no_weights(compare, toys, saving):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return torch.tanh(nn.functional.scaled_dot_product_attention(x, x, x)) * torch.sigmoid(x)
+
+    compare(toys.stack(Layer, width=16), toys.read, **saving)
+
+
+class Collecting(nn.Module):
+    """A layer that leaves something in an object that it is given."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.inner = make()
+
+    def forward(self, x, collected):
+        y = self.inner(x)
+        collected.kept.append(torch.tanh(y))
+        collected.last = y
+        return y
+
+
+def test_state_in_an_argument(compare, toys, saving):
+    """What layers collect has part in the loss."""
+
+    def step(model):
+        x, collected = model.embed(toys.tokens()), SimpleNamespace(kept=[], last=None)
+        for layer in model.layers:
+            x = layer(x, collected)
+        assert len(collected.kept) == 3
+        return x.sum() + sum(side.square().sum() for side in collected.kept)
+
+    compare(toys.stack(lambda: Collecting(toys.attend), width=16), step, **saving)
+
+
+def test_state_in_an_argument_goes_with_backward_or_when_it_is_emptied(enable, toys, saving):
+    """The graph may hang on what lies in the object, which recomputation would need: a cycle until one of them goes."""
+    model = toys.stack(lambda: Collecting(toys.attend), width=16)
+    handle = enable(model, **saving)
+    for with_backward in (True, False):
+        x, collected = model.embed(toys.tokens()), SimpleNamespace(kept=[], last=None)
+        for layer in model.layers:
+            x = layer(x, collected)
+        assert handle.stats().held_bytes > 0
+        if with_backward:
+            (x.sum() + sum(side.sum() for side in collected.kept)).backward()
+        else:
+            collected.kept.clear()
+            collected.last = None
+        del x, collected
+        assert handle.stats().held_bytes == 0
+
+
+def test_lists_in_arguments_are_as_plain_autograd_leaves_them(enable, toys, saving):
+    class Appends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = toys.attend()
+
+        def forward(self, x, seen):
+            y = self.inner(x)
+            seen.append(y)
+            return y
+
+    def step(model):
+        x, seen = model.embed(toys.tokens()), []
+        for layer in model.layers:
+            x = layer(x, seen)
+        x.sum().backward()
+        assert len(seen) == 3
+        assert seen[-1] is x
+        return x.detach().sum()
+
+    model = toys.stack(Appends, width=16)
+    expected = toys.grade(copy.deepcopy(model), step)
+    enable(model, **saving)
+    expected.assert_equal(toys.grade(model, step))
+
+
+def test_a_layer_called_by_its_forward(compare, toys, saving):
+    """As some code does, past the module's hooks."""
+
+    def step(model):
+        x = model.embed(toys.tokens())
+        for layer in model.layers:
+            x = layer.forward(x)
+        return x.sum()
+
+    compare(toys.decoder(dropout=0.1), step, **saving)
+
+
+def test_a_loss_of_several_steps(compare, toys, saving):
+    """Outputs go in again, as in training through an unrolled loop."""
+
+    def step(model):
+        x, total = model.embed(toys.tokens()), 0.0
+        for _ in range(3):
+            for layer in model.layers:
+                x = layer(x)
+            total = total + x.square().mean()
+            x = x.detach() if total > 1e9 else x
+        return total
+
+    compare(toys.decoder(blocks=4, dropout=0.1), step, **saving)
+
+
+def test_penalty_on_the_gradient_of_the_input(compare, toys, saving):
+    """Two backward passes through one graph, the second through the first."""
+
+    def step(model):
+        with sdpa_kernel(SDPBackend.MATH):
+            x = toys.tokens().requires_grad_()
+            loss = model(x)
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + grad.norm()
+
+    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **saving)
+
+
+def test_fake_tensors(enable, toys, saving):
+    """Memory is estimated with tensors that have none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = toys.decoder()
+        enable(model, **saving)
+        model(torch.empty(2, 6, 16)).backward()
+        assert all(p.grad is not None for p in model.parameters())
