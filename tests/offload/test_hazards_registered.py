@@ -1,0 +1,181 @@
+"""Attention kernels of one's own, registered: autograd Functions and custom operators, in each mode."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlx.offload import register_attention
+
+
+RUNS = []
+
+
+def softmax_attention(q, k, v):
+    RUNS.append(1)
+    scores = q @ k.mT * 0.5
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse[..., None]) @ v, lse
+
+
+def softmax_attention_backward(q, k, v, out, lse, grad):
+    weights = torch.exp(q @ k.mT * 0.5 - lse[..., None])
+    back = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * 0.5
+    return back @ k, back.mT @ q, weights.mT @ grad
+
+
+class Fused(torch.autograd.Function):
+    """Saves what flash attention saves."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale=1.0):
+        out, lse = softmax_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale = scale
+        return out * scale if scale != 1.0 else out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        return *softmax_attention_backward(q, k, v, out, lse, grad * ctx.scale), None
+
+
+class Scores(torch.autograd.Function):
+    """Saves the scores and is no fused kernel."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        weights = torch.softmax(q @ k.mT, -1)
+        ctx.save_for_backward(q, k, v, weights)
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, weights = ctx.saved_tensors
+        back = weights * (grad @ v.mT)
+        scores = back - weights * back.sum(-1, keepdim=True)
+        return scores @ k, scores.mT @ q, weights.mT @ grad
+
+
+class WithStatistics(torch.autograd.Function):
+    """Gives the log-sum-exp as well, without a gradient, and takes a dropout."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, lse = softmax_attention(q, k, v)
+        keep = (torch.rand(out.shape) > 0.3).to(out.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, keep)
+        ctx.mark_non_differentiable(lse)
+        return out * keep, lse, {"size": q.shape}
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        q, k, v, out, lse, keep = ctx.saved_tensors
+        return softmax_attention_backward(q, k, v, out, lse, grad * keep)
+
+
+class WritesToItsKeys(torch.autograd.Function):
+    """Turns the keys in place before it uses them, and gives them back."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        k.mul_(-1)
+        ctx.mark_dirty(k)
+        out, lse = softmax_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, k
+
+    @staticmethod
+    def backward(ctx, grad, grad_k):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = softmax_attention_backward(q, k, v, out, lse, grad)
+        return dq, -(dk + grad_k), dv
+
+
+@torch.library.custom_op("rlx_tests::attention", mutates_args=())
+def operator(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = softmax_attention(q, k, v)
+    return out.contiguous(), lse.contiguous()
+
+
+def save_for_operator(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+
+
+def operator_backward(ctx, grad, grad_lse):
+    return softmax_attention_backward(*ctx.saved_tensors, grad)
+
+
+operator.register_autograd(operator_backward, setup_context=save_for_operator)
+
+
+for function in (Fused, Scores, WithStatistics, WritesToItsKeys, operator):
+    register_attention(function)
+
+
+def fused(m, x):
+    return x + m.mlp(m.o(m.merge(Fused.apply(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x)), 1.5))))
+
+
+def scores(m, x):
+    return x + m.mlp(m.o(m.merge(Scores.apply(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))))))
+
+
+def with_statistics(m, x):
+    out, lse, size = WithStatistics.apply(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x)))
+    assert size["size"][1] == 4
+    assert not lse.requires_grad
+    return x + m.mlp(m.o(m.merge(out))) * torch.tanh(lse.mean())
+
+
+def writes_to_its_keys(m, x):
+    k = m.split(m.k(x)).clone()
+    out, _ = WritesToItsKeys.apply(m.split(m.q(x)), k, m.split(m.v(x)))
+    return x + m.mlp(m.o(m.merge(out))) + m.merge(k) * 0.1
+
+
+def custom_operator(m, x):
+    out, lse = torch.ops.rlx_tests.attention(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x)))
+    return x + m.mlp(m.o(m.merge(out))) * lse.detach().mean()
+
+
+def custom_operator_by_its_function(m, x):
+    out, _ = operator(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x)))
+    return x + m.mlp(m.o(m.merge(out)))
+
+
+CALLS = {
+    call.__name__: call
+    for call in (
+        fused,
+        scores,
+        with_statistics,
+        writes_to_its_keys,
+        custom_operator,
+        custom_operator_by_its_function,
+    )
+}
+
+
+def plain(model):
+    return model(torch.linspace(-1, 1, 192).sin().view(2, 6, 16))
+
+
+def retained(model):
+    loss = plain(model)
+    loss.backward(retain_graph=True)
+    return loss + plain(model)
+
+
+@pytest.mark.parametrize("step", [plain, retained], ids=lambda step: step.__name__)
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_those_of_plain_autograd(compare, toys, mode, name, step):
+    compare(toys.stack(lambda: toys.kit(CALLS[name]), width=16), step, **mode)
+
+
+@pytest.mark.parametrize("name", ["fused", "with_statistics", "custom_operator", "custom_operator_by_its_function"])
+def test_a_registered_kernel_runs_once_a_call(enable, toys, saving, name):
+    model = toys.stack(lambda: toys.kit(CALLS[name]), width=16)
+    enable(model, **saving)
+    RUNS.clear()
+    toys.read(model).backward()
+    assert len(RUNS) == (6 if saving["save"] == "boundary" else 3)
