@@ -6,7 +6,6 @@ from torch import Tensor
 
 from rlx.offload import register_attention
 
-
 RUNS = []
 
 
