@@ -26,6 +26,8 @@ STRATEGIES = (
     "fsdp2_mixed",
     "fsdp2_frozen",
     "fsdp2_kept",
+    "fsdp2_late",
+    "fsdp2_disk",
     "fsdp1",
     "fsdp1_mixed",
     "fsdp1_orig",
@@ -127,12 +129,12 @@ def same(grads, others):
     return len(grads) == len(others) > 0 and all(map(torch.equal, grads, others))
 
 
-def enable(model, save, layers=None):
-    options = OffloadOptions(min_bytes=0, save=save)
-    return enable_activation_offloading(model, save != "all", options, layers)
+def enable(model, save, **options):
+    return enable_activation_offloading(model, save != "all", OffloadOptions(min_bytes=0, save=save, **options))
 
 
-def results_of(strategy, rank):
+def results_of(strategy, rank, folder):
+    options = {"tier": "disk", "directory": str(folder)} if "disk" in strategy else {}
     plain, gathers = train(shard(Model(), strategy), rank)
     assert gathers >= 4 * 2 * BLOCKS or strategy in ("fsdp2_kept", "ddp")
     for save in SAVES:
@@ -141,8 +143,11 @@ def results_of(strategy, rank):
             freeze(alone)
         unsharded = enable(alone, save)
         train(alone, rank)
-        model = shard(Model(), strategy)
-        handle = enable(model, save)
+        if "late" in strategy:
+            handle = enable(model := Model(), save, **options)
+            shard(model, strategy)
+        else:
+            handle = enable(model := shard(Model(), strategy), save, **options)
         grads, gathers_now = train(model, rank)
         stats = handle.stats()
         yield {
@@ -194,7 +199,7 @@ def worker(rank, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     try:
-        results = [result for strategy in STRATEGIES for result in results_of(strategy, rank)]
+        results = [result for strategy in STRATEGIES for result in results_of(strategy, rank, folder)]
         results += results_of_transformers(rank)
     finally:
         dist.destroy_process_group()
