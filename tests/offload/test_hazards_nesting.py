@@ -325,3 +325,32 @@ def test_compiled_parts(enable, toys, saving):
     model = build()
     enable(model, **saving)
     expected.assert_equal(toys.grade(model, toys.read))
+
+
+def test_compiled_whole(enable, toys, saving):
+    """Attention and MLP in one graph: nothing to see inside, so that the layer is recomputed as a whole."""
+
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.compile(toys.attend(), backend="aot_eager")
+
+        def forward(self, x):
+            return self.inner(x)
+
+    expected = toys.grade(toys.stack(Compiled, width=16), toys.read)
+    model = toys.stack(Compiled, width=16)
+    enable(model, **saving)
+    expected.assert_equal(toys.grade(model, toys.read))
+
+
+def swallows_everything(m, x):
+    y = attention(m, x)
+    z = y
+    with contextlib.suppress(BaseException):
+        z = torch.exp(y * 0.1)
+    return z + x
+
+
+def test_a_layer_that_swallows_every_exception(compare, toys, saving):
+    compare(toys.stack(lambda: toys.kit(swallows_everything), width=16), toys.read, **saving)
