@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 
@@ -209,6 +210,54 @@ def work_in_threads(toys, pairs):
         thread.start()
     for thread in threads:
         thread.join()
+    assert not failures
+
+
+class Masks(torch.nn.Module):
+    """The gradient of its weight tells which elements the mask of backward kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4096))
+        self.kept = []
+
+    def forward(self, x):
+        dropped = torch.nn.functional.dropout(torch.ones_like(x) * self.weight, 0.5)
+        self.kept.append(2.0 * (dropped != 0).sum(0))
+        return x + dropped
+
+
+def test_dropout_in_two_threads_is_right_or_refused(enable, saving):
+    """Both draw from one generator, which recomputation sets back for a while."""
+    failures = []
+
+    def work(model):
+        try:
+            for _ in range(40):
+                x = torch.randn(8, 4096, requires_grad=True)
+                for layer in model:
+                    layer.kept.clear()
+                    layer.weight.grad = None
+                    x = layer(x)
+                x.sum().backward()
+                failures.extend("wrong" for layer in model if not torch.equal(layer.weight.grad, layer.kept[0]))
+        except RuntimeError as error:
+            if "recompute" not in str(error):
+                failures.append(str(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        models = [torch.nn.ModuleList(Masks() for _ in range(4)) for _ in range(2)]
+        for model in models:
+            enable(model, layers=["0", "1", "2", "3"], **saving)
+        threads = [threading.Thread(target=work, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert not failures
 
 
