@@ -172,6 +172,30 @@ def test_an_optimizer_step_between_two_backward_passes_is_right_or_refused(enabl
     right_or_refused(toys, model, step, expected)
 
 
+def test_a_write_to_a_weight_that_this_call_did_not_save_is_right_or_refused(enable, toys, mode):
+    """A linear layer saves its weight for the gradient of its input only, which the second call does not want."""
+
+    def step(model):
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.copy_(value)
+        model.embed.requires_grad_(True)
+        toys.step(model).backward()
+        model.zero_grad()
+        model.embed.requires_grad_(False)
+        loss = model.head(model.layers[0](model.embed(toys.batch()))).sum()
+        with torch.no_grad():
+            model.layers[0].lin.weight.mul_(2)
+        loss.backward()
+        return loss.detach()
+
+    model = toys.of(lambda block, x: torch.tanh(block.lin(x)))
+    before = [p.detach().clone() for p in model.parameters()]
+    expected = toys.grade(model, step)
+    enable(model, **mode)
+    right_or_refused(toys, model, step, expected)
+
+
 def test_a_buffer_that_changes_from_call_to_call_is_right_or_refused(enable, toys, mode):
     """A scale that each forward moves on, as delayed scaling of fp8 does, with two graphs alive."""
 
