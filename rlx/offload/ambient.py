@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+_SEVERAL_THREADS = (
+    "a layer that is recomputed draws random numbers while another thread runs one: torch has one generator per device, so "
+    "that the numbers cannot be repeated. Let the threads run one after the other, switch dropout off, or use "
+    "enable_ckpt=False"
+)
 _KERNELS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -24,21 +30,19 @@ _KERNELS = (
 )
 
 
-class Autocast(NamedTuple):
-    """Autocast's state for one type of device."""
+class _Drawing:
+    """Who draws random numbers in this process: a device has one generator for all threads.
 
-    enabled: bool
-    dtype: torch.dtype
-    cache_enabled: bool
+    Forwards that draw from it at once interleave, and neither's numbers can be repeated.
+    """
 
-    @classmethod
-    def now(cls, device_type: str) -> Autocast:
-        """The state on this thread."""
-        return cls(
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.forwards = 0  # that are running
+        self.changes = 0  # of a generator: by a forward that drew, or by a recomputation
+
+
+_drawing = _Drawing()
 
 
 class Ambient:
@@ -50,37 +54,63 @@ class Ambient:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
+        self._kinds = tuple({device.type for device in self._devices})
+        self._surroundings = _surroundings(self._kinds)
+        with _drawing.lock:
+            _drawing.forwards += 1
+            self._is_alone = _drawing.forwards == 1
+            self._changes = _drawing.changes
         self._random: tuple[Tensor, ...] | None = self.random_state()
-        self._default_device = torch.get_default_device()
-        self._attention_kernels = _attention_kernels()
-        kinds = {"cpu", *(device.type for device in self._devices)}
-        self._autocast = {kind: Autocast.now(kind) for kind in kinds if torch.amp.is_autocast_available(kind)}
+
+    def leave_forward(self) -> None:
+        """Note that forward has ended, also by an exception."""
+        with _drawing.lock:
+            self._is_alone = self._is_alone and _drawing.forwards == 1
+            _drawing.forwards -= 1
 
     def end_forward(self) -> None:
-        """Forget the random state where forward drew no numbers: there is nothing to repeat then."""
+        """Forget the random state where forward drew no numbers: there is nothing to repeat then.
+
+        Raises:
+            RuntimeError: if it drew while another thread did.
+        """
         assert self._random is not None
-        if all(map(torch.equal, self._random, self.random_state())):
+        if all(map(_is_same, self._random, self.random_state())):
             self._random = None
+            return
+        with _drawing.lock:
+            is_alone = self._is_alone and self._changes == _drawing.changes
+            _drawing.changes += 1
+        if not is_alone:
+            raise RuntimeError(_SEVERAL_THREADS)
+
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Run a block as forward ran; the caller's state comes back after it, also after an exception."""
+        if self._random is None and self._surroundings == _surroundings(self._kinds):
+            return contextlib.nullcontext()
+        return self._restored()
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run a block as forward ran; the caller's state comes back after it, also after an exception."""
+    def _restored(self) -> Iterator[None]:
+        device, kernels, cache_enabled, *autocasts = self._surroundings
+        device_now, kernels_now, cache_enabled_now, *autocasts_now = _surroundings(self._kinds)
         with contextlib.ExitStack() as stack:
-            for kind, state in self._autocast.items():
-                now = Autocast.now(kind)
-                if state != now and (state.enabled or now.enabled):
-                    stack.enter_context(
-                        torch.autocast(kind, state.dtype, enabled=state.enabled, cache_enabled=state.cache_enabled)
-                    )
-            if self._default_device != torch.get_default_device():
-                stack.enter_context(self._default_device)
-            if self._attention_kernels != _attention_kernels():
-                allowed = [kernel for kernel, is_on in zip(_KERNELS, self._attention_kernels, strict=True) if is_on]
+            for i, kind in enumerate(("cpu", *self._kinds)):
+                (enabled, dtype), now = autocasts[i], autocasts_now[i]
+                differs = (enabled, dtype, cache_enabled) != (*now, cache_enabled_now)
+                if differs and (enabled or now[0]):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cache_enabled))
+            if device != device_now:
+                stack.enter_context(device)
+            if kernels != kernels_now:
+                allowed = [kernel for kernel, is_on in zip(_KERNELS, kernels, strict=True) if is_on]
                 stack.enter_context(sdpa_kernel(allowed))
             if self._random is not None:
                 stack.callback(self._set_random_state, self.random_state())
                 self._set_random_state(self._random)
             yield
+            if self._random is not None and _drawing.forwards:
+                raise RuntimeError(_SEVERAL_THREADS)
 
     def skip_to(self, random_state: tuple[Tensor, ...]) -> None:
         """Within `restored`: go on from a random state that forward had; nothing to do where it drew no numbers."""
@@ -93,20 +123,33 @@ class Ambient:
         return (torch.get_rng_state(), *states)
 
     def _set_random_state(self, states: tuple[Tensor, ...]) -> None:
+        with _drawing.lock:
+            _drawing.changes += 1
         torch.set_rng_state(states[0])
         for device, state in zip(self._devices, states[1:], strict=True):
             _backend(device.type).set_rng_state(state, device)
 
 
-def _attention_kernels() -> tuple[bool, ...]:
-    """Which of `_KERNELS` may be chosen now; the flags hold for the CPU's kernels as well."""
-    cuda: Any = torch.backends.cuda  # whose functions carry no types
+def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
+    """Default device, kernels of attention, autocast's cache, then autocast's state on the CPU and on other devices.
+
+    Read twice for each layer and step, hence the plain tuple.
+    """
+    cuda: Any = torch.backends.cuda  # whose functions carry no types; the flags hold for the CPU's kernels as well
     return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
+        torch.empty(0).device,  # a fifth of the time of torch.get_default_device
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()),
+        torch.is_autocast_cache_enabled(),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
     )
+
+
+def _is_same(state: Tensor, other: Tensor) -> bool:
+    try:
+        return torch.equal(state, other)
+    except AssertionError:  # under a mode that takes no other tensors than its own, such as FakeTensorMode
+        return False
 
 
 @functools.cache

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from rlx.offload.ambient import Ambient
-from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves, tensors_in
+from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves
 from rlx.offload.identity import is_parameter, is_plain, modified_in_place, size_bytes, span_bytes, without_memory
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.replay import Answer, Replay, Watch
@@ -48,10 +49,10 @@ class _EnoughRecomputedError(BaseException):
 class Slot:
     """What autograd holds instead of a tensor saved in a recomputed layer."""
 
-    # Filled in by `RecomputedCall.pack`, for which a call of __init__ would take a third of its time.
+    # Filled in by `RecomputedCall.packer`, for which a call of __init__ would take a third of its time.
     __slots__ = ("__weakref__", "alias", "call", "dtype", "index", "shape", "value", "version")
 
-    alias: Tensor | None  # without memory, watches the version counter; None for a tensor that is not plain
+    alias: Tensor | None  # watches the version counter: without memory, or a parameter itself; None: cannot be watched
     call: RecomputedCall
     dtype: torch.dtype
     index: int
@@ -112,6 +113,7 @@ class RecomputedCall(LayerCall):
         super().__init__(engine, layer)
         self.prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self.seen: list[Tensor] | None = None
+        self.parameters: list[Tensor] = []  # those that autograd has saved
         self._repeatable = repeatable
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
@@ -128,22 +130,36 @@ class RecomputedCall(LayerCall):
         self._inputs.clear()  # its keys are ids of tensors that only the caller keeps alive
         self._ambient = Ambient(accelerators)
 
-    def pack(self, tensor: Tensor) -> Slot:
-        """The pack hook of forward."""
-        slots = self._slots
-        slot = Slot()
-        slot.call = self
-        slot.index = len(slots)
-        slot.shape = tensor.shape
-        slot.dtype = tensor.dtype
-        slot.value = slot.alias = None
-        if is_plain(tensor):
-            slot.version = tensor._version
-            slot.alias = without_memory(tensor)
-        slots.append(weakref.ref(slot))
-        if self.seen is not None:
-            self.seen.append(tensor)
-        return slot
+    def packer(self) -> Callable[[Tensor], Slot]:
+        """The pack hook of forward. Called for every saved tensor, so it is written for speed."""
+        slots, weak = self._slots, weakref.ref
+
+        def pack(tensor: Tensor) -> Slot:
+            slot = Slot()
+            slot.call = self
+            slot.index = len(slots)
+            slot.shape = tensor.shape
+            slot.dtype = tensor.dtype
+            slot.value = slot.alias = None
+            base = tensor._base
+            if base is None:
+                base = tensor
+            try:
+                if type(base) is Parameter:
+                    slot.version = base._version
+                    slot.alias = base
+                    self.parameters.append(base)
+                elif type(tensor) is Tensor:
+                    slot.version = tensor._version
+                    slot.alias = without_memory(tensor)
+            except RuntimeError:  # inference tensors, sparse and nested layouts
+                slot.alias = None
+            slots.append(weak(slot))
+            if self.seen is not None:
+                self.seen.append(tensor)
+            return slot
+
+        return pack
 
     @property
     def slot_count(self) -> int:
@@ -163,6 +179,10 @@ class RecomputedCall(LayerCall):
             self.layer.counters.kept_bytes += size_bytes(tensor)
         return Stored(tensor, parked)
 
+    def leave_forward(self) -> None:
+        """Note that forward has ended, also by an exception."""
+        self._ambient.leave_forward()
+
     def end_forward(self, watch: Watch | None) -> None:
         """Close forward.
 
@@ -174,7 +194,8 @@ class RecomputedCall(LayerCall):
             self._answers = watch.answers
             self._attention_slots = watch.attention_slots
         self._has_ended = True
-        self._state.end_forward()
+        self._state.end_forward(self.parameters)
+        self.parameters.clear()
         self._ambient.end_forward()
         if not all(stored.is_untouched for stored in self._inputs_in_order):
             raise RuntimeError(
@@ -190,10 +211,12 @@ class RecomputedCall(LayerCall):
                 "known yet that has to be recomputed; use enable_ckpt=False, or leave the layer out of layers="
             )
         with self._lock:
-            if slot.value is None:
+            value = slot.value
+            if value is None:
                 self._recompute()
-            assert slot.value is not None
-            return slot.value
+                value = slot.value
+            assert value is not None
+            return value
 
     def _store_input(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -201,11 +224,12 @@ class RecomputedCall(LayerCall):
         # The same object stays the same object: layers ask `query is key`.
         stored = self._inputs.get(id(tensor))
         if stored is None:
-            # What wants no gradient (masks, rotary tables) is as a rule shared by all layers and stays alive anyway.
-            may_leave = tensor.requires_grad and not is_parameter(tensor) and self._may_leave(tensor)
-            parked = self.park(tensor) if may_leave else None
-            if parked is None and not is_parameter(tensor):
-                self.layer.counters.kept_bytes += size_bytes(tensor)
+            parked = None
+            if not is_parameter(tensor):
+                # What wants no gradient (masks, rotary tables) is as a rule shared by all layers and stays alive anyway.
+                parked = self.park(tensor) if tensor.requires_grad and self._may_leave(tensor) else None
+                if parked is None:
+                    self.layer.counters.kept_bytes += size_bytes(tensor)
             stored = self._inputs[id(tensor)] = Stored(tensor, parked)
         return stored
 
@@ -225,14 +249,13 @@ class RecomputedCall(LayerCall):
             )
         changed = self._state.changed()
         if changed is not None:
-            raise RecomputeError(
-                f"layer {self.layer.name} has to be recomputed, but since its forward {changed}, so that gradients would be "
-                "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
-            )
+            self._refuse(changed)
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
-        tensors = {id(stored): stored.tensor() for stored in self._inputs_in_order}
-        args, kwargs = map_leaves(lambda leaf: tensors.get(id(leaf), leaf), (self._args, self._kwargs))
+        tensors = {stored: stored.tensor() for stored in self._inputs_in_order}
+        args, kwargs = map_leaves(
+            lambda leaf: tensors[leaf] if type(leaf) is Stored else leaf, (self._args, self._kwargs)
+        )
         layers = self.engine.options.prefetch_layers
         if layers is not None:
             self.prefetch(layers)
@@ -251,6 +274,12 @@ class RecomputedCall(LayerCall):
         filled = 0
 
         def collect(tensor: Tensor) -> Tensor:
+            slot = slots[filled]
+            if slot is not None:
+                self._check_parameter(slot, tensor)
+            return fill(tensor)
+
+        def fill(tensor: Tensor) -> Tensor:
             nonlocal filled
             slot, value = slots[filled], tensor.detach()
             if slot is not None:
@@ -267,7 +296,7 @@ class RecomputedCall(LayerCall):
             if first_slot != filled:
                 raise RecomputeError(self._differs(f"{first_slot} tensors were saved and {filled} are at this point"))
             for tensor in tensors:
-                collect(tensor)
+                fill(tensor)
 
         with (
             self._repeatable.context(),
@@ -275,15 +304,35 @@ class RecomputedCall(LayerCall):
             self._state.restored(),
             torch.enable_grad(),
             saved_tensors_hooks(collect, _same),
+            # Also without answers: a compiled part is traced anew where the modes are not those of forward.
             Replay(self._answers, answer, self._ambient.skip_to, self._error)
-            if any(self._answers)
+            if self.engine.save == "attention"
             else contextlib.nullcontext(),
         ):
             try:
                 self._repeatable.forward(*args, **kwargs)
             except _EnoughRecomputedError:
                 return
+        if filled > last:  # the layer has swallowed the exception
+            return
         raise RecomputeError(self._differs(f"{len(slots)} tensors were saved and {filled} are now"))
+
+    def _check_parameter(self, slot: Slot, tensor: Tensor) -> None:
+        """Refuse a parameter in place of which forward saw another one, or another value."""
+        base, was = tensor._base, slot.alias
+        if base is None:
+            base = tensor
+        if type(base) is Parameter or type(was) is Parameter:
+            if base is not was:
+                self._refuse(f"a parameter of shape {list(tensor.shape)} has been replaced")
+            if base._version != slot.version:
+                self._refuse(f"a parameter of shape {list(tensor.shape)} has been modified by an inplace operation")
+
+    def _refuse(self, changed: str) -> None:
+        raise RecomputeError(
+            f"layer {self.layer.name} has to be recomputed, but since its forward {changed}, so that gradients would be "
+            "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
+        )
 
     def _error(self, how: str) -> RecomputeError:
         return RecomputeError(self._differs(how))
@@ -301,22 +350,25 @@ def run_recomputed(
     repeatable: Repeatable,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    tensors: list[Tensor],
 ) -> Any:
-    """Run a layer's forward so that only its inputs and, with `save="attention"`, answers are kept."""
-    tensors = tensors_in((args, kwargs))
+    """Run a layer's forward so that only its inputs and, with `save="attention"`, answers are kept.
+
+    `tensors` are those among the arguments.
+    """
     wants_gradient = any(tensor.requires_grad for tensor in tensors)
     if not wants_gradient and not any(parameter.requires_grad for parameter in repeatable.module.parameters()):
         return repeatable.forward(*args, **kwargs)
     call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors)
-    if engine.save != "attention":
-        with saved_tensors_hooks(call.pack, Slot.restore):
+    watch = Watch(call, layer.attention_count) if engine.save == "attention" else None
+    try:
+        with saved_tensors_hooks(call.packer(), Slot.restore), watch or contextlib.nullcontext():
             outputs = repeatable.forward(*args, **kwargs)
-        call.end_forward(None)
-        return outputs
-    watch = Watch(call, layer.attention_count)
-    with saved_tensors_hooks(call.pack, Slot.restore), watch:
-        outputs = repeatable.forward(*args, **kwargs)
+    finally:
+        call.leave_forward()
     call.end_forward(watch)
+    if watch is None:
+        return outputs
     layer.attention_count = watch.attention_count
     if not any(watch.answers):
         engine.note_fallback(layer, watch.refused or "calls no fused attention that is known")

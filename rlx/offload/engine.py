@@ -245,17 +245,23 @@ class Engine:
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """A copy of nested tuples, lists and dicts with `function` applied to what is in them."""
-    if type(value) in (tuple, list):
-        return type(value)(map_leaves(function, item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(function, item) for item in value))
-    if type(value) is dict:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(function, item) for item in value])
+    if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(map_leaves(function, item) for item in value))
     return function(value)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What is in nested tuples, lists and dicts."""
+    leaves: list[Any] = []
+    map_leaves(leaves.append, value)
+    return leaves
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dicts."""
-    tensors: list[Tensor] = []
-    map_leaves(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, value)
-    return tensors
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]

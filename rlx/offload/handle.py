@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.checkpoint import Repeatable, run_recomputed
-from rlx.offload.engine import Engine, Layer, map_leaves
+from rlx.offload.engine import Engine, Layer, leaves_of, map_leaves
 from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
 from rlx.offload.module_state import Places
 from rlx.offload.options import OffloadOptions
@@ -40,24 +40,29 @@ class LayerForward:
         self._layer = layer
         self._module = weakref.ref(module)  # the module holds this object
         self._places: Places | None = None
+        # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
+        self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
-    # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward; what backward needs of it leaves the device."""
+        # Disabled, but still called: somebody else has wrapped this object since.
+        if not torch.is_grad_enabled() or not self.handle.is_enabled:
+            module = self._module()
+            assert module is not None
+            return self.original(module)(*args, **kwargs)
+        return self._run_uncompiled(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()
         assert module is not None
         forward = self.original(module)
         if module.training and is_checkpointed(module):
             self.handle.take_over_checkpointing()
-        # Disabled, but still called: somebody else has wrapped this object since.
-        if not torch.is_grad_enabled() or not self.handle.is_enabled:
-            return forward(*args, **kwargs)
         engine = self.handle.engine
         if engine.save == "all":
             return run_saving(engine, self._layer, module, forward, args, kwargs)
-        caches: list[Any] = []
-        map_leaves(lambda leaf: caches.append(leaf) if is_cache(leaf) else None, (args, kwargs))
+        leaves = leaves_of((args, kwargs))
+        caches = [leaf for leaf in leaves if is_cache(leaf)]
         if caches:
             if not module.training:
                 return forward(*args, **kwargs)
@@ -66,7 +71,8 @@ class LayerForward:
         if self._places is None:
             self._places = Places(module)
         repeatable = Repeatable(module, forward, self._places, self._recompute_context)
-        return run_recomputed(engine, self._layer, repeatable, args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return run_recomputed(engine, self._layer, repeatable, args, kwargs, tensors)
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The forward that this object stands in for, bound to a module."""
@@ -98,15 +104,12 @@ class LayerForward:
             )
         self.handle.note_dropped_cache()
 
-    @contextlib.contextmanager
-    def _recompute_context(self) -> Iterator[None]:
+    def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
         module = self._module()
         # transformers' own checkpointing, on again after disable() or switched on since forward, must not nest.
         if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
-            with CheckpointingFlags.cleared(module.modules()):
-                yield
-        else:
-            yield
+            return CheckpointingFlags.cleared(module.modules())
+        return contextlib.nullcontext()
 
 
 class ActivationOffloading:

@@ -99,7 +99,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one."""
-    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+    base = tensor._base
+    if base is None and type(tensor) is Tensor:  # the common case; asking whether something is a Parameter is slow
+        return False
+    return isinstance(tensor, Parameter) or isinstance(base, Parameter)
 
 
 def storage_address(tensor: Tensor) -> int:

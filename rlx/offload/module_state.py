@@ -16,9 +16,14 @@ _SMALL_BYTES = 1 << 20
 class Places:
     """Where a layer keeps parameters and buffers: (module, attribute) pairs, with the modules held weakly.
 
+    Parameters that autograd saves are watched by their slots; the others (biases) have to be looked at, which is slow, so
+    they are told apart once. `saved_count` is how many were saved then.
+
     Args:
         layer: the layer, complete.
     """
+
+    saved_count: int | None = None
 
     def __init__(self, layer: nn.Module) -> None:
         self.parameters: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -27,6 +32,14 @@ class Places:
             reference = weakref.ref(module)
             self.parameters += [(reference, name) for name, _ in module.named_parameters(recurse=False)]
             self.buffers += [(reference, name) for name, _ in module.named_buffers(recurse=False)]
+        self.unsaved = self.parameters
+
+    def tell_apart(self, saved: list[Tensor]) -> None:
+        """Note which parameters autograd saves, unless their number is that of last time."""
+        if len(saved) != self.saved_count:
+            self.saved_count = len(saved)
+            ids = {id(parameter) for parameter in saved}
+            self.unsaved = [place for place in self.parameters if id(getattr(place[0](), place[1], None)) not in ids]
 
 
 class _Seen(NamedTuple):
@@ -46,7 +59,10 @@ class ModuleState:
     """
 
     def __init__(self, places: Places) -> None:
-        self._parameters = [_Seen(module, name, *_look(module, name), None) for module, name in places.parameters]
+        self._all_places = places
+        self._places = places.unsaved
+        self._parameters = [getattr(module(), name, None) for module, name in places.unsaved]
+        self._versions = _versions(self._parameters)
         buffers = [_Seen(module, name, *_look(module, name), None) for module, name in places.buffers]
         # Batch normalisation writes its statistics past the version counter: small buffers are copied in any case.
         self._buffers = [
@@ -54,12 +70,13 @@ class ModuleState:
         ]
         self._large_buffers = [seen for seen in buffers if not _is_small(seen.tensor)]
 
-    def end_forward(self) -> None:
-        """Close forward.
+    def end_forward(self, saved: list[Tensor]) -> None:
+        """Close forward, in which autograd has saved the parameters `saved`.
 
         Raises:
             RuntimeError: if it changed a buffer of which no copy was made.
         """
+        self._all_places.tell_apart(saved)
         for seen in self._large_buffers:
             tensor, version = _look(seen.module, seen.name)
             if tensor is not seen.tensor or version != seen.version:
@@ -71,19 +88,27 @@ class ModuleState:
 
     def changed(self) -> str | None:
         """The first parameter or buffer that is not as it was; None where all are."""
-        for module, name, was, version, _ in (*self._parameters, *self._large_buffers):
-            now, version_now = _look(module, name)
+        versions = _versions(self._parameters)
+        if versions != self._versions:
+            place = next(i for i, version in enumerate(versions) if version != self._versions[i])
+            return f"its parameter {self._places[place][1]!r} has been modified by an inplace operation"
+        for (module, name), was in zip(self._places, self._parameters, strict=True):
+            now = getattr(module(), name, None)
             # FSDP1 puts in new views for each pass, which are no parameters.
-            if now is was:
-                if version_now != version:
-                    return f"{name!r} has been modified by an inplace operation"
-            elif isinstance(now, Parameter) or isinstance(was, Parameter):
-                return f"{name!r} has been replaced"
+            if now is not was and Parameter in (type(now), type(was)):
+                return f"its parameter {name!r} has been replaced"
+        for seen in self._large_buffers:
+            tensor, version = _look(seen.module, seen.name)
+            if tensor is not seen.tensor or version != seen.version:
+                return f"its buffer {seen.name!r} has been modified"
         return None
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> contextlib.AbstractContextManager[None]:
         """Run a block with the small buffers as they were before forward."""
+        return self._restored() if self._buffers else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for seen in self._buffers:
                 module = seen.module()
@@ -96,6 +121,10 @@ class ModuleState:
                 else:
                     setattr(module, seen.name, seen.value.clone())
             yield
+
+
+def _versions(tensors: list[Any]) -> list[int]:
+    return [tensor._version if tensor is not None and not tensor.is_inference() else 0 for tensor in tensors]
 
 
 def _look(module: weakref.ref[nn.Module], name: str) -> tuple[Any, int]:

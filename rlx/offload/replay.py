@@ -29,10 +29,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from rlx.offload.engine import map_leaves, tensors_in
-from rlx.offload.identity import Layout, Probe, is_plain, size_bytes, storage_address
+from rlx.offload.identity import Layout, Probe, is_plain, size_bytes, span_bytes, storage_address
 from rlx.offload.stored import Stored
 
 _LINEAR: frozenset[Any] = frozenset(
@@ -61,12 +62,22 @@ def register_attention(function: Any) -> None:
     """Let `save="attention"` answer calls of an attention kernel of one's own.
 
     Args:
-        function: a function that torch dispatches (a custom operator, a function of `torch.nn.functional`), or a subclass
-            of `torch.autograd.Function`, whose `apply` is wrapped once and for all. Its outputs may be a tensor or a
+        function: a function that torch dispatches (`torch.ops.<namespace>.<name>`, a function of `torch.nn.functional`),
+            or a subclass of `torch.autograd.Function`, whose `apply` is wrapped once and for all. Its outputs may be a tensor or a
             tuple with tensors; what it saves for backward must be among its arguments and outputs, or small.
+
+    Raises:
+        ValueError: for anything else.
     """
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
-        _ATTENTION.add(function)
+        packet = getattr(function, "overloadpacket", function)
+        if not callable(packet) or type(packet).__name__ == "CustomOpDef":
+            raise ValueError(
+                f"register_attention: got {function!r}, expected a function that torch dispatches or a subclass of "
+                "torch.autograd.Function; a custom operator goes by torch.ops.<namespace>.<name>"
+            )
+        # A call of an operator is seen as one of its overload, or of the packet of them all.
+        _ATTENTION.update([packet, *(getattr(packet, name) for name in getattr(packet, "overloads", list)())])
         return
     if function in _WATCHED:
         return
@@ -125,7 +136,7 @@ class _FromArgument(NamedTuple):
 class Answer:
     """What is left of a call: enough to fill its slots and to hand out its result without running it."""
 
-    __slots__ = ("_layouts", "_probes", "_result", "_saved", "first_slot", "function", "random_state")
+    __slots__ = ("_layouts", "_parameters", "_probes", "_result", "_saved", "first_slot", "function", "random_state")
 
     def __init__(
         self,
@@ -139,6 +150,7 @@ class Answer:
         self.first_slot = first_slot
         self.random_state: tuple[Tensor, ...] | None = None
         self._layouts = tuple(map(Layout.of, arguments))
+        self._parameters = [(i, argument) for i, argument in enumerate(arguments) if type(argument) is Parameter]
         self._saved = saved
         self._probes = [Probe(tensor) for tensor in tensors_in(result)]
         self._result: Any = None
@@ -174,8 +186,8 @@ class Answer:
         return all(value.is_whole for value in (*saved, *results))
 
     def saved(self, arguments: list[Tensor]) -> list[Tensor] | None:
-        """What autograd would save, in order; None if the arguments do not lie as they did."""
-        if len(arguments) != len(self._layouts):
+        """What autograd would save, in order; None if the arguments are not what they were."""
+        if len(arguments) != len(self._layouts) or any(arguments[i] is not was for i, was in self._parameters):
             return None
         for argument, layout in zip(arguments, self._layouts, strict=True):
             if (argument.shape, argument.stride(), argument.dtype) != (layout.shape, layout.stride, layout.dtype):
@@ -207,6 +219,8 @@ class _Watcher(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **(kwargs or {}))
         if function in _LINEAR:
             return self.run(function, args, kwargs or {}, is_attention=False)
         if function in _ATTENTION:
@@ -252,6 +266,8 @@ class Watch(_Watcher):
             for place, (result, _) in self._pending.items():
                 self._store(place, result)
             self._pending.clear()
+        arguments = tensors_in((args, kwargs))
+        versions = _versions(arguments)
         first_slot = self._recording.slot_count
         place = len(self.answers)
         self.answers.append(None)  # also where the call fails and the layer goes on
@@ -261,7 +277,9 @@ class Watch(_Watcher):
             result = function(*args, **kwargs)
         finally:
             self._recording.seen = None
-        answer = self._answer(function, tensors_in((args, kwargs)), first_slot, seen, result, is_attention)
+        answer = None
+        if versions == _versions(arguments):  # a call that writes to its arguments has to run again
+            answer = self._answer(function, arguments, first_slot, seen, result, is_attention)
         self.answers[place] = answer
         if is_attention:
             self.attention_count += 1
@@ -375,11 +393,18 @@ class Replay(_Watcher):
         return answer.result()
 
 
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def _source(tensor: Tensor, arguments: list[Tensor]) -> _FromArgument | None:
     """Where among the arguments of a call a tensor saved in it lies; None if nowhere."""
-    layout = Layout.of(tensor)
+    layout, (start, stop) = Layout.of(tensor), span_bytes(tensor)
     for index, argument in enumerate(arguments):
-        if argument.dtype == tensor.dtype and storage_address(argument) == storage_address(tensor):
+        if argument.dtype != tensor.dtype or storage_address(argument) != storage_address(tensor):
+            continue
+        first, last = span_bytes(argument)  # arguments that share a storage now need not share it in recomputation
+        if first <= start and stop <= last:
             return _FromArgument(index, layout._replace(offset=layout.offset - int(argument.storage_offset())))
     # What autocast has cast, once the activations are out of the question.
     cast = [i for i, argument in enumerate(arguments) if _is_shared_cast(argument) and argument.dtype != tensor.dtype]

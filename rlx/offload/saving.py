@@ -114,7 +114,8 @@ class SavingCall(LayerCall):
             self.prefetch(1 if layers is None else layers)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        if tensor.device.type != self._device_type or not is_plain(tensor):
+        # Tangents that stand for zeros have no storage at all.
+        if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
             return False
         start, stop = span_bytes(tensor)
         return stop - start >= max(self.engine.options.min_bytes, 1)

@@ -107,8 +107,14 @@ def operator_backward(ctx, grad, grad_lse):
 operator.register_autograd(operator_backward, setup_context=save_for_operator)
 
 
-for function in (Fused, Scores, WithStatistics, WritesToItsKeys, operator):
+for function in (Fused, Scores, WithStatistics, WritesToItsKeys, torch.ops.rlx_tests.attention):
     register_attention(function)
+
+
+@pytest.mark.parametrize("what", [operator, 3, None])
+def test_what_torch_does_not_dispatch_is_refused(what):
+    with pytest.raises(ValueError, match="register_attention: got"):
+        register_attention(what)
 
 
 def fused(m, x):
