@@ -273,3 +273,34 @@ def test_fake_tensors(enable, toys, saving):
         enable(model, **saving)
         model(torch.empty(2, 6, 16)).backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+KINDS = {
+    "complex": lambda x: torch.view_as_real(torch.complex(x, -x).conj() * torch.complex(x, x)).sum(-1),
+    "negative": lambda x: torch.complex(x, -x).conj().imag * x,
+    "fourier": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=-1) * torch.fft.rfft(torch.tanh(x), dim=-1), n=16),
+    "sparse": lambda x: torch.sparse.mm(x.detach()[0].relu().to_sparse(), x[0].mT).sum() * torch.exp(x * 0.1),
+    "nested": lambda x: (
+        torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x[0], x[1, :4]]).cos(), 0.0).sum() * x.sin()
+    ),
+    "subclass": lambda x: torch.tanh(x.as_subclass(Tagged) * 2).as_subclass(torch.Tensor) * x,
+    "integers": lambda x: (
+        x.gather(-1, x.argsort(-1)) * torch.where(x > 0, x, -x) + x[:, torch.tensor([5, 0, 0, 2, 1, 3])]
+    ),
+    "scalars": lambda x: x * x.mean() * x[0, 0, 0].exp() ** 0.1,
+    "double": lambda x: (x.double().exp() * x.double()).float(),
+    "complex_matrix": lambda x: (torch.complex(x, x) @ torch.complex(x, -x).mH).abs().sum(-1, keepdim=True) * x,
+}
+
+
+class Tagged(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_tensors_of_other_kinds(compare, toys, mode, kind):
+    def forward(m, x):
+        y = m.norm(x + m.o(m.attend(m.q(x), m.k(x), m.v(x))))
+        return torch.tanh(KINDS[kind](y)) + m.mlp(y)
+
+    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **mode)
