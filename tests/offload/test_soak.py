@@ -90,7 +90,7 @@ def soak(toys, enable, mode, device, longest, figures):
                 file.drain()
             assert handle.stats().held_bytes == 0
             arenas = [(arena.reserved_bytes, arena.allocations) for arena in (host_arena(False), host_arena(True))]
-            files = [file.nbytes for file in extent_files()]
+            files = handle.stats().disk_reserved_bytes
             seen.append((arenas, files, objects(), figures()))
         run.step(number)
     (arenas, files, before, figures_before), (arenas_now, files_now, after, figures_now) = seen
