@@ -295,11 +295,10 @@ def test_weights_of_a_subclass_that_answers_for_itself(compare, toys, saving):
     class Quantised(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
-            with torch._C.DisableTorchFunctionSubclass():
-                if function is F.linear:
-                    x, weight, *bias = args
-                    return F.linear(x, weight.as_subclass(torch.Tensor).round(decimals=1), *bias)
-                return function(*args, **(kwargs or {}))
+            if function is F.linear:
+                x, weight, *bias = args
+                return F.linear(x, weight.as_subclass(torch.Tensor).round(decimals=1), *bias)
+            return super().__torch_function__(function, types, args, kwargs or {})
 
     def forward(m, x):
         weight = m.q.weight.detach().as_subclass(Quantised)
