@@ -54,7 +54,7 @@ class Ambient:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._kinds = tuple({device.type for device in self._devices})
+        self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
         self._surroundings = _surroundings(self._kinds)
         with _drawing.lock:
             _drawing.forwards += 1
@@ -150,6 +150,12 @@ def _is_same(state: Tensor, other: Tensor) -> bool:
         return torch.equal(state, other)
     except AssertionError:  # under a mode that takes no other tensors than its own, such as FakeTensorMode
         return False
+
+
+@functools.cache
+def has_autocast(device_type: str) -> bool:
+    """Whether autocast knows a type of device."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 @functools.cache

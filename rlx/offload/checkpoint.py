@@ -30,10 +30,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from rlx.offload.ambient import Ambient
+from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves
 from rlx.offload.identity import is_parameter, is_plain, modified_in_place, size_bytes, span_bytes, without_memory
 from rlx.offload.module_state import ModuleState, Places
-from rlx.offload.replay import Answer, Replay, Watch
+from rlx.offload.replay import Replay, Watch
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored
 
@@ -56,7 +57,7 @@ class Slot:
     call: RecomputedCall
     dtype: torch.dtype
     index: int
-    shape: torch.Size
+    shape: torch.Size | None  # None: a nested tensor, which has none
     value: Tensor | None
     version: int
 
@@ -64,7 +65,7 @@ class Slot:
         """The tensor, recomputed; RuntimeError if the original was written to after the save."""
         alias = self.alias
         if alias is not None and alias._version != self.version:
-            raise modified_in_place(self.shape, self.dtype, self.version, "but was written to after that")
+            raise modified_in_place(self.shape or (), self.dtype, self.version, "but was written to after that")
         value = self.value
         if value is None:
             value = self.call.recompute(self)
@@ -138,7 +139,7 @@ class RecomputedCall(LayerCall):
             slot = Slot()
             slot.call = self
             slot.index = len(slots)
-            slot.shape = tensor.shape
+            slot.shape = tensor.shape if not tensor.is_nested else None
             slot.dtype = tensor.dtype
             slot.value = slot.alias = None
             base = tensor._base
@@ -283,8 +284,9 @@ class RecomputedCall(LayerCall):
             nonlocal filled
             slot, value = slots[filled], tensor.detach()
             if slot is not None:
-                if slot.shape != value.shape or slot.dtype != value.dtype:
-                    saved, found = f"{slot.dtype} {list(slot.shape)}", f"{value.dtype} {list(value.shape)}"
+                shape = value.shape if not value.is_nested else None
+                if slot.shape != shape or slot.dtype != value.dtype:
+                    saved, found = f"{slot.dtype} {slot.shape}", f"{value.dtype} {shape}"
                     raise RecomputeError(self._differs(f"tensor {filled} was {saved} and is {found} now"))
                 slot.value = value
             filled += 1

@@ -10,6 +10,7 @@ reference to it tells without keeping its memory (see `Parked.stands_for`). Byte
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,7 +146,7 @@ def _nothing_on(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
-def modified_in_place(shape: torch.Size, dtype: torch.dtype, saved: int, found: str) -> RuntimeError:
+def modified_in_place(shape: Sequence[int], dtype: torch.dtype, saved: int, found: str) -> RuntimeError:
     """The error autograd raises for a write to a saved tensor."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

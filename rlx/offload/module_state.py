@@ -17,13 +17,11 @@ class Places:
     """Where a layer keeps parameters and buffers: (module, attribute) pairs, with the modules held weakly.
 
     Parameters that autograd saves are watched by their slots; the others (biases) have to be looked at, which is slow, so
-    they are told apart once. `saved_count` is how many were saved then.
+    they are told apart by what the last forward saved.
 
     Args:
         layer: the layer, complete.
     """
-
-    saved_count: int | None = None
 
     def __init__(self, layer: nn.Module) -> None:
         self.parameters: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -33,13 +31,7 @@ class Places:
             self.parameters += [(reference, name) for name, _ in module.named_parameters(recurse=False)]
             self.buffers += [(reference, name) for name, _ in module.named_buffers(recurse=False)]
         self.unsaved = self.parameters
-
-    def tell_apart(self, saved: list[Tensor]) -> None:
-        """Note which parameters autograd saves, unless their number is that of last time."""
-        if len(saved) != self.saved_count:
-            self.saved_count = len(saved)
-            ids = {id(parameter) for parameter in saved}
-            self.unsaved = [place for place in self.parameters if id(getattr(place[0](), place[1], None)) not in ids]
+        self.saved_ids: set[int] = set()
 
 
 class _Seen(NamedTuple):
@@ -60,7 +52,7 @@ class ModuleState:
 
     def __init__(self, places: Places) -> None:
         self._all_places = places
-        self._places = places.unsaved
+        self._places = list(places.unsaved)
         self._parameters = [getattr(module(), name, None) for module, name in places.unsaved]
         self._versions = _versions(self._parameters)
         buffers = [_Seen(module, name, *_look(module, name), None) for module, name in places.buffers]
@@ -76,7 +68,9 @@ class ModuleState:
         Raises:
             RuntimeError: if it changed a buffer of which no copy was made.
         """
-        self._all_places.tell_apart(saved)
+        ids = {id(parameter) for parameter in saved}
+        if ids != self._all_places.saved_ids:
+            self._watch_unsaved(ids)
         for seen in self._large_buffers:
             tensor, version = _look(seen.module, seen.name)
             if tensor is not seen.tensor or version != seen.version:
@@ -85,6 +79,18 @@ class ModuleState:
                     f"{seen.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
                     "Leave the layer out of layers=, or use enable_ckpt=False"
                 )
+
+    def _watch_unsaved(self, saved_ids: set[int]) -> None:
+        places = self._all_places
+        watched = set(map(id, self._parameters))
+        tensors = [getattr(module(), name, None) for module, name in places.parameters]
+        unsaved = [(place, t) for place, t in zip(places.parameters, tensors, strict=True) if id(t) not in saved_ids]
+        for place, tensor in unsaved:
+            if id(tensor) not in watched:
+                self._places.append(place)
+                self._parameters.append(tensor)
+                self._versions += _versions([tensor])
+        places.unsaved, places.saved_ids = [place for place, _ in unsaved], saved_ids
 
     def changed(self) -> str | None:
         """The first parameter or buffer that is not as it was; None where all are."""
