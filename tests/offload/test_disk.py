@@ -164,7 +164,7 @@ def test_what_host_memory_has_no_room_for_goes_to_disk(compare, toys, tmp_path, 
 def test_buffers_for_the_disk_stay_below_the_cap(compare, toys, tmp_path):
     host_arena(False).trim()
     stats = compare(wide(toys), step, False, **on_disk(tmp_path, max_host_bytes=3 * MIN_STAGING_BYTES + 5))
-    assert 0 < stats.reserved_bytes <= 3 * MIN_STAGING_BYTES
+    assert 0 < stats.reserved_bytes <= max(3 * MIN_STAGING_BYTES, 2 * MIB)  # whole pages
 
 
 def test_an_arena_that_others_fill_makes_room_beside_it_with_one_warning(compare, toys, tmp_path, caplog):

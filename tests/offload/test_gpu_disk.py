@@ -127,7 +127,7 @@ def test_copies_to_registered_memory_do_not_wait():
 def test_gradients_are_equal(compare, model, tmp_path, enable_ckpt, pin_memory, use_streams):
     options = {"tier": "disk", "directory": str(tmp_path), "pin_memory": pin_memory, "use_streams": use_streams}
     stats = compare(model, step, enable_ckpt, **options)
-    assert stats.disk_bytes >= 2 * 6 * 4096 * WIDTH * 4
+    assert stats.disk_bytes >= (2 * 6 - 1) * 4096 * WIDTH * 4  # the last layer finds its input still here
     assert list(tmp_path.iterdir()) == []
 
 
