@@ -249,7 +249,7 @@ def test_reads_and_writes_overlap_compute(enable, toys, tmp_path):
     torch.cuda.synchronize()
     stats = handle.stats().since(warm)
     print(stats, stats.disk_gb_per_s, stats.copy_gb_per_s, stats.overlap)
-    assert stats.disk_bytes == stats.copied_bytes
+    assert 0 < stats.disk_bytes <= stats.copied_bytes  # what is used up before its turn comes is never written
     assert stats.overlap > 0.3
 
 
