@@ -120,12 +120,12 @@ class Ambient:
     def random_state(self) -> tuple[Tensor, ...]:
         """The state of the generators on this thread now."""
         states = [_backend(device.type).get_rng_state(device) for device in self._devices]
-        return (torch.get_rng_state(), *states)
+        return (torch.default_generator.get_state(), *states)
 
     def _set_random_state(self, states: tuple[Tensor, ...]) -> None:
         with _drawing.lock:
             _drawing.changes += 1
-        torch.set_rng_state(states[0])
+        torch.default_generator.set_state(states[0])
         for device, state in zip(self._devices, states[1:], strict=True):
             _backend(device.type).set_rng_state(state, device)
 

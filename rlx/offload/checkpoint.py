@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from rlx.offload.identity import is_parameter, is_plain, modified_in_place, size
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.replay import Replay, Watch
 from rlx.offload.stats import mark
-from rlx.offload.stored import Stored
+from rlx.offload.stored import Stored, modified_input
 
 
 class RecomputeError(RuntimeError):
@@ -47,32 +46,27 @@ class _EnoughRecomputedError(BaseException):
     """Ends a recomputation. Not an Exception, so that no layer that catches those can swallow it."""
 
 
-class Slot:
-    """What autograd holds instead of a tensor saved in a recomputed layer."""
+# What autograd holds instead of a tensor saved in a recomputed layer: the call, the tensor's place in the order, what watches
+# its version counter (a parameter itself, else an alias without memory; None: nothing can) and its version. A plain tuple,
+# because there are dozens in each layer.
+Slot = tuple["RecomputedCall", int, Tensor | None, int]
 
-    # Filled in by `RecomputedCall.packer`, for which a call of __init__ would take a third of its time.
-    __slots__ = ("__weakref__", "alias", "call", "dtype", "index", "shape", "value", "version")
 
-    alias: Tensor | None  # watches the version counter: without memory, or a parameter itself; None: cannot be watched
-    call: RecomputedCall
-    dtype: torch.dtype
-    index: int
-    shape: torch.Size | None  # None: a nested tensor, which has none
-    value: Tensor | None
-    version: int
-
-    def restore(self) -> Tensor:
-        """The tensor, recomputed; RuntimeError if the original was written to after the save."""
-        alias = self.alias
-        if alias is not None and alias._version != self.version:
-            raise modified_in_place(self.shape or (), self.dtype, self.version, "but was written to after that")
-        value = self.value
-        if value is None:
-            value = self.call.recompute(self)
-        self.value = None
-        if self.index < self.call.prefetch_below:
-            self.call.prefetch(1)
-        return value
+def restore(slot: Slot) -> Tensor:
+    """The unpack hook: the tensor, recomputed; RuntimeError if the original was written to after the save."""
+    call, index, watched, version = slot
+    if watched is not None and watched._version != version:
+        shape, dtype, *_ = call.expected[index]
+        raise modified_in_place(shape or (), dtype, version, "but was written to after that")
+    values = call.values
+    value = values[index] if values else None
+    if value is None:
+        value = call.recompute(index)
+    call.values[index] = None
+    if index < call.prefetch_below:
+        call.prefetch_below = 0
+        call.prefetch(1)
+    return value
 
 
 class Repeatable(NamedTuple):
@@ -118,11 +112,14 @@ class RecomputedCall(LayerCall):
         self._repeatable = repeatable
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
-        self._slots: list[weakref.ref[Slot]] = []
+        # Of each slot: the tensor's shape (None: nested tensors have none) and dtype, the parameter that it looks at, version.
+        self.expected: list[tuple[torch.Size | None, torch.dtype, Tensor | None, int]] = []
+        self.values: list[Tensor | None] = []  # of each slot, recomputed and not asked for yet
         self._attention_slots: int | None = None
         self._has_ended = False
         self._lock = threading.Lock()
         self._inputs: dict[int, Stored] = {}
+        self._constants: list[tuple[Tensor, int]] = []  # inputs that want no gradient, and their versions
         self._answers: list[Answer | None] = []
         accelerators = dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta"))
         self._device = next(iter(accelerators), None)
@@ -133,29 +130,29 @@ class RecomputedCall(LayerCall):
 
     def packer(self) -> Callable[[Tensor], Slot]:
         """The pack hook of forward. Called for every saved tensor, so it is written for speed."""
-        slots, weak = self._slots, weakref.ref
+        expected, parameters = self.expected, self.parameters
 
         def pack(tensor: Tensor) -> Slot:
-            slot = Slot()
-            slot.call = self
-            slot.index = len(slots)
-            slot.shape = tensor.shape if not tensor.is_nested else None
-            slot.dtype = tensor.dtype
-            slot.value = slot.alias = None
+            watched: Tensor | None = None
+            parameter: Tensor | None = None
+            shape: torch.Size | None = None
+            version = 0
             base = tensor._base
             if base is None:
                 base = tensor
             try:
+                shape = tensor.shape
                 if type(base) is Parameter:
-                    slot.version = base._version
-                    slot.alias = base
-                    self.parameters.append(base)
+                    version = base._version
+                    watched = parameter = base
+                    parameters.append(base)
                 elif type(tensor) is Tensor:
-                    slot.version = tensor._version
-                    slot.alias = without_memory(tensor)
+                    version = tensor._version
+                    watched = without_memory(tensor)
             except RuntimeError:  # inference tensors, sparse and nested layouts
-                slot.alias = None
-            slots.append(weak(slot))
+                watched = None
+            slot = (self, len(expected), watched, version)
+            expected.append((shape, tensor.dtype, parameter, version))
             if self.seen is not None:
                 self.seen.append(tensor)
             return slot
@@ -165,7 +162,7 @@ class RecomputedCall(LayerCall):
     @property
     def slot_count(self) -> int:
         """How many tensors autograd has saved so far."""
-        return len(self._slots)
+        return len(self.expected)
 
     def random_state(self) -> tuple[Tensor, ...]:
         """The state of the random generators."""
@@ -198,41 +195,53 @@ class RecomputedCall(LayerCall):
         self._state.end_forward(self.parameters)
         self.parameters.clear()
         self._ambient.end_forward()
-        if not all(stored.is_untouched for stored in self._inputs_in_order):
+        if self._written_constant() is not None or not all(stored.is_untouched for stored in self._inputs_in_order):
             raise RuntimeError(
                 f"layer {self.layer.name} modifies one of its inputs by an inplace operation and can therefore not be "
                 "recomputed; write out of place in the layer, or use enable_ckpt=False"
             )
 
-    def recompute(self, slot: Slot) -> Tensor:
-        """The tensor of a slot that is empty: recomputes the layer, which fills all its slots."""
+    def recompute(self, index: int) -> Tensor:
+        """The tensor of a slot whose value is not there: recomputes the layer, which gives those of all slots."""
         if not self._has_ended:
             raise RecomputeError(
                 f"layer {self.layer.name} runs a backward pass inside its own forward, of which not everything is "
                 "known yet that has to be recomputed; use enable_ckpt=False, or leave the layer out of layers="
             )
         with self._lock:
-            value = slot.value
+            value = self.values[index] if self.values else None
             if value is None:
-                self._recompute()
-                value = slot.value
+                value = self._recompute()[index]
             assert value is not None
             return value
 
-    def _store_input(self, tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
+    def unload(self, unless_parked_by: LayerCall | None = None) -> None:
+        """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
+        self.values = []
+        super().unload(unless_parked_by)
+
+    def _store_input(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.requires_grad:
+            # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
+            self._constants.append((leaf, 0 if leaf.is_inference() else leaf._version))
+            self.layer.counters.kept_bytes += size_bytes(leaf)
+            return leaf
         # The same object stays the same object: layers ask `query is key`.
-        stored = self._inputs.get(id(tensor))
+        stored = self._inputs.get(id(leaf))
         if stored is None:
             parked = None
-            if not is_parameter(tensor):
-                # What wants no gradient (masks, rotary tables) is as a rule shared by all layers and stays alive anyway.
-                parked = self.park(tensor) if tensor.requires_grad and self._may_leave(tensor) else None
+            if not is_parameter(leaf):
+                parked = self.park(leaf) if self._may_leave(leaf) else None
                 if parked is None:
-                    self.layer.counters.kept_bytes += size_bytes(tensor)
-            stored = self._inputs[id(tensor)] = Stored(tensor, parked)
+                    self.layer.counters.kept_bytes += size_bytes(leaf)
+            stored = self._inputs[id(leaf)] = Stored(leaf, parked)
         return stored
+
+    def _written_constant(self) -> Tensor | None:
+        written = (t for t, version in self._constants if not t.is_inference() and t._version != version)
+        return next(written, None)
 
     def _may_leave(self, tensor: Tensor) -> bool:
         if not is_plain(tensor) or tensor.device.type == "meta":
@@ -242,7 +251,7 @@ class RecomputedCall(LayerCall):
         start, stop = span_bytes(tensor)
         return stop - start >= max(self.engine.options.min_bytes, 1)
 
-    def _recompute(self) -> None:
+    def _recompute(self) -> list[Tensor | None]:
         if self._repeatable.module.training != self._was_training:
             raise RecomputeError(
                 f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
@@ -251,6 +260,9 @@ class RecomputedCall(LayerCall):
         changed = self._state.changed()
         if changed is not None:
             self._refuse(changed)
+        written = self._written_constant()
+        if written is not None:
+            raise modified_input(written)
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
         tensors = {stored: stored.tensor() for stored in self._inputs_in_order}
@@ -263,42 +275,46 @@ class RecomputedCall(LayerCall):
         elif self._attention_slots is not None:
             self.prefetch_below = self._attention_slots
         else:
-            self.prefetch_below = (len(self._slots) + 1) // 2
+            self.prefetch_below = (len(self.expected) + 1) // 2
         start = mark(stream)
-        self._fill_slots(args, kwargs)
+        values = self._save_again(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
-        self.unload()
+        super().unload()
+        self.values = values
+        return values
 
-    def _fill_slots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        slots = [reference() for reference in self._slots]
-        last = max(index for index, slot in enumerate(slots) if slot is not None)
-        filled = 0
+    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None]:
+        """Run forward up to the last tensor that autograd saves; returns these."""
+        values: list[Tensor | None] = []
+        expected, count = self.expected, len(self.expected)
 
         def collect(tensor: Tensor) -> Tensor:
-            slot = slots[filled]
-            if slot is not None:
-                self._check_parameter(slot, tensor)
-            return fill(tensor)
+            shape, dtype, parameter, version = expected[len(values)]
+            base = tensor._base
+            if base is None:
+                base = tensor
+            if type(base) is Parameter or parameter is not None:
+                if base is not parameter:
+                    self._refuse(f"a parameter of shape {list(tensor.shape)} has been replaced")
+                if base._version != version:
+                    self._refuse(f"a parameter of shape {list(tensor.shape)} has been modified by an inplace operation")
+            return save(tensor, shape, dtype)
 
-        def fill(tensor: Tensor) -> Tensor:
-            nonlocal filled
-            slot, value = slots[filled], tensor.detach()
-            if slot is not None:
-                shape = value.shape if not value.is_nested else None
-                if slot.shape != shape or slot.dtype != value.dtype:
-                    saved, found = f"{slot.dtype} {slot.shape}", f"{value.dtype} {shape}"
-                    raise RecomputeError(self._differs(f"tensor {filled} was {saved} and is {found} now"))
-                slot.value = value
-            filled += 1
-            if filled > last:
+        def save(tensor: Tensor, shape: torch.Size | None, dtype: torch.dtype) -> Tensor:
+            value = tensor.detach()
+            if dtype != value.dtype or (shape is not None and shape != value.shape):
+                self._fail(f"tensor {len(values)} was {dtype} {shape} and is {value.dtype} {value.shape} now")
+            values.append(value)
+            if len(values) == count:
                 raise _EnoughRecomputedError
             return value
 
         def answer(first_slot: int, tensors: list[Tensor]) -> None:
-            if first_slot != filled:
-                raise RecomputeError(self._differs(f"{first_slot} tensors were saved and {filled} are at this point"))
+            if first_slot != len(values):
+                self._fail(f"{first_slot} tensors were saved and {len(values)} are at this point")
             for tensor in tensors:
-                fill(tensor)
+                shape, dtype, *_ = expected[len(values)]
+                save(tensor, shape, dtype)
 
         with (
             self._repeatable.context(),
@@ -307,40 +323,26 @@ class RecomputedCall(LayerCall):
             torch.enable_grad(),
             saved_tensors_hooks(collect, _same),
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
-            Replay(self._answers, answer, self._ambient.skip_to, self._error)
+            Replay(self._answers, answer, self._ambient.skip_to, self._fail)
             if self.engine.save == "attention"
             else contextlib.nullcontext(),
         ):
             try:
                 self._repeatable.forward(*args, **kwargs)
             except _EnoughRecomputedError:
-                return
-        if filled > last:  # the layer has swallowed the exception
-            return
-        raise RecomputeError(self._differs(f"{len(slots)} tensors were saved and {filled} are now"))
+                return values
+        if len(values) != count:  # else the layer has swallowed the exception
+            self._fail(f"{count} tensors were saved and {len(values)} are now")
+        return values
 
-    def _check_parameter(self, slot: Slot, tensor: Tensor) -> None:
-        """Refuse a parameter in place of which forward saw another one, or another value."""
-        base, was = tensor._base, slot.alias
-        if base is None:
-            base = tensor
-        if type(base) is Parameter or type(was) is Parameter:
-            if base is not was:
-                self._refuse(f"a parameter of shape {list(tensor.shape)} has been replaced")
-            if base._version != slot.version:
-                self._refuse(f"a parameter of shape {list(tensor.shape)} has been modified by an inplace operation")
-
-    def _refuse(self, changed: str) -> None:
+    def _refuse(self, changed: str) -> NoReturn:
         raise RecomputeError(
             f"layer {self.layer.name} has to be recomputed, but since its forward {changed}, so that gradients would be "
             "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
         )
 
-    def _error(self, how: str) -> RecomputeError:
-        return RecomputeError(self._differs(how))
-
-    def _differs(self, how: str) -> str:
-        return (
+    def _fail(self, how: str) -> NoReturn:
+        raise RecomputeError(
             f"recomputing layer {self.layer.name} did not save the tensors that its forward saved: {how}; a layer that is "
             "recomputed must do the same each time: look for state that it changes, or randomness of its own"
         )
@@ -364,7 +366,7 @@ def run_recomputed(
     call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors)
     watch = Watch(call, layer.attention_count) if engine.save == "attention" else None
     try:
-        with saved_tensors_hooks(call.packer(), Slot.restore), watch or contextlib.nullcontext():
+        with saved_tensors_hooks(call.packer(), restore), watch or contextlib.nullcontext():
             outputs = repeatable.forward(*args, **kwargs)
     finally:
         call.leave_forward()

@@ -45,12 +45,12 @@ class LayerForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward; what backward needs of it leaves the device."""
-        # Disabled, but still called: somebody else has wrapped this object since.
-        if not torch.is_grad_enabled() or not self.handle.is_enabled:
-            module = self._module()
-            assert module is not None
-            return self.original(module)(*args, **kwargs)
-        return self._run_uncompiled(args, kwargs)
+        if torch.is_grad_enabled() and self.handle.is_enabled:
+            return self._run_uncompiled(args, kwargs)
+        # Without gradient; or disabled but still called, because somebody else has wrapped this object since.
+        module: Any = self._module()
+        own = self.own_forward
+        return own(*args, **kwargs) if own is not None else type(module).forward.__get__(module)(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()

@@ -24,7 +24,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -247,7 +247,7 @@ class Replay(_Watcher):
         answers: one for each call that forward made, None for those that run again.
         fill: fills the slots from a given one on; may end the recomputation by an exception.
         set_random_state: sets the state of the random generators.
-        differs: makes the error for a forward that is not the same as it was.
+        fail: raises the error for a forward that is not the same as it was.
     """
 
     def __init__(
@@ -255,23 +255,23 @@ class Replay(_Watcher):
         answers: Sequence[Answer | None],
         fill: Callable[[int, list[Tensor]], None],
         set_random_state: Callable[[tuple[Tensor, ...]], None],
-        differs: Callable[[str], Exception],
+        fail: Callable[[str], NoReturn],
     ) -> None:
         super().__init__()
         self._answers: Iterator[Answer | None] = iter(answers)
         self._fill = fill
         self._set_random_state = set_random_state
-        self._differs = differs
+        self._fail = fail
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         try:
             answer = next(self._answers)
         except StopIteration:
-            raise self._differs(f"{function} is called once more than in forward") from None
+            self._fail(f"{function} is called once more than in forward")
         if answer is None or not answer.is_whole:
             return function(*args, **kwargs)
         if answer.function != function:
-            raise self._differs(f"{function} is called where forward called {answer.function}")
+            self._fail(f"{function} is called where forward called {answer.function}")
         saved = answer.saved(tensors_in((args, kwargs)))
         if saved is None:
             return function(*args, **kwargs)

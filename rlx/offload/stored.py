@@ -55,10 +55,15 @@ class Stored:
             return self._layout.on(storage, first_byte).requires_grad_(self._requires_grad)
         assert self._kept is not None
         if not self.is_untouched:
-            raise RuntimeError(
-                f"a {self._kept.dtype} tensor of shape {list(self._kept.shape)}, an input of a layer that has to be "
-                "recomputed, has been modified by an inplace operation since; write out of place, or clone it before"
-            )
+            raise modified_input(self._kept)
         if isinstance(self._kept, Parameter):
             return self._kept
         return self._kept.detach().requires_grad_(self._requires_grad)
+
+
+def modified_input(tensor: Tensor) -> RuntimeError:
+    """The error for a layer input that was written to before the layer is recomputed."""
+    return RuntimeError(
+        f"a {tensor.dtype} tensor of shape {list(tensor.shape)}, an input of a layer that has to be recomputed, has been "
+        "modified by an inplace operation since; write out of place, or clone it before"
+    )
