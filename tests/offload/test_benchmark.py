@@ -85,9 +85,9 @@ def test_a_run_writes_table_figures_and_picture(benchmark, tmp_path):
 
 def test_plain_with_fewer_layers_is_scaled_and_says_so(benchmark, tmp_path):
     printed, results = benchmark(
-        *TINY, "--case", "8x2", "--modes", "plain,boundary", "--plain-layers", "2", "--no-picture"
+        *TINY, "--case", "8x2", "--case", "4", "--modes", "plain,boundary", "--plain-layers", "2", "--no-picture"
     )
-    assert [(case["tokens"], case["layers"]) for case in results["cases"]] == [(16, 3), (8, 2)]
+    assert [(case["tokens"], case["layers"]) for case in results["cases"]] == [(16, 3), (8, 2), (4, 8)]
     first, second = (rows_of(results, number)["plain"] for number in (0, 1))
     assert (first["layers"], first["note"]) == (2, "scaled from 2 layers")
     assert (second["layers"], second["note"]) == (2, None)
@@ -265,9 +265,8 @@ def test_a_mode_takes_options_of_its_own():
             ("--model", "qwen9"),
             "'qwen9' is neither a named shape nor a local configuration; choose one of tiny, qwen2-7b",
         ),
-        (("--case", "8192"), "got '8192', expected TOKENSxLAYERS, such as 8192x28"),
-        (("--case", "8192x0"), "got '8192x0', expected TOKENSxLAYERS"),
-        (("--case", "8x2", "--layers", "3"), "either --case or --tokens and --layers"),
+        (("--case", "8192x0"), "got '8192x0', expected TOKENSxLAYERS, such as 8192x28, or TOKENS"),
+        (("--case", "x28"), "got 'x28', expected TOKENSxLAYERS"),
         (("--overhead", "--model", "tiny"), "--overhead has a model and modes of its own, but got --device, --model"),
         (("--modes", "plain,boundry"), "mode 'boundry' does not exist; choose from plain, checkpointing, boundary"),
         (("--modes", "plain,plain"), "--modes names plain more than once"),
@@ -277,7 +276,7 @@ def test_a_mode_takes_options_of_its_own():
             "got 'min_byte=1', expected option=value with an option of OffloadOptions",
         ),
         (("--modes", "boundary:min_bytes=many"), "OffloadOptions.min_bytes: got 'many'"),
-        (("--prefetch-layers", "-1"), "OffloadOptions.prefetch_layers: got -1, expected an integer >= 0"),
+        (("--modes", "all:prefetch_layers=-1"), "OffloadOptions.prefetch_layers: got -1, expected an integer >= 0"),
         (("--tier", "disk"), "OffloadOptions.directory: got None with tier='disk'"),
         (("--tier", "disk", "--directory", "/no/such/folder"), "cannot use the directory (No such file or directory)"),
         (("--tier", "tape"), "OffloadOptions.tier: got 'tape'"),

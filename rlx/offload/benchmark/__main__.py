@@ -29,7 +29,7 @@ from rlx.offload.benchmark.measure import Plan
 from rlx.offload.benchmark.modes import KINDS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.benchmark.shapes import SHAPES, Case, describe, number_of_layers, read_shape
+from rlx.offload.benchmark.shapes import SHAPES, Case, number_of_layers, read_shape
 from rlx.offload.disk import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_effect(parser, given)
         device = _device(given)
-        job = None if given.overhead else _job(given, device, argv)
+        about = _about(argv, device)
+        job = None if given.overhead else _job(given, device, about)
     except (ValueError, DiskError) as error:
         parser.error(str(error))
     folder = Path(given.out)
@@ -51,7 +52,6 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: the folder {folder} cannot be made: {error.strerror}; name another")
-    about = _about(argv, device)
     print(", ".join(f"{key} {value}" for key, value in about.items() if key != "command"), flush=True)
     if job is None:
         run_overhead(given.rounds or 300, folder, about)
@@ -68,9 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"{', '.join(SHAPES)}, or the path of a HF config.json")
-    add("--case", action="append", type=_case, metavar="TOKENSxLAYERS", help="may be given several times")
-    add("--tokens", type=_positive, help="for a single case")
-    add("--layers", type=_positive, help="for a single case; default: as many as the model has")
+    add(
+        "--case",
+        action="append",
+        type=_case,
+        metavar="TOKENS[xLAYERS]",
+        help="may be given several times; default: 8192 tokens, on the CPU 128, and as many layers as the model has",
+    )
     add(
         "--modes",
         help=f"default: {_DEFAULT_MODES}, with --gpus {_DEFAULT_MODES_OF_SEVERAL}; rlx's take options of OffloadOptions, "
@@ -82,8 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--plain-layers", type=_positive, metavar="N", help="measure plain with N layers and scale it")
     add("--tier", default="cpu", help="where rlx's modes offload to: cpu or disk")
     add("--directory", help="folder of the disk tier")
-    add("--prefetch-layers", type=int, help="see OffloadOptions")
-    add("--max-inflight-bytes", type=int, help="see OffloadOptions")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--device", choices=("cpu", "accelerator"), help="default: the accelerator if there is one")
     add("--gpus", type=_positive, default=1, metavar="N", help="N processes with FSDP2, each with its own device")
@@ -100,15 +102,12 @@ def _check_effect(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
     if ignored:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(ignored))
         raise ValueError(f"--overhead has a model and modes of its own, but got {names}; leave it out")
-    if given.case and (given.tokens or given.layers):
-        raise ValueError("give either --case or --tokens and --layers")
 
 
-def _job(given: argparse.Namespace, device: torch.device, argv: list[str] | None) -> Job:
+def _job(given: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Job:
     name = given.model or ("tiny" if device.type == "cpu" else "qwen2-7b")
     shape = read_shape(name)
     options = {"tier": given.tier, "directory": given.directory}
-    options |= {"prefetch_layers": given.prefetch_layers, "max_inflight_bytes": given.max_inflight_bytes}
     if device.type == "cpu":
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
     plan = Plan(
@@ -120,12 +119,14 @@ def _job(given: argparse.Namespace, device: torch.device, argv: list[str] | None
         seconds=given.seconds,
         warm_up=given.warm_up,
         plain_layers=given.plain_layers,
-        with_curve=not given.no_picture,
+        with_picture=not given.no_picture,
     )
-    about = {**_about(argv, device), "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus}
+    cases = given.case or [Case(128 if device.type == "cpu" else 8192, 0)]
+    cases = [Case(case.tokens, case.layers or number_of_layers(shape)) for case in cases]
+    about = {**about, "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus}
     about["options"] = {mode.name: asdict(mode.options) for mode in plan.modes if mode.options is not None}
-    title = f"{name} on {given.gpus} x {about['device']}, {given.dtype}\n{describe(shape)}"
-    return Job(plan, _cases(given, shape, device), title, about, Path(given.out), not given.no_picture)
+    title = f"{name} on {given.gpus} x {about['device']}, {given.dtype}"
+    return Job(plan, cases, title, about, Path(given.out))
 
 
 def _modes(text: str, options: dict[str, Any]) -> list[Mode]:
@@ -138,11 +139,6 @@ def _modes(text: str, options: dict[str, Any]) -> list[Mode]:
         if mode.options is not None and mode.options.directory is not None and mode.options.uses_disk:
             extent_file(mode.options.directory)  # a folder that cannot be used is refused here, not in the middle
     return modes
-
-
-def _cases(given: argparse.Namespace, shape: dict[str, Any], device: torch.device) -> list[Case]:
-    tokens = given.tokens or (128 if device.type == "cpu" else 8192)
-    return given.case or [Case(tokens, given.layers or number_of_layers(shape))]
 
 
 def _device(given: argparse.Namespace) -> torch.device:
@@ -177,11 +173,12 @@ def _positive(text: str) -> int:
 
 
 def _case(text: str) -> Case:
-    tokens, _, layers = text.partition("x")
+    """A case from `TOKENSxLAYERS`, or `TOKENS`: 0 layers then, as many as the model has."""
+    tokens, times, layers = text.partition("x")
     try:
-        return Case(_positive(tokens), _positive(layers))
+        return Case(_positive(tokens), _positive(layers) if times else 0)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected TOKENSxLAYERS, such as 8192x28") from None
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected TOKENSxLAYERS, such as 8192x28, or TOKENS") from None
 
 
 if __name__ == "__main__":

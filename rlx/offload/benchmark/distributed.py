@@ -63,8 +63,8 @@ def _work(rank: int, world_size: int, port: int, job: Job) -> None:
     try:
         ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
         mesh = init_device_mesh(device.type, (world_size,))
-        job = job._replace(plan=job.plan._replace(device=device))
-        is_measured = job.run(ranks, functools.partial(_shard, mesh=mesh))
+        plan = job.plan._replace(device=device, shard=functools.partial(_shard, mesh=mesh))
+        is_measured = job._replace(plan=plan).run(ranks)
     finally:
         dist.destroy_process_group()
     if not is_measured:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from rlx.offload.benchmark.measure import CaseRun, Plan
 from rlx.offload.benchmark.picture import draw
@@ -25,7 +23,6 @@ class Job(NamedTuple):
         title: of the pictures.
         about: what the JSON file says beside the figures.
         folder: where the files go; it exists.
-        with_picture: whether to draw.
     """
 
     plan: Plan
@@ -33,53 +30,35 @@ class Job(NamedTuple):
     title: str
     about: dict[str, Any]
     folder: Path
-    with_picture: bool
 
-    def run(self, ranks: Ranks, shard: Callable[[nn.Module], nn.Module] | None = None) -> bool:
+    def run(self, ranks: Ranks) -> bool:
         """Measure; the first of the processes reports.
-
-        Args:
-            ranks: the processes that take part.
-            shard: called with each model where there are several.
 
         Returns:
             Whether a mode could be measured in each case.
         """
-        say = _print if ranks.is_first else _keep_silent
         results: list[CaseResult] = []
-        files: list[Path] = []
+        files = [self.folder / "results.json"]
         for case in self.cases:
-            result = CaseRun(self.plan, case, ranks, shard, say).run()
+            result = CaseRun(self.plan, case, ranks).run()
             results.append(result)
-            if not ranks.is_first:
-                continue
-            say(f"\n{table(result)}\n")
-            # After each case, so that an interrupted run leaves what it has.
-            files[:1] = [self.folder / "results.json"]
-            write_json(files[0], self.about, results)
-            if self.with_picture:
-                files += self._picture(result, say)
-        say("written: " + ", ".join(map(str, files)))
+            if ranks.is_first:
+                ranks.say(f"\n{table(result)}\n")
+                # After each case, so that an interrupted run leaves what it has.
+                write_json(files[0], self.about, results)
+                files += self._picture(result, ranks)
+        ranks.say("written: " + ", ".join(map(str, files)))
         return all(any(row.median_s is not None for row in result.rows) for result in results)
 
-    def _picture(self, result: CaseResult, say: Callable[[str], None]) -> list[Path]:
-        path = self.folder / f"{result.tokens}x{result.layers}.png"
-        if all(row.median_s is None for row in result.rows):
-            say("no picture: no mode was measured")
+    def _picture(self, result: CaseResult, ranks: Ranks) -> list[Path]:
+        if not self.plan.with_picture or all(row.median_s is None for row in result.rows):
             return []
         if self.plan.device.type == "cpu":
-            say("picture without device memory: the CPU has none of its own")
+            ranks.say("picture without device memory: the CPU has none of its own")
+        path = self.folder / f"{result.tokens}x{result.layers}.png"
         try:
             draw(path, self.title, result)
         except ImportError as error:
-            say(f"no picture: {error}")
+            ranks.say(f"no picture: {error}")
             return []
         return [path]
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
-
-
-def _keep_silent(text: str) -> None:
-    pass

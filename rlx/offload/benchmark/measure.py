@@ -31,7 +31,8 @@ class Plan(NamedTuple):
         seconds: after so long no further round of a case begins; None: all rounds are run.
         warm_up: steps of each mode before.
         plain_layers: with how many layers plain is measured and scaled; None: with all, or with two if those do not fit.
-        with_curve: whether to record memory over a step.
+        with_picture: whether to record memory over a step and draw it.
+        shard: called with each model where there are several processes; None: the modes share one set of weights.
     """
 
     shape: dict[str, Any]
@@ -42,7 +43,8 @@ class Plan(NamedTuple):
     seconds: float | None
     warm_up: int
     plain_layers: int | None
-    with_curve: bool
+    with_picture: bool
+    shard: Callable[[nn.Module], nn.Module] | None = None
 
 
 class CaseRun:
@@ -52,19 +54,10 @@ class CaseRun:
         plan: what to measure.
         case: how long and how deep.
         ranks: the processes that take part.
-        shard: called with each model, for more than one process; None: the modes share one set of weights.
-        say: for progress.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        case: Case,
-        ranks: Ranks,
-        shard: Callable[[nn.Module], nn.Module] | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self._plan, self._case, self._ranks, self._shard, self._say = plan, case, ranks, shard, say
+    def __init__(self, plan: Plan, case: Case, ranks: Ranks) -> None:
+        self._plan, self._case, self._ranks = plan, case, ranks
         self._arenas = [host_arena(pinned) for pinned in (True, False)]
         self._entrants: dict[str, Entrant] = {}
         self._notes: dict[str, str] = {}
@@ -73,10 +66,10 @@ class CaseRun:
     def run(self) -> CaseResult:
         """Warm every mode up, look at a step of each, then time them in rounds."""
         start = time.perf_counter()
-        self._say(f"case {self._case}")
+        self._ranks.say(f"case {self._case}")
         for mode in self._plan.modes:
             self._enter(mode)
-        self._each("observe", lambda entrant: entrant.observed_step(self._plan.with_curve))
+        self._each("observe", lambda entrant: entrant.observed_step(self._plan.with_picture))
         allocations = self._allocations()
         measured_from = time.perf_counter()
         for number in range(self._plan.rounds):
@@ -125,7 +118,7 @@ class CaseRun:
         if note is not None:
             self._entrants.pop(mode.name, None)
             clean_up(self._plan.device)
-        self._say(f"  warm-up {mode.name}: {note or f'{time.perf_counter() - start:.1f} s'}")
+        self._ranks.say(f"  warm-up {mode.name}: {note or f'{time.perf_counter() - start:.1f} s'}")
         return note
 
     def _each(self, what: str, run: Callable[[Entrant], None], reverse: bool = False) -> None:
@@ -138,7 +131,7 @@ class CaseRun:
                 self._notes[name] = note
                 del self._entrants[name]
                 clean_up(self._plan.device)
-        self._say(f"  {what}: {time.perf_counter() - start:.1f} s")
+        self._ranks.say(f"  {what}: {time.perf_counter() - start:.1f} s")
 
     def _failure(self, run: Callable[[], None]) -> str | None:
         """Run something on all ranks; the first failure among them as text."""
@@ -157,8 +150,8 @@ class CaseRun:
         if layers == self._case.layers and self._weights is not None:
             return share(self._weights)
         model = build(plan.shape, Case(self._case.tokens, layers), plan.device, plan.dtype)
-        if self._shard is not None:
-            return self._shard(model)
+        if plan.shard is not None:
+            return plan.shard(model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         if layers == self._case.layers:

@@ -19,6 +19,11 @@ class Ranks:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.is_first = group is None or dist.get_rank(group) == 0
 
+    def say(self, text: str) -> None:
+        """Print a line, on the first process only."""
+        if self.is_first:
+            print(text, flush=True)
+
     def barrier(self) -> None:
         """Wait for all."""
         if self._group is not None:

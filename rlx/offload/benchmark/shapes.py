@@ -12,41 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 # Decoder layers as published, with a small vocabulary: embedding and head are no part of what is measured.
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "qwen2-7b": {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "llama3-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    name: dict(zip(_FIELDS, values, strict=True))
+    for name, *values in (
+        ("tiny", "qwen2", 64, 128, 8, 4, 2),
+        ("qwen2-7b", "qwen2", 3584, 18944, 28, 28, 4),
+        ("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8),
+        ("llama3-8b", "llama", 4096, 14336, 32, 32, 8),
+    )
 }
 _VOCABULARY = 1024
 
@@ -89,16 +71,6 @@ def read_shape(name: str) -> dict[str, Any]:
 def number_of_layers(shape: dict[str, Any]) -> int:
     """How many layers the shape has by itself."""
     return int(_config(shape).num_hidden_layers)
-
-
-def describe(shape: dict[str, Any]) -> str:
-    """A shape in a few words."""
-    config = _config(shape)
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    values = {name: getattr(config, name, None) for name in names}
-    return ", ".join(
-        [config.model_type, *(f"{name} {value}" for name, value in values.items() if isinstance(value, int))]
-    )
 
 
 def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
