@@ -159,9 +159,7 @@ class HostArena:
                 return None
             pieces = self._ranges.take(needed)
             while pieces is None and self._cooling:
-                block, event = self._cooling.popleft()
-                event.synchronize()
-                self._ranges.give(block.pieces)
+                self._wait_for_oldest()
                 pieces = self._ranges.take(needed)
             if pieces is None:
                 self._grow(needed)
@@ -182,9 +180,7 @@ class HostArena:
         with self._lock:
             self._settle()
             while self._cooling:
-                block, event = self._cooling.popleft()
-                event.synchronize()
-                self._ranges.give(block.pieces)
+                self._wait_for_oldest()
             freed = 0
             for slab in self._ranges.remove_free_slabs():
                 pages = self._slabs.pop(slab)
@@ -206,6 +202,11 @@ class HostArena:
                 self._cooling.append((block, after))
         while self._cooling and self._cooling[0][1].query():
             self._ranges.give(self._cooling.popleft()[0].pieces)
+
+    def _wait_for_oldest(self) -> None:
+        block, event = self._cooling.popleft()
+        event.synchronize()
+        self._ranges.give(block.pieces)
 
     def _views(self, pieces: list[Piece], nbytes: int) -> list[Tensor]:
         views, left = [], nbytes

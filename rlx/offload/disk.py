@@ -70,19 +70,13 @@ class ExtentFile:
         Raises:
             DiskError: if the file system has no room for them.
         """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "activation offloading to disk was switched on before this process was forked, and its threads are not "
-                "here; switch it on in the process that trains"
-            )
+        self._check_process()
         needed = aligned(nbytes)
         with self._lock:
             self._settle()
             pieces = self._ranges.take(needed)
             if pieces is None:
-                missing = needed - self._ranges.usable_bytes(needed)
-                if not self._grow(growth_bytes(missing, self._nbytes), is_last_try=False):
-                    self._grow(missing, is_last_try=True)
+                self._grow(needed - self._ranges.usable_bytes(needed))
                 pieces = self._ranges.take(needed)
             assert pieces is not None
             return pieces
@@ -128,7 +122,15 @@ class ExtentFile:
             os.ftruncate(self._descriptor, 0)
             return freed
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "activation offloading to disk was switched on before this process was forked, and its threads are not "
+                "here; switch it on in the process that trains"
+            )
+
     def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+        self._check_process()
         self._unfinished.expect(1)
         try:
             pool.submit(self._run, task)
@@ -146,25 +148,28 @@ class ExtentFile:
         while self.returned:
             self._ranges.give(self.returned.popleft())
 
-    def _grow(self, more: int, is_last_try: bool) -> bool:
-        try:
-            os.posix_fallocate(self._descriptor, self._nbytes, more)
-        except OSError as error:
-            can_reserve = error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)
-            # Back to its size; or longer without room taken, where the file system cannot: then a full one fails a write.
-            os.ftruncate(self._descriptor, self._nbytes + (0 if can_reserve else more))
-            if can_reserve and not is_last_try:
-                return False
-            if can_reserve:
-                raise DiskError(
-                    error.errno,
-                    f"activation offloading to disk has a file of {self._nbytes} bytes and needs {more} more "
-                    f"({error.strerror}); make room, choose another OffloadOptions.directory, or offload less",
-                    self.directory,
-                ) from error
+    def _grow(self, missing: int) -> None:
+        """Make the file longer: by a growth step or, where that finds no room, by what is missing."""
+        for more in (growth_bytes(missing, self._nbytes), missing):
+            try:
+                os.posix_fallocate(self._descriptor, self._nbytes, more)
+                break
+            except OSError as error:
+                failure = error
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    # The file system takes no room ahead: if it is full, a write fails.
+                    os.ftruncate(self._descriptor, self._nbytes + more)
+                    break
+                os.ftruncate(self._descriptor, self._nbytes)
+        else:
+            raise DiskError(
+                failure.errno,
+                f"activation offloading to disk has a file of {self._nbytes} bytes and needs {missing} more "
+                f"({failure.strerror}); make room, choose another OffloadOptions.directory, or offload less",
+                self.directory,
+            ) from failure
         self._ranges.extend(0, more)
         self._nbytes += more
-        return True
 
     def _allow_direct(self) -> bool:
         """Switch direct I/O on if a page can be written so; else write it through the cache."""

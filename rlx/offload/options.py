@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rlx.offload.places import MIN_STAGING_BYTES, chunk_bytes
 
 logger = logging.getLogger("rlx.offload")
 
-SAVES = ("boundary", "attention", "all", "auto")
-TIERS = ("cpu", "disk")
-_NOT_AVAILABLE = {"save": ("auto",), "tier": ()}
+_CHOICES = {"save": (None, "boundary", "attention", "all"), "tier": ("cpu", "disk")}
+_SWITCHES = ("pin_memory", "use_streams")
+_COUNTS = ("prefetch_layers", "max_inflight_bytes", "min_bytes", "max_host_bytes", "max_device_bytes")
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,20 @@ class OffloadOptions:
     max_device_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("save", (None, *SAVES)), ("tier", TIERS)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"OffloadOptions.{name}: got {value!r}, expected one of {allowed}")
-            if value in _NOT_AVAILABLE[name]:
-                left = tuple(choice for choice in allowed if choice not in _NOT_AVAILABLE[name])
-                raise ValueError(
-                    f"OffloadOptions.{name}={value!r} is not available in this version; choose one of {left}"
-                )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("pin_memory", "use_streams"):
-                if not isinstance(value, bool):
-                    raise ValueError(f"OffloadOptions.{field.name}: got {value!r}, expected True or False")
-            elif field.name.endswith("_bytes") or field.name == "prefetch_layers":
-                _check_count(field.name, value, optional=field.name != "min_bytes")
+        if self.save == "auto":
+            raise ValueError(
+                f"OffloadOptions.save='auto' is not available in this version; choose one of {_CHOICES['save']}"
+            )
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"OffloadOptions.{name}: got {getattr(self, name)!r}, expected one of {allowed}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"OffloadOptions.{name}: got {getattr(self, name)!r}, expected True or False")
+        for name in _COUNTS:
+            value, or_none = getattr(self, name), "" if name == "min_bytes" else " or None"
+            if not (value is None and or_none) and (type(value) is not int or value < 0):
+                raise ValueError(f"OffloadOptions.{name}: got {value!r}, expected an integer >= 0{or_none}")
         self._check_disk()
 
     @property
@@ -128,12 +126,3 @@ class OffloadOptions:
         if without_effect:
             where = "" if on_accelerator else " (no accelerator: copies are synchronous)"
             logger.warning("activation offloading: without effect here: %s%s", ", ".join(without_effect), where)
-
-
-def _check_count(name: str, value: object, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"OffloadOptions.{name}: got {value!r}, expected an integer >= 0{' or None' if optional else ''}"
-        )

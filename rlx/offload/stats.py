@@ -91,8 +91,6 @@ class Counters:
         self.recomputed_ms = 0.0
         self.copy_ms = 0.0
         self.stall_ms = 0.0
-        self.disk_bytes = 0
-        self.disk_ms = 0.0
 
 
 Mark = float | torch.Event

@@ -403,16 +403,23 @@ def test_an_unused_file_is_closed(toys, tmp_path):
     assert open_files() == before
 
 
-def test_a_forked_child_is_refused(tmp_path):
-    file = ExtentFile(str(tmp_path))
-    child = os.fork()
-    if child == 0:
-        try:
-            file.take(1)
-        except RuntimeError as error:
-            os._exit(17 if "forked" in str(error) else 1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+def test_a_forked_child_is_refused(enable, toys, tmp_path):
+    """Also where the parent ran forward: the threads that would read are not in the child."""
+    model = toys.stack()
+    enable(model, False, **on_disk(tmp_path))
+    loss = model(torch.randn(4, 8)).sum()
+    file = extent_file(str(tmp_path))
+    for run in (loss.backward, lambda: file.take(1)):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                run()
+            except RuntimeError as error:
+                os._exit(17 if "forked" in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    loss.backward()
 
 
 def test_trim_empties_the_file_once_nothing_is_in_use(tmp_path):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +80,7 @@ def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.
     if (getattr(config, "max_position_embeddings", None) or case.tokens) < case.tokens:
         config.max_position_embeddings = case.tokens
     torch.manual_seed(0)
-    with device, _quiet():
+    with device:
         model: nn.Module = AutoModel.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation="sdpa"
         )
@@ -109,15 +107,3 @@ def _with_layers(shape: dict[str, Any], layers: int) -> dict[str, Any]:
         types = shape["layer_types"]
         changed["layer_types"] = (types * (layers // len(types) + 1))[:layers]
     return changed
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
