@@ -23,6 +23,7 @@ from rlx.offload.saving import RegionHooks, run_saving, unpack
 from rlx.offload.stats import OffloadStats
 
 logger = logging.getLogger("rlx.offload")
+_is_grad_enabled = torch.is_grad_enabled  # asked for each layer of each generated token
 
 
 class LayerForward:
@@ -37,6 +38,7 @@ class LayerForward:
         self.__signature__ = inspect.signature(module.forward)
         self.handle = handle
         self.own_forward = vars(module).get("forward")
+        self._function: Any = type(module).forward
         self._layer = layer
         self._module = weakref.ref(module)  # the module holds this object
         self._places: Places | None = None
@@ -45,12 +47,12 @@ class LayerForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward; what backward needs of it leaves the device."""
-        if torch.is_grad_enabled() and self.handle.is_enabled:
+        if _is_grad_enabled() and self.handle.is_enabled:
             return self._run_uncompiled(args, kwargs)
         # Without gradient; or disabled but still called, because somebody else has wrapped this object since.
-        module: Any = self._module()
-        own = self.own_forward
-        return own(*args, **kwargs) if own is not None else type(module).forward.__get__(module)(*args, **kwargs)
+        if self.own_forward is not None:
+            return self.own_forward(*args, **kwargs)
+        return self._function(self._module(), *args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()
