@@ -118,16 +118,15 @@ class Copier:
             is_ahead: whether a thread of its own issues this, so that nobody waits for it without an accelerator.
         """
         stream = self._returning or arrival.home
-        if self._returning is not None and arrival.allocated is not None:
-            self._returning.wait_event(arrival.allocated)
-            if after is not None:
-                self._returning.wait_event(after)
+        for event in (arrival.allocated, after):
+            if stream is not None and event is not None:
+                stream.wait_event(event)  # on one stream for nothing, but layers may compute on several
         is_waited_for = self._returning is None and not (is_ahead and self.on_host)
         target = arrival.buffer[first_byte:] if first_byte else arrival.buffer
-        event = self._copy(stream, target, views, to_host=False, is_waited_for=is_waited_for)
-        if event is not None:
-            arrival.copies.append(event)
-        return event
+        copied = self._copy(stream, target, views, to_host=False, is_waited_for=is_waited_for)
+        if copied is not None:
+            arrival.copies.append(copied)
+        return copied
 
     def wait_for(self, arrival: Arrival) -> None:
         """Make the current stream wait for the bytes of an arrival, and the host until their copies are issued."""

@@ -131,18 +131,11 @@ class ExtentFile:
 
     def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
         self._check_process()
+        future = pool.submit(
+            task
+        )  # where that fails for want of one more thread, another may run the task all the same
         self._unfinished.expect(1)
-        try:
-            pool.submit(self._run, task)
-        except BaseException:
-            self._unfinished.done()
-            raise
-
-    def _run(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        finally:
-            self._unfinished.done()
+        future.add_done_callback(lambda _: self._unfinished.done())
 
     def _settle(self) -> None:
         while self.returned:
@@ -223,6 +216,6 @@ def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
 
 
 def extent_files() -> list[ExtentFile]:
-    """All files of this process."""
+    """All files of this process, of which one that forked it has others."""
     with _FILES_LOCK:
-        return list(_FILES.values())
+        return [file for (process, _, _), file in _FILES.items() if process == os.getpid()]

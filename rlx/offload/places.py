@@ -196,11 +196,11 @@ class DiskPlace:
             block = self.store.staging.take_to_write(chunk.nbytes, copier)
             try:
                 left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block.views)
-                self.written.expect(1)
-                self.store.file.submit_write(_Write(self, chunk, copier, block, left).run)
             except BaseException:
                 self.store.staging.give_written(block)
                 raise
+            self.written.expect(1)
+            self.store.file.submit_write(_Write(self, chunk, copier, block, left).run)
         return left
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
@@ -353,6 +353,8 @@ class DiskStore:
             self._busy_threads += 1
         try:
             yield
+            with self._lock:
+                self.moved_bytes += chunk.nbytes
         except OSError as error:
             raise DiskError(
                 error.errno,
@@ -363,7 +365,6 @@ class DiskStore:
             ) from error
         finally:
             with self._lock:
-                self.moved_bytes += chunk.nbytes
                 self._busy_threads -= 1
                 if self._busy_threads == 0:
                     self.busy_ms += (time.perf_counter() - self._busy_since) * 1e3

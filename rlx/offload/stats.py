@@ -28,7 +28,8 @@ class OffloadStats:
         offloaded_bytes: copied off the device, each range of bytes once.
         held_bytes: off the device now, for graphs that are alive.
         reserved_bytes: host memory the arena has taken from the system, for all its users.
-        kept_bytes: saved tensors and layer inputs that stayed on the device; parameters and buffers are not counted.
+        kept_bytes: saved tensors and layer inputs that stayed on the device, each time one is saved; parameters and
+            buffers are not counted.
         recomputed_ms: device time of recomputing layers.
         copied_bytes: copied in both directions.
         copy_ms: device time of these copies.

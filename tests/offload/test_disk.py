@@ -346,9 +346,12 @@ def test_a_failing_disk_is_an_error_in_backward_and_the_next_step_is_clean(
     handle = enable(model, enable_ckpt, **on_disk(tmp_path))
     expected.assert_equal(toys.grade(model, step))
     file = extent_file(str(tmp_path))
+    moved = handle.stats().disk_bytes
     if what == "write":
         break_file(file, "/dev/full", os.O_RDWR)  # each write: no space left on device
         loss = step(model)
+        file.drain()
+        assert handle.stats().disk_bytes == moved
     else:
         loss = step(model)
         file.drain()
@@ -420,6 +423,46 @@ def test_a_forked_child_is_refused(enable, toys, tmp_path):
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
     loss.backward()
+
+
+def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
+    file = extent_file(str(tmp_path))
+    file.returned.append(file.take(MIB))
+    size = file.nbytes
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        trim()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.fstat(file._descriptor).st_size == size
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(tmp_path, monkeypatch):
+    file = ExtentFile(str(tmp_path))
+    store = DiskStore(file, Staging(host_arena(False), ALIGN_BYTES), warning=None)
+    copier = Copier(torch.device("cpu"), True, Counters(), Timeline())
+    source = torch.zeros(40 * ALIGN_BYTES, dtype=torch.uint8)
+    go_on = threading.Event()
+    file.submit_write(go_on.wait)  # the one thread there is has something to do
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            store.take(source.numel()).write(copier, source)
+    go_on.set()
+    gc.collect()
+    place = store.take(source.numel())
+    place.write(copier, source)
+    file.drain()
+    place.written.wait()
+    del place
+    assert host_arena(False).held_bytes == 0
+    file.trim()
+    assert file.nbytes == 0
 
 
 def test_trim_empties_the_file_once_nothing_is_in_use(tmp_path):
