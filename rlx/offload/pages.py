@@ -37,10 +37,10 @@ class Pages:
     """
 
     def __init__(self, nbytes: int, is_locked: bool) -> None:
+        self._unlock = None
         self.bytes: Tensor
         if is_locked and not torch.cuda.is_available():
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._unlock = None
             return
         # Private and anonymous: memory of this process, not a file shared with its children.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -52,8 +52,6 @@ class Pages:
             # Holds the pages: they are unlocked before the system has them. A process that ends need not unlock.
             self._unlock = weakref.finalize(self, _unregister, self.bytes)
             self._unlock.atexit = False
-        else:
-            self._unlock = None
 
     def close(self) -> None:
         """Unlock the pages; no copy may run on them. Their memory goes with the last tensor that looks at it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,6 @@ from rlx.offload.transfer import Parked
 
 # A region without layers is cut into stretches of this many parked bytes, so that backward can fetch ahead.
 STRETCH_BYTES = 64 << 20
-
-
-class Packed(Protocol):
-    """What autograd holds instead of a tensor."""
-
-    def restore(self) -> Tensor:
-        """The tensor, as often as asked."""
-
-
-def unpack(packed: Packed) -> Tensor:
-    """The unpack hook of the engine."""
-    return packed.restore()
 
 
 class Kept:
@@ -79,6 +67,11 @@ class Saved:
         return self._layout.on(storage, first_byte)
 
 
+def unpack(packed: Kept | Saved) -> Tensor:
+    """The unpack hook."""
+    return packed.restore()
+
+
 class SavingCall(LayerCall):
     """A layer call, or a stretch of a region, whose saved tensors leave.
 
@@ -95,7 +88,7 @@ class SavingCall(LayerCall):
         self._fixed = fixed
         self.parked_bytes = 0
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> Kept | Saved:
         """The pack hook."""
         if is_parameter(tensor) or storage_address(tensor) in self._fixed:
             return Kept(tensor)
@@ -125,8 +118,9 @@ def run_saving(
     engine: Engine, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Run a layer's forward with everything that it saves for backward off the device."""
-    accelerators = {tensor.device.type for tensor in tensors_in((args, kwargs))} - {"cpu", "meta"}
-    fixed = frozenset(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers())) - {0}
+    own = (*module.parameters(), *module.buffers())
+    accelerators = {tensor.device.type for tensor in (*own, *tensors_in((args, kwargs)))} - {"cpu", "meta"}
+    fixed = frozenset(map(storage_address, own)) - {0}
     call = SavingCall(engine, layer, accelerators.pop() if accelerators else "cpu", fixed)
     with saved_tensors_hooks(call.pack, unpack):
         return forward(*args, **kwargs)
@@ -143,7 +137,7 @@ class RegionHooks:
         engine.layers.append(self._layer)
         self._call: weakref.ref[SavingCall] | None = None
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> Kept | Saved:
         """The pack hook."""
         call = self._call() if self._call is not None else None
         if call is None or call.parked_bytes >= STRETCH_BYTES:

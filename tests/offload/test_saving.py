@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -328,6 +329,22 @@ def test_threads_share_a_model(enable, toys):
 # ------------------------------------------------------------------------------------------------ regions
 
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_layer_whose_arguments_are_not_looked_into_leaves_its_device(enable):
+    class Layer(nn.Linear):
+        def forward(self, box):
+            return super().forward(box.tensor).tanh()
+
+    layers = nn.ModuleList([Layer(64, 64, device="cuda") for _ in range(3)])
+    handle = enable(layers, False, layers=list(layers))
+    y = torch.ones(8, 64, device="cuda")
+    for layer in layers:
+        y = layer(SimpleNamespace(tensor=y))
+    assert handle.stats().offloaded_bytes > 0
+    y.sum().backward()
 
 
 def test_a_region_moves_what_is_saved_in_it(toys):
