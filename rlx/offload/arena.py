@@ -204,9 +204,8 @@ class HostArena:
             self._ranges.give(self._cooling.popleft()[0].pieces)
 
     def _wait_for_oldest(self) -> None:
-        block, event = self._cooling.popleft()
-        event.synchronize()
-        self._ranges.give(block.pieces)
+        self._cooling[0][1].synchronize()  # before it is taken out: a wait that fails loses no block
+        self._ranges.give(self._cooling.popleft()[0].pieces)
 
     def _views(self, pieces: list[Piece], nbytes: int) -> list[Tensor]:
         views, left = [], nbytes
