@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from rlx.offload.benchmark.device import clean_up, clock
 from rlx.offload.benchmark.entrant import Entrant
 from rlx.offload.benchmark.modes import Mode, NotInstalledError
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.benchmark.results import CaseResult, HostMemory, Row, engine_figures, ratios, timings
+from rlx.offload.benchmark.results import CaseResult, HostMemory, Row, engine_figures
 from rlx.offload.benchmark.shapes import Case, build, share
 
 
@@ -180,8 +181,9 @@ class CaseRun:
         measured: dict[str, dict[str, Any]] = {}
         for name, entrant in self._entrants.items():
             scale = self._case.layers / entrant.layers
-            fields = timings([s * scale for s in self._ranks.largest(entrant.step_s)])
-            fields["layers"] = entrant.layers
+            step_s = [s * scale for s in self._ranks.largest(entrant.step_s)]
+            fields: dict[str, Any] = {"layers": entrant.layers, "step_s": step_s}
+            fields |= {"median_s": statistics.median(step_s), "min_s": min(step_s), "max_s": max(step_s)}
             if self._plan.device.type != "cpu" and scale == 1:
                 fields["peak_bytes"] = max(self._ranks.gather(max(entrant.peaks)))
                 fields["curve"] = entrant.curve
@@ -191,8 +193,7 @@ class CaseRun:
                 fields["held_bytes"] = entrant.held_bytes
                 fields |= engine_figures(stats, len(entrant.step_s), fields["median_s"])
             measured[name] = fields
-        compared = ratios({name: fields["median_s"] for name, fields in measured.items()})
-        return [
-            Row(mode.name, self._notes.get(mode.name), **measured.get(mode.name, {}), **compared.get(mode.name, {}))
-            for mode in self._plan.modes
-        ]
+        for base in {"plain", "checkpointing"} & set(measured):
+            for fields in measured.values():
+                fields[f"ratio_to_{base}"] = fields["median_s"] / measured[base]["median_s"]
+        return [Row(mode.name, self._notes.get(mode.name), **measured.get(mode.name, {})) for mode in self._plan.modes]

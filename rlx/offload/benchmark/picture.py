@@ -32,7 +32,7 @@ def draw(path: Path, title: str, result: CaseResult) -> None:
     colours = {row.mode: f"C{number % 10}" for number, row in enumerate(measured)}
     _draw_memory(axes[:-1, 0], watched, colours)
     _draw_times(axes[-1, 0], measured, colours)
-    figure.suptitle(f"{title}\n{result.case}", fontsize=10)
+    figure.suptitle(f"{title}\n{result.tokens} tokens x {result.layers} layers", fontsize=10)
     if watched:
         figure.supylabel("device memory above weights and gradients [GB]", fontsize=9)
     figure.savefig(path, dpi=150)

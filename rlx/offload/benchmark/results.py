@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from rlx.offload.benchmark.shapes import Case
 from rlx.offload.stats import OffloadStats
 
 
@@ -85,12 +83,7 @@ class CaseResult:
     layers: int
     rows: Sequence[Row]
     host: HostMemory
-    seconds: float = field(default=0.0)
-
-    @property
-    def case(self) -> Case:
-        """The case that was measured."""
-        return Case(self.tokens, self.layers)
+    seconds: float = 0.0
 
 
 def engine_figures(stats: OffloadStats, steps: int, step_s: float) -> dict[str, Any]:
@@ -104,18 +97,3 @@ def engine_figures(stats: OffloadStats, steps: int, step_s: float) -> dict[str, 
         "overlap": stats.overlap,
         "recomputed_ms_per_step": stats.recomputed_ms / steps,
     }
-
-
-def ratios(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """For each mode the fields of its row that compare its median with plain's and checkpointing's."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in medians}
-    for base in ("plain", "checkpointing"):
-        if base in medians:
-            for name, median in medians.items():
-                found[name][f"ratio_to_{base}"] = median / medians[base]
-    return found
-
-
-def timings(step_s: Sequence[float]) -> dict[str, Any]:
-    """The fields of a row that come from its step times."""
-    return {"step_s": step_s, "median_s": statistics.median(step_s), "min_s": min(step_s), "max_s": max(step_s)}
