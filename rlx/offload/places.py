@@ -191,7 +191,7 @@ class DiskPlace:
 
     def write(self, copier: Copier, source: Tensor) -> torch.Event | None:
         """See `Place.write`. Waits where the disk does not keep up."""
-        left: torch.Event | None = None
+        here, left = weakref.ref(self), None
         for chunk in self._chunks():
             block = self.store.staging.take_to_write(chunk.nbytes, copier)
             try:
@@ -200,15 +200,17 @@ class DiskPlace:
                 self.store.staging.give_written(block)
                 raise
             self.written.expect(1)
-            self.store.file.submit_write(_Write(self, chunk, copier, block, left).run)
+            self.store.file.submit_write(_Write(here, self.store, self.written, chunk, copier, block, left).run)
         return left
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
         """See `Place.read`."""
-        arrival.issued = Latch()
+        here, arrival.issued = weakref.ref(self), Latch()
         for chunk in self._chunks():
             arrival.issued.expect(1)
-            self.store.file.submit_read(_Read(self, chunk, copier, arrival, arrival.issued).run)
+            self.store.file.submit_read(
+                _Read(here, self.store, self.written, chunk, copier, weakref.ref(arrival), arrival.issued).run
+            )
 
     def give(self) -> None:
         """See `Place.give`."""
@@ -226,70 +228,69 @@ class DiskPlace:
                 first_byte += nbytes
 
 
-class _Write:
+class _Write(NamedTuple):
     """Writes one chunk, on a writer thread."""
 
-    def __init__(
-        self, place: DiskPlace, chunk: Chunk, copier: Copier, block: Block, copied: torch.Event | None
-    ) -> None:
-        self._place = weakref.ref(place)
-        self._store, self._written = place.store, place.written
-        self._chunk = chunk
-        self._copier = copier
-        self._block = block
-        self._copied = copied
+    place: weakref.ref[DiskPlace]
+    store: DiskStore
+    written: Latch
+    chunk: Chunk
+    copier: Copier
+    block: Block
+    copied: torch.Event | None
 
     def run(self) -> None:
         failure: BaseException | None = None
         try:
-            if self._copied is not None:
-                with self._copier.device_is_current():
-                    self._copied.synchronize()
-            place = self._place()
+            if self.copied is not None:
+                with self.copier.device_is_current():
+                    self.copied.synchronize()
+            place = self.place()
             if place is not None:
-                with self._store.working("write", self._chunk):
-                    self._store.file.write(self._block.views, self._chunk.offset)
+                with self.store.working("write", self.chunk):
+                    self.store.file.write(self.block.views, self.chunk.offset)
         except BaseException as error:
             failure = _without_frames(error)
         place = None  # before anybody goes on: all that the place held is free then
-        self._store.staging.give_written(self._block)
-        self._written.done(failure)
+        self.store.staging.give_written(self.block)
+        self.written.done(failure)
 
 
-class _Read:
+class _Read(NamedTuple):
     """Reads one chunk and queues its copy to the device, on a reader thread."""
 
-    def __init__(self, place: DiskPlace, chunk: Chunk, copier: Copier, arrival: Arrival, issued: Latch) -> None:
-        self._place = weakref.ref(place)
-        self._arrival = weakref.ref(arrival)
-        self._store, self._written, self._issued = place.store, place.written, issued
-        self._chunk = chunk
-        self._copier = copier
+    place: weakref.ref[DiskPlace]
+    store: DiskStore
+    written: Latch
+    chunk: Chunk
+    copier: Copier
+    arrival: weakref.ref[Arrival]
+    issued: Latch
 
     def run(self) -> None:
         failure: BaseException | None = None
         copied: torch.Event | None = None
         try:
-            self._written.wait()
-            with self._copier.device_is_current():
+            self.written.wait()
+            with self.copier.device_is_current():
                 copied = self._bring_back()
         except BaseException as error:
             failure = _without_frames(error)
-        self._issued.done(failure)
+        self.issued.done(failure)
         if copied is not None:
-            with self._copier.device_is_current():
+            with self.copier.device_is_current():
                 copied.synchronize()  # else this thread would fill one buffer after another while the device is busy
 
     def _bring_back(self) -> torch.Event | None:
-        place, arrival = self._place(), self._arrival()
+        place, arrival = self.place(), self.arrival()
         if place is None or arrival is None:
             return None
-        staging, copied = self._store.staging, None
-        block = staging.take(self._chunk.nbytes)
+        staging, copied = self.store.staging, None
+        block = staging.take(self.chunk.nbytes)
         try:
-            with self._store.working("read", self._chunk):
-                self._store.file.read(block.views, self._chunk.offset)
-            copied = self._copier.back(block.views, arrival, self._chunk.first_byte, after=None, is_ahead=True)
+            with self.store.working("read", self.chunk):
+                self.store.file.read(block.views, self.chunk.offset)
+            copied = self.copier.back(block.views, arrival, self.chunk.first_byte, after=None, is_ahead=True)
         finally:
             staging.give(block, copied)
         return copied
