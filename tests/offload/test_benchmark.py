@@ -24,8 +24,8 @@ TINY = ("--device", "cpu", "--model", "tiny", "--case", "16x3", "--rounds", "3",
 
 
 @pytest.fixture
-def benchmark(tmp_path, capsys):
-    """`benchmark(*arguments)`: what it printed and its results file."""
+def run_benchmark(tmp_path, capsys):
+    """`run_benchmark(*arguments)`: what it printed and its results file."""
 
     def run(*arguments):
         assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
@@ -55,8 +55,8 @@ def rows_of(results, number=0):
 # A run
 
 
-def test_a_run_writes_table_figures_and_picture(benchmark, tmp_path):
-    printed, results = benchmark(*TINY, "--modes", "plain,checkpointing,boundary,all,boundary:prefetch_layers=0")
+def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
+    printed, results = run_benchmark(*TINY, "--modes", "plain,checkpointing,boundary,all,boundary:prefetch_layers=0")
     rows = rows_of(results)
     assert list(rows) == ["plain", "checkpointing", "boundary", "all", "boundary:prefetch_layers=0"]
     for name, row in rows.items():
@@ -83,8 +83,8 @@ def test_a_run_writes_table_figures_and_picture(benchmark, tmp_path):
     assert str(tmp_path / "out" / "16x3.png") in printed.splitlines()[-1]
 
 
-def test_plain_with_fewer_layers_is_scaled_and_says_so(benchmark, tmp_path):
-    printed, results = benchmark(
+def test_plain_with_fewer_layers_is_scaled_and_says_so(run_benchmark, tmp_path):
+    printed, results = run_benchmark(
         *TINY, "--case", "8x2", "--case", "4", "--modes", "plain,boundary", "--plain-layers", "2", "--no-picture"
     )
     assert [(case["tokens"], case["layers"]) for case in results["cases"]] == [(16, 3), (8, 2), (4, 8)]
@@ -95,19 +95,19 @@ def test_plain_with_fewer_layers_is_scaled_and_says_so(benchmark, tmp_path):
     assert not list((tmp_path / "out").glob("*.png"))
 
 
-def test_plain_that_does_not_fit_is_tried_with_two_layers(benchmark, monkeypatch):
+def test_plain_that_does_not_fit_is_tried_with_two_layers(run_benchmark, monkeypatch):
     def prepare(model):
         if len(model.layers) > 2:
             raise torch.OutOfMemoryError("no room for 3 layers")
         return Prepared()
 
     monkeypatch.setitem(modes.PEERS, "plain", prepare)
-    _, results = benchmark(*TINY, "--modes", "plain,checkpointing", "--no-picture")
+    _, results = run_benchmark(*TINY, "--modes", "plain,checkpointing", "--no-picture")
     assert rows_of(results)["plain"]["note"] == "scaled from 2 layers"
     assert rows_of(results)["checkpointing"]["note"] is None
 
 
-def test_a_peer_that_fails_is_a_row(benchmark, monkeypatch):
+def test_a_peer_that_fails_is_a_row(run_benchmark, monkeypatch):
     class Failing:
         """Raises in the step with that number."""
 
@@ -126,7 +126,7 @@ def test_a_peer_that_fails_is_a_row(benchmark, monkeypatch):
 
     monkeypatch.setitem(modes.PEERS, "trl", Failing(0))
     monkeypatch.setitem(modes.PEERS, "trl-all", Failing(3))
-    printed, results = benchmark(*TINY, "--modes", "trl,plain,trl-all", "--no-picture")
+    printed, results = run_benchmark(*TINY, "--modes", "trl,plain,trl-all", "--no-picture")
     rows = rows_of(results)
     for name in ("trl", "trl-all"):
         assert rows[name]["note"] == "failed: RuntimeError: device on fire"
@@ -140,20 +140,20 @@ def test_nothing_measured_is_a_failure(monkeypatch, tmp_path):
     assert main([*TINY, "--modes", "trl,trl-all", "--out", str(tmp_path)]) == 1
 
 
-def test_a_peer_that_is_not_installed_is_named(benchmark, monkeypatch):
+def test_a_peer_that_is_not_installed_is_named(run_benchmark, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    printed, results = benchmark(*TINY, "--modes", "plain,trl", "--no-picture")
+    printed, results = run_benchmark(*TINY, "--modes", "plain,trl", "--no-picture")
     assert rows_of(results)["trl"]["note"] == "left out: trl is not installed"
     assert "trl: left out: trl is not installed" in printed
 
 
-def test_no_round_begins_after_the_time_is_up(benchmark):
-    _, results = benchmark(*TINY, "--modes", "plain", "--rounds", "1000000", "--seconds", "1", "--no-picture")
+def test_no_round_begins_after_the_time_is_up(run_benchmark):
+    _, results = run_benchmark(*TINY, "--modes", "plain", "--rounds", "1000000", "--seconds", "1", "--no-picture")
     assert 1 <= len(rows_of(results)["plain"]["step_s"]) < 1000000
 
 
-def test_two_processes_share_the_layers(benchmark):
-    _, results = benchmark(*TINY, "--modes", "checkpointing,boundary", "--gpus", "2")
+def test_two_processes_share_the_layers(run_benchmark):
+    _, results = run_benchmark(*TINY, "--modes", "checkpointing,boundary", "--gpus", "2")
     rows = rows_of(results)
     assert results["processes"] == 2
     assert rows["boundary"]["note"] is None and len(rows["boundary"]["step_s"]) == 3
@@ -161,8 +161,8 @@ def test_two_processes_share_the_layers(benchmark):
     assert rows["boundary"]["held_bytes"] == 3 * 16 * 64 * 4
 
 
-def test_the_disk_tier(benchmark, tmp_path):
-    printed, results = benchmark(
+def test_the_disk_tier(run_benchmark, tmp_path):
+    printed, results = run_benchmark(
         *TINY, "--modes", "checkpointing,boundary", "--tier", "disk", "--directory", str(tmp_path), "--no-picture"
     )
     boundary = rows_of(results)["boundary"]
@@ -341,8 +341,8 @@ def test_the_curve_reaches_the_peak():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_run_on_a_gpu_measures_memory(benchmark):
-    _, results = benchmark(
+def test_a_run_on_a_gpu_measures_memory(run_benchmark):
+    _, results = run_benchmark(
         "--model", "tiny", "--case", "4096x6", "--rounds", "2", "--modes", "plain,checkpointing,boundary,save-on-cpu"
     )
     rows = rows_of(results)
