@@ -69,7 +69,8 @@ def test_every_message_is_one_that_the_engine_has():
     said = messages()
     cells = [cell.strip("`") for cell in first_cells(section("Messages"))]
     assert len(cells) > 20
-    assert [cell for cell in cells if not any(cell in text for text in said)] == []
+    parts = [part for cell in cells for part in cell.split("…")]
+    assert [part for part in parts if not any(part in text for text in said)] == []
 
 
 def test_every_note_stands_where_the_page_says():
