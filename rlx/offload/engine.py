@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -178,7 +180,7 @@ class Engine:
     def stats(self, per_layer: bool) -> OffloadStats:
         """The figures since the engine was made; device times of work still queued are not in them yet."""
         self.timeline.harvest()
-        stores = [store for stores in self._stores.values() for store in stores]
+        stores = [store for stores in tuple(self._stores.values()) for store in stores]
         disks = [store for store in stores if isinstance(store, DiskStore)]
         total = self.counters
         layers: Mapping[str, LayerStats] = {}
@@ -191,7 +193,7 @@ class Engine:
         return OffloadStats(
             offloaded_bytes=total.offloaded_bytes,
             held_bytes=sum(store.held_bytes for store in stores),
-            reserved_bytes=sum(host_arena(pinned).reserved_bytes for pinned in self._stores),
+            reserved_bytes=sum(host_arena(pinned).reserved_bytes for pinned in tuple(self._stores)),
             kept_bytes=sum(layer.counters.kept_bytes for layer in self.layers),
             recomputed_ms=total.recomputed_ms,
             copied_bytes=total.copied_bytes,
@@ -244,24 +246,41 @@ class Engine:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of nested tuples, lists and dicts with `function` applied to what is in them."""
+    """A copy of nested tuples, lists, mappings and dataclasses with `function` applied to what is in them."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([map_leaves(function, item) for item in value])
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()}
+    if value is None or isinstance(value, Tensor):
+        return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*(map_leaves(function, item) for item in value))
+    if isinstance(value, MutableMapping):  # OrderedDict, transformers' ModelOutput and BatchEncoding
+        copied = copy.copy(value)
+        for key in value:
+            copied[key] = map_leaves(function, value[key])
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        same: Any = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(same, field.name, map_leaves(function, getattr(value, field.name)))
+        return same
     return function(value)
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What is in nested tuples, lists and dicts."""
+    """What is in nested tuples, lists, mappings and dataclasses."""
     leaves: list[Any] = []
-    map_leaves(leaves.append, value)
+
+    def note(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    map_leaves(note, value)
     return leaves
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """The tensors in nested tuples, lists, mappings and dataclasses."""
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]

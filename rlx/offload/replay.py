@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from rlx.offload.answers import Answer, Recording, autocast_dtype, sources_of, why_no_answer
@@ -160,14 +162,14 @@ class Watch(_Watcher):
         self.refused: str | None = None
         self._recording = recording
         self._expected = expected
-        self._pending: dict[int, Any] = {}  # place among the answers -> result that may be stored
+        # Place among the answers -> a result that may be stored, and the node of the graph that made it.
+        self._pending: dict[int, tuple[Any, Node | None]] = {}
         self._wants_next = False
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
+        arguments = tensors_in((args, kwargs))
         if is_attention:
-            for place, result in self._pending.items():
-                self._store(place, result)
-            self._pending.clear()
+            self._store_pending(arguments)
         place = len(self.answers)
         self.answers.append(None)  # also where the call fails and the layer goes on
         behind_attention = self.attention_count >= max(self._expected, 1) and not is_attention and not self._wants_next
@@ -175,7 +177,6 @@ class Watch(_Watcher):
             self._drop_pending()
             if not _is_worth(function, args):
                 return function(*args, **kwargs)
-        arguments = tensors_in((args, kwargs))
         result, answer = self._watched(function, args, kwargs, arguments, is_attention)
         self.answers[place] = answer
         if is_attention:
@@ -187,7 +188,8 @@ class Watch(_Watcher):
             self._store(place, result)
             self.attention_slots = self._recording.slot_count
         elif answer is not None:
-            self._pending[place] = map_leaves(_detached, result)
+            node = result.grad_fn if isinstance(result, Tensor) else None
+            self._pending[place] = map_leaves(_detached, result), node
         self._wants_next = is_attention
         return result
 
@@ -221,13 +223,29 @@ class Watch(_Watcher):
     def end_forward(self) -> None:
         """Close the forward: settle the last linear map, and drop answers whose results were written to."""
         if self._pending and self.attention_count:
-            place, result = next(reversed(self._pending.items()))
+            place, (result, _) = next(reversed(self._pending.items()))
             answer = self.answers[place]
             if answer is not None and answer.next_slot < self._recording.slot_count:
                 self._store(place, result)
                 self._pending.pop(place)
         self._drop_pending()
         self.answers = [a if a is not None and a.is_result_untouched else None for a in self.answers]
+
+    def _store_pending(self, arguments: list[Tensor]) -> None:
+        """Store the results before attention, but for those that a kernel may have written to unseen.
+
+        Kernels that are an autograd Function may write in place past the version counter (Liger's rotary embedding does):
+        what attention gets lies where the result lay then, and there is more than views in between.
+        """
+        addresses = list(map(storage_address, arguments))
+        for place, (result, node) in self._pending.items():
+            here = [storage_address(tensor) for tensor in tensors_in(result)]
+            looks = [argument for argument, address in zip(arguments, addresses, strict=True) if address in here]
+            if all(_is_reached_by_views(argument.grad_fn, node) for argument in looks):
+                self._store(place, result)
+            else:
+                self.answers[place] = None
+        self._pending.clear()
 
     def _store(self, place: int, result: Any) -> None:
         answer = self.answers[place]
@@ -302,6 +320,17 @@ def _cast_activations(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_reached_by_views(start: Node | None, node: Node | None) -> bool:
+    """Whether the way back from one node to another passes no autograd Function."""
+    for _ in range(32):
+        if start is None or isinstance(start, BackwardCFunction):
+            return False
+        if start is node:
+            return True
+        start = start.next_functions[0][0] if start.next_functions else None
+    return False
 
 
 def _is_worth(function: Any, args: Sequence[Any]) -> bool:

@@ -1,8 +1,12 @@
 """Boundary mode: writes in place, refused where plain autograd refuses them and right where it allows them."""
 
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 
 def raises_as_plain(toys, enable, forward, after=None):
@@ -116,3 +120,39 @@ def test_a_layer_that_writes_to_its_own_input_is_refused_at_once(enable, toys):
     enable(model, True)
     with pytest.raises(RuntimeError, match=r"layer layers\.0 modifies one of its inputs"):
         toys.step(model)
+
+
+@dataclass
+class Bundle:
+    hidden: torch.Tensor
+    scale: float = 2.0
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+@pytest.mark.parametrize("bundle", [Bundle, OrderedDict, UserDict, ModelOutput])
+def test_inputs_in_containers_leave_and_are_watched(compare, enable, toys, bundle):
+    def forward(block, x):
+        assert type(x) is bundle
+        return bundle(hidden=torch.tanh(block.lin(x["hidden"])))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = toys.of(forward, blocks=3).layers
+            self.embed = nn.Linear(8, 8)
+
+        def forward(self, x, scale=1.0):
+            x = bundle(hidden=self.embed(x))
+            for layer in self.layers:
+                before, x = x, layer(x)
+                if scale != 1.0:
+                    before["hidden"].detach().mul_(scale)
+            return x["hidden"].square().sum()
+
+    model = Model()
+    assert compare(model, toys.step, True).offloaded_bytes == 3 * 4 * 8 * 4
+    enable(model, True, min_bytes=1 << 20)
+    with pytest.raises(RuntimeError, match="an input of a layer"):
+        model(toys.batch(), scale=3.0).backward()

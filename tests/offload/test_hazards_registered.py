@@ -184,3 +184,30 @@ def test_a_registered_kernel_runs_once_a_call(enable, toys, saving, name):
     RUNS.clear()
     toys.read(model).backward()
     assert len(RUNS) == (6 if saving["save"] == "boundary" else 3)
+
+
+class WritesUnseen(torch.autograd.Function):
+    """A kernel on raw memory, as some rotary embeddings are: in place, past the version counter."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.detach().numpy()[...] *= 2.0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2.0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_projection_that_is_written_to_unseen_is_computed_again(compare, toys, saving, frozen):
+    def forward(m, x):
+        q, k = WritesUnseen.apply(m.split(m.q(x))), WritesUnseen.apply(m.split(m.k(x)))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, m.split(m.v(x)), is_causal=True, enable_gqa=True)
+        return x + m.mlp(m.o(m.merge(out)))
+
+    model = toys.stack(lambda: toys.kit(forward), width=16)
+    if frozen:
+        for layer in model.layers:
+            layer.k.requires_grad_(False)
+    compare(model, toys.read, **saving)
