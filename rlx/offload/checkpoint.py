@@ -2,8 +2,8 @@
 
 Written on saved-tensor hooks alone. In forward every tensor that autograd saves is replaced by a `Slot` that holds
 nothing but its place in the order. The first slot that backward asks for runs the layer's forward again, under hooks that
-fill the slots in the same order and stop it after the last one: the operations behind it are not repeated. A slot
-gives its tensor away once; asked again (a retained graph) it recomputes again.
+take its values in the same order and stop it after the last one: the operations behind it are not repeated. A value is
+given away once; asked for again (a retained graph) the layer is recomputed again.
 
 The idea of filling numbered holders by a second forward that stops early is that of torch's non-reentrant checkpoint
 (torch/utils/checkpoint.py); this one differs in that layer inputs may leave the device, keyword tensors included, that a
