@@ -38,7 +38,6 @@ class LayerForward:
         self.__signature__ = inspect.signature(module.forward)
         self.handle = handle
         self.own_forward = vars(module).get("forward")
-        self._function: Any = type(module).forward
         self._layer = layer
         self._module = weakref.ref(module)  # the module holds this object
         self._places: Places | None = None
@@ -52,7 +51,8 @@ class LayerForward:
         # Without gradient; or disabled but still called, because somebody else has wrapped this object since.
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
-        return self._function(self._module(), *args, **kwargs)
+        module: Any = self._module()
+        return type(module).forward(module, *args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()

@@ -44,11 +44,13 @@ def test_nothing_is_said_when_there_is_nothing_to_give(caplog):
 
 
 def test_what_is_in_use_stays(reserved):
-    block = reserved.account().take(MIB)
+    account = reserved.account()
+    block = account.take(MIB)
     HostRelief().relieve(SHORT)
     assert reserved.reserved_bytes >= MIB
     block.views[0].fill_(1)
     assert int(block.views[0].sum()) == block.views[0].numel()
+    account.give(block)
 
 
 def test_without_a_container_the_machine_counts(tmp_path):
