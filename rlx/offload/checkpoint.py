@@ -62,7 +62,9 @@ def restore(slot: Slot) -> Tensor:
     value = values[index] if values else None
     if value is None:
         value = call.recompute(index)
-    call.values[index] = None
+        values = call.values
+    if values:  # else another thread has moved on from this layer meanwhile
+        values[index] = None
     if index < call.prefetch_below:
         call.prefetch_below = 0
         call.prefetch(1)
@@ -92,7 +94,7 @@ class RecomputedCall(LayerCall):
         engine: where the inputs go.
         layer: which place in the model this is.
         repeatable: what to repeat.
-        args, kwargs: the call's arguments; tensors in nested tuples, lists and dicts are found.
+        args, kwargs: the call's arguments; tensors in nested tuples, lists, mappings and dataclasses are found.
         tensors: those of the arguments.
     """
 
@@ -209,7 +211,8 @@ class RecomputedCall(LayerCall):
                 "known yet that has to be recomputed; use enable_ckpt=False, or leave the layer out of layers="
             )
         with self._lock:
-            value = self.values[index] if self.values else None
+            values = self.values
+            value = values[index] if values else None
             if value is None:
                 value = self._recompute()[index]
             assert value is not None

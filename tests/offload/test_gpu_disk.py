@@ -18,19 +18,12 @@ from rlx.offload.places import MIN_STAGING_BYTES
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
 ]
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
 WIDTH = 512
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
