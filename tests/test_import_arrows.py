@@ -35,7 +35,9 @@ WITHOUT_LEAVES = {"algorithms", "offload"}
 
 # What these may import at all beside the standard library.
 ONLY = {
-    "rlx.config.schema": {"rlx.config.keys"},
+    "rlx.config.schema": {"rlx.config.keys", "rlx.config.schema_algorithm", "rlx.config.schema_rollout"},
+    "rlx.config.schema_algorithm": {"rlx.config.keys"},
+    "rlx.config.schema_rollout": {"rlx.config.keys"},
     "rlx.config.keys": set(),
     "rlx.config.roles": {"rlx.config.schema"},
     "rlx.data.batch": {"torch", "tensordict"},

@@ -1,13 +1,20 @@
 """The typed configuration tree: every key, its type, default, range and meaning.
 
-A leaf: it imports only the standard library and `keys.py`, so every package may read it. Reading YAML, applying
-overrides and cross-field rules live beside it. Keys keep verl's names and meanings where both have the feature.
+A leaf: it imports only the standard library, `keys.py` and the two groups written in files of their own, so every
+package may read it. Reading YAML, applying overrides and cross-field rules live beside it. Keys keep verl's names and
+meanings where both have the feature.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.keys import group, key
+from rlx.config.schema_algorithm import KL_ESTIMATORS as KL_ESTIMATORS
+from rlx.config.schema_algorithm import AlgorithmConfig as AlgorithmConfig
+from rlx.config.schema_algorithm import KLControlConfig as KLControlConfig
+from rlx.config.schema_rollout import EngineKwargsConfig as EngineKwargsConfig
+from rlx.config.schema_rollout import RolloutConfig as RolloutConfig
+from rlx.config.schema_rollout import ValKwargsConfig as ValKwargsConfig
 
 # ---------------------------------------------------------------------------------------------------------- data
 
@@ -171,7 +178,6 @@ class CheckpointConfig:
 
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 @dataclass(frozen=True)
@@ -211,54 +217,6 @@ class RefConfig:
 
 
 @dataclass(frozen=True)
-class ValKwargsConfig:
-    temperature: float = key(0.0, "0: greedy.", minimum=0)
-    top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
-    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
-    n: int = key(1, "Responses per validation prompt.", minimum=1)
-    do_sample: bool = key(False, "False: greedy, whatever temperature says.")
-
-
-@dataclass(frozen=True)
-class EngineKwargsConfig:
-    vllm: dict[str, Any] = key({}, "Passed to vLLM as they are.")
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    name: str = key("vllm", "Generation engine: transformers (`hf`) or `vllm`.", choices=("hf", "vllm"))
-    temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs use the same.", exclusive_minimum=0)
-    top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
-    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
-    n: int = key(1, "Responses per prompt.", minimum=1)
-    dtype: str = key(
-        "auto",
-        "Type of the sampler's weights; auto: bf16 on accelerators, fp32 on CPU.",
-        choices=("auto", "bf16", "fp16", "fp32"),
-    )
-    max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
-    calculate_log_probs: bool = key(
-        True, "Return the sampler's own log-probs, so that its mismatch with the trainer is seen."
-    )
-    gpu_memory_utilization: float = key(0.5, "vLLM: share of device memory.", exclusive_minimum=0, maximum=1)
-    tensor_model_parallel_size: int = key(1, "vLLM: processes that share one copy of the model.", minimum=1)
-    max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", minimum=1)
-    enforce_eager: bool = key(False, "vLLM: no CUDA graphs.")
-    free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.")
-    enable_chunked_prefill: bool = key(True, "vLLM: prefill in chunks.")
-    enable_prefix_caching: bool = key(True, "vLLM: share prefixes.")
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Old log-probs: samples per forward; null: as the actor's update.", minimum=1
-    )
-    log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: cut by tokens instead.")
-    log_prob_max_token_len_per_gpu: int = key(
-        16384, "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.", minimum=1
-    )
-    val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.")
-    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.")
-
-
-@dataclass(frozen=True)
 class ActorRolloutRefConfig:
     model: ModelConfig = group(ModelConfig, "The policy; the reference starts as its copy.")
     actor: ActorConfig = group(ActorConfig, "Policy update.")
@@ -290,7 +248,7 @@ class CriticConfig:
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
 
 
-# ------------------------------------------------------------------------------------- rewards, algorithm, trainer
+# ------------------------------------------------------------------------------------------------ rewards, trainer
 
 
 @dataclass(frozen=True)
@@ -311,25 +269,6 @@ class RewardManagerConfig:
 class RewardConfig:
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Who calls the reward functions.")
     format_score: float = key(0.0, "Score of a wrong GSM8K answer in the right form.", minimum=0, maximum=1)
-
-
-@dataclass(frozen=True)
-class KLControlConfig:
-    type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
-    kl_coef: float = key(0.001, "First coefficient.", minimum=0)
-    horizon: int = key(10000, "Adaptive: samples over which it adapts.", minimum=1)
-    target_kl: float = key(0.1, "Adaptive: KL aimed at.", exclusive_minimum=0)
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    adv_estimator: str = key("gae", "Advantage estimator: gae (PPO with a critic) or grpo.", choices=("gae", "grpo"))
-    gamma: float = key(1.0, "Discount.", minimum=0, maximum=1)
-    lam: float = key(1.0, "GAE's lambda.", minimum=0, maximum=1)
-    norm_adv_by_std_in_grpo: bool = key(True, "Divide by the group's standard deviation; False is Dr.GRPO's form.")
-    use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from each token's reward.")
-    kl_penalty: str = key("kl", "Its estimator.", choices=KL_ESTIMATORS)
-    kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
 
 
 RESUME = ("auto", "disable", "resume_path")
