@@ -5,7 +5,7 @@ an `Account` is one user's share of it, with a cap and its own accounting::
 
     arena = host_arena(pinned=True)
     arena.limit(64 << 30)                        # in all
-    account = arena.account(max_bytes=16 << 30)  # of one user
+    account = arena.account(max_bytes=16 << 30, name="weights")  # of one user
     block = account.take(nbytes)                 # None: no room
     ...                                          # copy to and from block.views
     account.give(block, after=event)             # free once the last copy's event has passed
@@ -71,11 +71,13 @@ class Account:
     Args:
         arena: where the memory comes from.
         max_bytes: hard cap of what the account holds [bytes]; None: no cap.
+        name: of the user; several accounts may share one.
     """
 
-    def __init__(self, arena: HostArena, max_bytes: int | None) -> None:
+    def __init__(self, arena: HostArena, max_bytes: int | None, name: str) -> None:
         self.arena = arena
         self.max_bytes = max_bytes
+        self.name = name
         self._held_bytes = 0
         self._reserved_bytes = 0
 
@@ -127,13 +129,14 @@ class HostArena:
             raise ValueError(f"HostArena.limit: got {max_bytes} bytes, expected a number >= 0 or None")
         self._max_bytes = max_bytes
 
-    def account(self, max_bytes: int | None = None) -> Account:
+    def account(self, max_bytes: int | None = None, name: str = "others") -> Account:
         """A new share of the arena.
 
         Args:
             max_bytes: hard cap of what the account holds [bytes]; None: no cap but the arena's.
+            name: of its user, for `holders`.
         """
-        account = Account(self, max_bytes)
+        account = Account(self, max_bytes, name)
         with self._lock:
             self._accounts.add(account)
         return account
@@ -149,6 +152,15 @@ class HostArena:
         with self._lock:
             self._settle()
             return self._reserved_bytes - self._ranges.free_bytes
+
+    def holders(self) -> dict[str, int]:
+        """Bytes of the blocks that are held, by the names of the accounts that hold them."""
+        with self._lock:
+            self._settle()
+            held: dict[str, int] = {}
+            for account in self._accounts:
+                held[account.name] = held.get(account.name, 0) + account._held_bytes
+            return held
 
     def take(self, account: Account, nbytes: int) -> Block | None:
         """A block of `nbytes` for an account, or None when its cap is reached or the system has no memory left."""

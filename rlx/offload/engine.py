@@ -219,12 +219,12 @@ class Engine:
     def _make_stores(self, pinned: bool) -> tuple[Store, ...]:
         options, arena = self.options, host_arena(pinned)
         if self._file is None:
-            return (HostStore(arena.account(options.max_host_bytes)),)
+            return (HostStore(arena.account(options.max_host_bytes, "activations")),)
         staging = Staging(arena, options.staging_chunk_bytes)
         if options.tier == "disk":
             return (DiskStore(self._file, staging, warning=None),)
         assert options.max_host_bytes is not None
-        account = arena.account(options.max_host_bytes - staging.nbytes)
+        account = arena.account(options.max_host_bytes - staging.nbytes, "activations")
         warning = (
             f"activation offloading: host memory is full: max_host_bytes is {options.max_host_bytes}, of which "
             f"{staging.nbytes} are buffers for the disk; what does not fit goes to {options.directory}"

@@ -129,7 +129,7 @@ class Staging:
     def __init__(self, arena: HostArena, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.nbytes = chunk_bytes * (WRITE_BUFFERS + READER_THREADS)
-        self._account = arena.account(self.nbytes)
+        self._account = arena.account(self.nbytes, "disk_buffers")
         self._free_to_write = threading.BoundedSemaphore(WRITE_BUFFERS)
         self._has_warned = False
 

@@ -101,6 +101,18 @@ def test_caps_are_per_account_and_end_with_it():
     assert free.take(8 * MIB) is not None
 
 
+def test_the_arena_says_who_holds_what():
+    arena = HostArena(pinned=False)
+    one, other, unnamed = arena.account(name="one"), arena.account(name="one"), arena.account()
+    blocks = [one.take(MIB), other.take(2 * MIB), unnamed.take(100)]
+    assert arena.holders() == {"one": 3 * MIB, "others": 100}
+    other.give(blocks[1])
+    assert arena.holders()["one"] == MIB
+    del one, other
+    gc.collect()
+    assert arena.holders() == {"others": 100}
+
+
 def test_a_cap_for_all_holds_whatever_the_accounts_may():
     arena = HostArena(pinned=False)
     arena.limit(3 * MIB)
