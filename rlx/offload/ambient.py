@@ -30,19 +30,56 @@ _KERNELS = (
 )
 
 
-class _Drawing:
-    """Who draws random numbers in this process: a device has one generator for all threads.
+class _OfThread(threading.local):
+    running = 0
+    begun = 0
 
-    Forwards that draw from it at once interleave, and neither's numbers can be repeated.
+
+class _Sections:
+    """Stretches of code whose random numbers have to be repeatable: forwards of layers, and recomputations of those that drew.
+
+    A device has one generator for all threads. Numbers that two threads draw from it at once interleave, and neither's
+    can be repeated; so each section knows whether one of another thread has run in its time. Sections of the same thread
+    lie inside each other, and are no matter.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.forwards = 0  # that are running
-        self.changes = 0  # of a generator: by a forward that drew, or by a recomputation
+        self._lock = threading.Lock()
+        self._mine = _OfThread()
+        self._running = 0
+        self._begun = 0
+        self._sets = 0  # of a generator's state, which may look as if nothing had been drawn
+
+    def begin(self) -> tuple[bool, int, int]:
+        """Begin a section; returns what `end` takes."""
+        mine = self._mine
+        with self._lock:
+            is_alone, others_begun = self._running == mine.running, self._begun - mine.begun
+            self._running += 1
+            self._begun += 1
+            sets = self._sets
+        mine.running += 1
+        mine.begun += 1
+        return is_alone, others_begun, sets
+
+    def end(self, begun: tuple[bool, int, int]) -> tuple[bool, bool]:
+        """End a section; returns whether no other thread has run one meanwhile, and whether no state was set meanwhile."""
+        is_alone, others_begun, sets = begun
+        mine = self._mine
+        mine.running -= 1
+        with self._lock:
+            self._running -= 1
+            return is_alone and self._begun - mine.begun == others_begun, self._sets == sets
+
+    @contextlib.contextmanager
+    def setting(self) -> Iterator[None]:
+        """Set the state of generators in a block."""
+        with self._lock:
+            self._sets += 1
+            yield
 
 
-_drawing = _Drawing()
+_sections = _Sections()
 
 
 class Ambient:
@@ -56,32 +93,27 @@ class Ambient:
         self._devices = tuple(devices)
         self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
         self._surroundings = _surroundings(self._kinds)
-        with _drawing.lock:
-            _drawing.forwards += 1
-            self._is_alone = _drawing.forwards == 1
-            self._changes = _drawing.changes
+        self._section = _sections.begin()
         self._random: tuple[Tensor, ...] | None = self.random_state()
 
     def leave_forward(self) -> None:
-        """Note that forward has ended, also by an exception."""
-        with _drawing.lock:
-            self._is_alone = self._is_alone and _drawing.forwards == 1
-            _drawing.forwards -= 1
+        """Note that an exception has ended forward."""
+        _sections.end(self._section)
 
     def end_forward(self) -> None:
-        """Forget the random state where forward drew no numbers: there is nothing to repeat then.
+        """Note that forward has ended; forget the random state if it drew no numbers: there is nothing to repeat then.
 
         Raises:
-            RuntimeError: if it drew while another thread did.
+            RuntimeError: if it drew while another thread ran a section.
         """
         assert self._random is not None
-        if all(map(_is_same, self._random, self.random_state())):
+        try:
+            is_same = all(map(_is_same, self._random, self.random_state()))
+        finally:
+            is_alone, is_unset = _sections.end(self._section)
+        if is_same and (is_alone or is_unset):
             self._random = None
-            return
-        with _drawing.lock:
-            is_alone = self._is_alone and self._changes == _drawing.changes
-            _drawing.changes += 1
-        if not is_alone:
+        elif not is_alone:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
@@ -106,11 +138,23 @@ class Ambient:
                 allowed = [kernel for kernel, is_on in zip(_KERNELS, kernels, strict=True) if is_on]
                 stack.enter_context(sdpa_kernel(allowed))
             if self._random is not None:
-                stack.callback(self._set_random_state, self.random_state())
-                self._set_random_state(self._random)
+                stack.enter_context(self._redrawing(self._random))
             yield
-            if self._random is not None and _drawing.forwards:
-                raise RuntimeError(_SEVERAL_THREADS)
+
+    @contextlib.contextmanager
+    def _redrawing(self, states: tuple[Tensor, ...]) -> Iterator[None]:
+        section = _sections.begin()
+        try:
+            before = self.random_state()
+            self._set_random_state(states)
+            try:
+                yield
+            finally:
+                self._set_random_state(before)
+        finally:
+            is_alone, _ = _sections.end(section)
+        if not is_alone:
+            raise RuntimeError(_SEVERAL_THREADS)
 
     def skip_to(self, random_state: tuple[Tensor, ...]) -> None:
         """Within `restored`: go on from a random state that forward had; nothing to do where it drew no numbers."""
@@ -123,11 +167,10 @@ class Ambient:
         return (torch.default_generator.get_state(), *states)
 
     def _set_random_state(self, states: tuple[Tensor, ...]) -> None:
-        with _drawing.lock:
-            _drawing.changes += 1
-        torch.default_generator.set_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=True):
-            _backend(device.type).set_rng_state(state, device)
+        with _sections.setting():
+            torch.default_generator.set_state(states[0])
+            for device, state in zip(self._devices, states[1:], strict=True):
+                _backend(device.type).set_rng_state(state, device)
 
 
 def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:

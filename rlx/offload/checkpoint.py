@@ -180,15 +180,17 @@ class RecomputedCall(LayerCall):
         return Stored(tensor, parked)
 
     def leave_forward(self) -> None:
-        """Note that forward has ended, also by an exception."""
+        """Note that an exception has ended forward."""
         self._ambient.leave_forward()
 
     def end_forward(self, watch: Watch | None) -> None:
         """Close forward.
 
         Raises:
-            RuntimeError: if the layer wrote to one of its inputs, of which recomputation would see the new value.
+            RuntimeError: if the layer wrote to one of its inputs, of which recomputation would see the new value, or drew
+                random numbers that cannot be repeated.
         """
+        self._ambient.end_forward()
         if watch is not None:
             watch.end_forward()
             self._answers = watch.answers
@@ -196,7 +198,6 @@ class RecomputedCall(LayerCall):
         self._has_ended = True
         self._state.end_forward(self.parameters)
         self.parameters.clear()
-        self._ambient.end_forward()
         if self._written_constant() is not None or not all(stored.is_untouched for stored in self._inputs_in_order):
             raise RuntimeError(
                 f"layer {self.layer.name} modifies one of its inputs by an inplace operation and can therefore not be "
@@ -371,8 +372,9 @@ def run_recomputed(
     try:
         with saved_tensors_hooks(call.packer(), restore), watch or contextlib.nullcontext():
             outputs = repeatable.forward(*args, **kwargs)
-    finally:
+    except BaseException:
         call.leave_forward()
+        raise
     call.end_forward(watch)
     if watch is None:
         return outputs

@@ -220,21 +220,27 @@ class Masks(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(4096))
         self.kept = []
+        self.first = lambda: None
 
     def forward(self, x):
+        self.first()
         dropped = torch.nn.functional.dropout(torch.ones_like(x) * self.weight, 0.5)
         self.kept.append(2.0 * (dropped != 0).sum(0))
         return x + dropped
 
 
 def test_dropout_in_two_threads_is_right_or_refused(enable, saving):
-    """Both draw from one generator, which recomputation sets back for a while."""
+    """Both draw from one generator, which recomputation sets back for a while.
+
+    The threads draw in layers only: what is drawn outside of them nobody can see.
+    """
     failures = []
+    batch = torch.randn(8, 4096)
 
     def work(model):
         try:
             for _ in range(40):
-                x = torch.randn(8, 4096, requires_grad=True)
+                x = batch.clone().requires_grad_()
                 for layer in model:
                     layer.kept.clear()
                     layer.weight.grad = None
@@ -259,6 +265,30 @@ def test_dropout_in_two_threads_is_right_or_refused(enable, saving):
     finally:
         sys.setswitchinterval(interval)
     assert not failures
+
+
+@pytest.mark.parametrize("save", ["boundary", "attention"])
+@pytest.mark.parametrize("when", ["forward", "recomputation"])
+def test_dropout_in_a_layer_and_within_it_in_another_thread_is_refused(enable, save, when):
+    layers = torch.nn.ModuleList([Masks(), Masks()])
+    enable(layers, True, layers=["0", "1"], save=save)
+    x, refused = torch.randn(8, 4096, requires_grad=True), []
+
+    def run_within():
+        with pytest.raises(RuntimeError, match="while another thread runs one"):
+            layers[1](x)
+        refused.append(True)
+
+    def wait_for_other_thread():
+        thread = threading.Thread(target=run_within)
+        thread.start()
+        thread.join()
+
+    output = layers[0](x) if when == "recomputation" else None
+    layers[0].first = wait_for_other_thread
+    with pytest.raises(RuntimeError, match="while another thread runs one"):
+        layers[0](x) if output is None else output.sum().backward()
+    assert refused
 
 
 def test_backward_in_another_thread(enable, toys, mode):
