@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
 from rlx.config.faults import Fault
+from rlx.config.keys import read_bounds
 from rlx.config.schema import PPOConfig
 from rlx.config.tree import LEAVES, Leaf, children, describe_expected, plain_type
 from rlx.config.verl_keys import remedy_for
@@ -78,7 +79,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         faults.append(Fault(f"{key} has no value", "nothing", expected, f"add {key}=...", (key,)))
         return leaf.default
     try:
-        read = _convert(value, leaf.hint)
+        read = _convert(value, leaf.hint, leaf.info.bounds)
     except TypeError:
         got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}={_example(value, leaf)}"
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
@@ -91,9 +92,14 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
     return read
 
 
-def _convert(value: Any, hint: Any) -> Any:
-    """The value as the type asks; raises TypeError when it is not of that type. A str stands for a list of one."""
+def _convert(value: Any, hint: Any, bounds: bool) -> Any:
+    """The value as the type asks; raises TypeError when it is not of that type. A str stands for a list of one.
+
+    Where a str holds bounds, a number stands for its text.
+    """
     kind, optional = plain_type(hint)
+    if bounds and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(float(value))
     if value is None and optional:
         return None
     if get_origin(kind) is tuple:
@@ -101,7 +107,7 @@ def _convert(value: Any, hint: Any) -> Any:
         items = [value] if isinstance(value, str) and element is str else value
         if not isinstance(items, list):
             raise TypeError
-        return tuple(_convert(item, element) for item in items)
+        return tuple(_convert(item, element, bounds) for item in items)
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise TypeError
@@ -119,6 +125,8 @@ def _allowed(value: Any, leaf: Leaf) -> bool:
     info = leaf.info
     if info.choices is not None:
         return value in info.choices
+    if info.bounds and isinstance(value, str):
+        return _is_bounds(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
     return (
@@ -127,6 +135,14 @@ def _allowed(value: Any, leaf: Leaf) -> bool:
         and (info.maximum is None or value <= info.maximum)
         and (info.exclusive_minimum is None or value > info.exclusive_minimum)
     )
+
+
+def _is_bounds(text: str) -> bool:
+    try:
+        read_bounds(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _example(value: Any, leaf: Leaf) -> str:

@@ -75,6 +75,9 @@ Keys and meanings are verl's wherever both have the feature. The differences:
 - `data.train_files` also takes JSONL and `builtin:arithmetic`; a single file needs no brackets.
 - Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None)` works unchanged; reward models and
   reward managers other than naive do not exist.
+- `algorithm.rollout_correction` has the weights of verl and five of its tests; bounds of a ratio, r = trainer over sampler,
+  hold for r in every test, and `rollout_token_veto_threshold` is still there. What a rejected token leaves out is said in
+  [rollout.md](rollout.md#mismatch-and-correction). The sampler's mismatch is always logged.
 - Estimators other than gae and grpo do not exist yet.
 - Overrides never need `+`: an unknown key is a fault either way.
 

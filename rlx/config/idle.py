@@ -19,6 +19,7 @@ class Idle(NamedTuple):
 
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+CORRECTION = "algorithm.rollout_correction"
 VLLM_ONLY = (
     *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
     *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm"),
@@ -116,7 +117,6 @@ IDLE = (
         "there is one process",
     ),
     # Generation
-    Idle((f"{ROLLOUT}.calculate_log_probs",), _is(f"{ROLLOUT}.name", "hf"), "the hf sampler always returns them"),
     Idle(_below(ROLLOUT, *VLLM_ONLY), _is(f"{ROLLOUT}.name", "hf"), f"{ROLLOUT}.name is hf"),
     Idle(
         _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n"),
@@ -131,6 +131,17 @@ IDLE = (
         ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
         _is("algorithm.kl_ctrl.type", "fixed"),
         "algorithm.kl_ctrl.type is fixed",
+    ),
+    Idle(
+        _below(CORRECTION, "rollout_is_threshold", "rollout_is_batch_normalize"),
+        _is(f"{CORRECTION}.rollout_is", None),
+        f"{CORRECTION}.rollout_is is null",
+    ),
+    Idle((f"{CORRECTION}.rollout_rs_threshold",), _is_off(f"{CORRECTION}.rollout_rs"), "rollout_rs is null"),
+    Idle(
+        (f"{ROLLOUT}.log_prob_*",),
+        lambda s: s.config.algorithm.rollout_correction.bypass_mode,
+        "bypass_mode leaves the phase of the old log-probs out",
     ),
     Idle(("algorithm.gamma", "algorithm.lam"), lambda s: not has_critic(s.config), "grpo discounts nothing"),
     Idle(("algorithm.norm_adv_by_std_in_grpo",), _is("algorithm.adv_estimator", "gae"), "adv_estimator is gae"),

@@ -1,17 +1,37 @@
 """How one key of the typed tree is written down: default, meaning, choices, range."""
 
+import math
 from dataclasses import field
 from typing import Any, NamedTuple
 
 
 class KeyInfo(NamedTuple):
-    """What is known of one key beside its type and default. Of a tuple, choices and range hold for each element."""
+    """What is known of one key beside its type and default. Of a tuple, choices and range hold for each element.
+
+    `bounds` marks a str that `read_bounds` understands; it may be given as a number.
+    """
 
     doc: str
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
     exclusive_minimum: float | None = None
+    bounds: bool = False
+
+
+class Bounds(NamedTuple):
+    """What a value may be: at most `high`, and at least `low` where that is not None."""
+
+    low: float | None
+    high: float
+
+
+def read_bounds(text: str) -> Bounds:
+    """Reads `high` or `low_high`, numbers above 0 in ascending order. Raises ValueError."""
+    numbers = [float(part) for part in text.split("_")]
+    if len(numbers) > 2 or not all(0 < number < math.inf for number in numbers) or numbers != sorted(numbers):
+        raise ValueError(f"bounds: got {text!r}, expected a number above 0, or two in ascending order such as 0.5_5.0")
+    return Bounds(numbers[0] if len(numbers) == 2 else None, numbers[-1])
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:

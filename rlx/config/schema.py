@@ -12,6 +12,7 @@ from rlx.config.keys import group, key
 from rlx.config.schema_algorithm import KL_ESTIMATORS as KL_ESTIMATORS
 from rlx.config.schema_algorithm import AlgorithmConfig as AlgorithmConfig
 from rlx.config.schema_algorithm import KLControlConfig as KLControlConfig
+from rlx.config.schema_algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
 from rlx.config.schema_rollout import EngineKwargsConfig as EngineKwargsConfig
 from rlx.config.schema_rollout import RolloutConfig as RolloutConfig
 from rlx.config.schema_rollout import ValKwargsConfig as ValKwargsConfig
@@ -332,7 +333,7 @@ class PPOConfig:
     critic: CriticConfig = group(CriticConfig, "Value model, used by gae.")
     reward: RewardConfig = group(RewardConfig, "Built-in rewards.")
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig, "A reward function of your own.")
-    algorithm: AlgorithmConfig = group(AlgorithmConfig, "Advantages and KL.")
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "Advantages, KL, the sampler's mismatch.")
     trainer: TrainerConfig = group(TrainerConfig, "The loop.")
     warm_start: WarmStartConfig = group(WarmStartConfig, "Making `builtin:tiny`.")
     ray_kwargs: RayConfig = group(RayConfig, "Ray.")

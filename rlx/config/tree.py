@@ -66,6 +66,8 @@ def describe_range(info: KeyInfo) -> str:
     """The choices or the range in words; empty when anything of the type will do."""
     if info.choices is not None:
         return "one of " + ", ".join("null" if choice is None else str(choice) for choice in info.choices)
+    if info.bounds:
+        return "a number > 0 or low_high"
     low = f">= {info.minimum:g}" if info.minimum is not None else ""
     low = f"> {info.exclusive_minimum:g}" if info.exclusive_minimum is not None else low
     high = f"<= {info.maximum:g}" if info.maximum is not None else ""

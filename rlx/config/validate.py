@@ -8,11 +8,13 @@ from rlx.config.faults import Fault
 from rlx.config.idle import idle_keys
 from rlx.config.machine import Machine, Setting, on_accelerator
 from rlx.config.roles import has_critic
+from rlx.config.rules_correction import CORRECTION_RULES
 from rlx.config.rules_machine import MACHINE_RULES
 from rlx.config.rules_offload import OFFLOAD_RULES, offload_warnings
+from rlx.config.rules_rollout import ROLLOUT_RULES, rollout_warnings
 from rlx.config.rules_training import TRAINING_RULES
 
-RULES = (*TRAINING_RULES, *OFFLOAD_RULES, *MACHINE_RULES)
+RULES = (*TRAINING_RULES, *CORRECTION_RULES, *OFFLOAD_RULES, *ROLLOUT_RULES, *MACHINE_RULES)
 
 
 class Verdict(NamedTuple):
@@ -37,6 +39,9 @@ def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:
     if idle:
         yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in idle.items())
     yield from offload_warnings(s)
+    yield from rollout_warnings(s)
+    if not s.config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield "the sampler's mismatch with the trainer is not measured: actor_rollout_ref.rollout.calculate_log_probs=False"
     if s.config.actor_rollout_ref.actor.use_kl_loss and s.config.algorithm.use_kl_in_reward:
         yield "the KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both set"
     warmup, steps = s.config.trainer.critic_warmup, s.config.trainer.total_training_steps

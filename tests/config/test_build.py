@@ -6,6 +6,8 @@ from rlx.config.schema import PPOConfig
 from rlx.config.tree import LEAVES, value_at
 from rlx.config.verl_keys import REMEDIES, remedy_for
 
+CORRECTION = "algorithm.rollout_correction"
+
 
 def nested(key: str, value: object) -> dict:
     for name in reversed(key.split(".")):
@@ -37,6 +39,12 @@ def test_nothing_given_is_the_defaults():
         ("ray_kwargs.ray_init", {"a": {"b": [1]}, 2: 3}, {"a": {"b": [1]}, "2": 3}),
         ("data.shuffle", False, False),
         ("trainer.logger", ["wandb", "console"], ("wandb", "console")),
+        (f"{CORRECTION}.rollout_is_threshold", 3, "3.0"),
+        (f"{CORRECTION}.rollout_is_threshold", "0.5_5.0", "0.5_5.0"),
+        (f"{CORRECTION}.rollout_rs_threshold", 1.5, ("1.5",)),
+        (f"{CORRECTION}.rollout_rs_threshold", ["0.9_1.1", 2], ("0.9_1.1", "2.0")),
+        (f"{CORRECTION}.rollout_rs", "token_k1", ("token_k1",)),
+        (f"{CORRECTION}.rollout_rs", None, None),
     ],
 )
 def test_values_of_the_right_type_are_read(key: str, given: object, read: object):
@@ -141,7 +149,9 @@ def test_an_unknown_group_is_reported_leaf_by_leaf():
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         "data.return_raw_chat",
         "algorithm.filter_groups.enable",
-        "algorithm.rollout_correction.rollout_is",
+        f"{CORRECTION}.loss_type",
+        f"{CORRECTION}.rollout_rs_threshold_lower",
+        "actor_rollout_ref.actor.tis_imp_ratio_cap",
         "actor_rollout_ref.actor.ppo_micro_batch_size",
         "critic.model.fsdp_config.param_offload",
     ],
@@ -158,6 +168,19 @@ def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
     for name in ("param_dtype", "reduce_dtype"):
         _, (fault,) = build_one(f"critic.fsdp.mixed_precision.{name}", "fp16")
         assert "out of range" in fault.what and "bf16" in fault.remedy and "loss scaling" in fault.remedy
+
+
+def test_tests_that_verl_had_by_another_name_are_named():
+    for old, new in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
+        _, (fault,) = build_one(f"{CORRECTION}.rollout_rs", old)
+        assert fault.remedy == f"use {new}"
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "-1", "2_1", "0_1", "1_2_3", "inf", "nan", "0.5_nan", [[1]], True, {}])
+def test_bounds_that_are_none_are_a_fault(text: object):
+    value, (fault,) = build_one(f"{CORRECTION}.rollout_is_threshold", text)
+    assert value == "2.0"
+    assert fault.expected == "str, a number > 0 or low_high"
 
 
 def test_no_key_of_rlx_is_listed_as_missing():

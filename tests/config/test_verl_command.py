@@ -53,12 +53,12 @@ def test_the_command_of_verl_lacks_only_what_the_machine_lacks(verdict):
     assert f"{MODEL}.use_remove_padding=True" in warning
 
 
-def test_the_command_of_verl_with_everything_there_needs_but_the_sampler(verdict, tmp_path: Path):
+def test_the_command_of_verl_with_everything_there_is_valid(verdict, tmp_path: Path):
     for name in ("train.parquet", "test.parquet", "config.json"):
         (tmp_path / name).touch()
     command = filled_in(str(tmp_path), str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet"))
-    eight = Machine(gpus=8, cpus=64, packages=frozenset({"vllm"}))
-    assert whats(verdict(command, eight)) == ["this version of rlx generates with hf only"]
+    eight = Machine(gpus=8, cpus=64, packages=frozenset(), vllm="0.26.0")
+    assert whats(verdict(command, eight)) == []
     assert whats(verdict([*command, f"{ROLLOUT}.name=hf", f"{ROLLOUT}.tensor_model_parallel_size=1"], eight)) == []
 
 
