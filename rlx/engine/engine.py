@@ -27,7 +27,7 @@ from rlx.models.hf_folder import ModelCard
 from rlx.models.loading import load_model, load_skeleton
 from rlx.models.log_probs import token_log_probs
 from rlx.models.lora import Adapter, add_lora, merged_weights
-from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,6 +53,7 @@ class Engine:
         compile_layers: compile each transformer layer.
         tokenizer: goes along with the weights into checkpoints.
         seed: of a fresh value head.
+        name: of the role, in messages and accounts of host memory.
 
     Raises:
         ValueError: the options do not fit each other, the model or the number of processes.
@@ -72,6 +73,7 @@ class Engine:
         compile_layers: bool = False,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         seed: int = 0,
+        name: str = "model",
     ):
         self.model_config, self.fsdp, self.device, self.head = model, fsdp, device, head
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
@@ -98,7 +100,11 @@ class Engine:
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
         self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
         self.updates = self.steps = 0
-        self._parked_parameters, self._parked_state = Parking(), Parking()
+        # The arena in which activations wait, if they do: it is page-locked unless its owner has said otherwise.
+        pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
+        arena = host_arena(pinned=pinned and device.type != "cpu")
+        self._parked_parameters = Parking(arena, f"{name}_parameters")
+        self._parked_state = Parking(arena, f"{name}_optimizer_state")
 
     # What the model says ------------------------------------------------------------------------------------------
 
@@ -177,6 +183,7 @@ class Engine:
         batch = batch.select(*SEQUENCE, *objective.columns)
         totals = self._totals(batch, objective)
         sums: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
         parts = list(self._micro_batches(batch, micro))
         for number, (_, part, _) in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
@@ -185,19 +192,23 @@ class Engine:
                 (share.loss * dist.get_world_size()).backward()
             for name, figure in {"loss": share.loss.detach(), **share.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + figure.double()
-        metrics = self._over_processes(sums)
+            for name, figure in share.maxima.items():
+                maxima[name] = torch.maximum(maxima.get(name, figure), figure)
+        metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
         return metrics | self._step(self.optimizer, self.optim)
 
     def _totals(self, batch: Batch, objective: Objective) -> Totals:
-        mask_BR = batch["response_mask"]
+        mask_BR = objective.mask(batch)
         counts = torch.stack([objective.denominator(mask_BR), mask_BR.sum()]).double().to(self.device)
         dist.all_reduce(counts)
         return Totals(*counts.clamp(min=1).tolist())
 
-    def _over_processes(self, sums: dict[str, Tensor]) -> Metrics:
-        names = sorted(sums)
-        figures = torch.stack([sums[name] for name in names])
-        dist.all_reduce(figures)
+    def _over_processes(self, each: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> Metrics:
+        if not each:
+            return {}
+        names = sorted(each)
+        figures = torch.stack([each[name] for name in names])
+        dist.all_reduce(figures, op=op)
         return dict(zip(names, figures.tolist(), strict=True))
 
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
@@ -208,7 +219,7 @@ class Engine:
         if finite:
             optimizer.step()
             self.steps += 1
-        optimizer.zero_grad()
+        self.sharded.drop_gradients(optimizer)
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
 
@@ -263,22 +274,30 @@ class Engine:
     # Memory -------------------------------------------------------------------------------------------------------
 
     def to_host(self) -> None:
-        """Lets what fsdp.param_offload and fsdp.optimizer_offload name wait in host memory; nothing to do on CPU."""
-        if self.device.type == "cpu":
-            return
+        """Lets what fsdp.param_offload and fsdp.optimizer_offload name wait in host memory, in the arena of activations.
+
+        Device memory that then holds nothing is given back, so that a sampler with an allocator of its own can take it.
+
+        Raises:
+            HandOverError: the host has no room.
+        """
         self.sharded.reshard()
         if self.fsdp.param_offload and not self._parked_parameters.occupied:
             self._parked_parameters.park(self._on_device(self.root.parameters()))
         if self.fsdp.optimizer_offload and self.optimizer is not None and not self._parked_state.occupied:
             tensors = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
             self._parked_state.park(self._on_device(tensors))
-        torch.accelerator.empty_cache()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def to_device(self, optimizer: bool = True) -> None:
         """Brings back what waits on the host. Every method does so for what it needs.
 
         Args:
             optimizer: the optimizer's state too.
+
+        Raises:
+            HandOverError: the device has no room.
         """
         self._parked_parameters.unpark()
         if optimizer:

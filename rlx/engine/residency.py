@@ -1,19 +1,37 @@
-"""Letting tensors wait in host memory while another role works on the device."""
+"""Letting tensors wait in host memory while another role works on the device.
 
-from collections.abc import Iterable
+The memory is the offloading engine's (`rlx.offload.host_arena`): parameters and optimizer states take what activations
+leave free between two updates, and the other way round.
+
+Note [who may touch what, and when]
+`park` queues its copies on the current stream, behind all that compute has queued there, and waits once, after the last
+of them; only then is device memory given up. `unpark` takes device memory for all, queues its copies on the current
+stream, whose next kernels find the tensors filled, and waits for nothing: the host's block is free again once the event
+behind the last copy has passed. FSDP's own streams wait for the current one before they read a parameter.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlx.engine.host_memory import host_memory
 from rlx.engine.optimizer import local
+from rlx.errors import ExplainedError
+from rlx.offload import Block, HostArena, trim
+
+
+class HandOverError(ExplainedError, ValueError):
+    """There is no room for what is to change between device and host; it stays where it is, whole."""
 
 
 class Parked(NamedTuple):
-    """A storage whose bytes lie in `host` while its own memory is given back."""
+    """Storages without memory, the bytes each had, and the block that they lie in, in this order."""
 
-    storage: torch.UntypedStorage
-    host: torch.UntypedStorage
+    storages: list[torch.UntypedStorage]
+    lengths: list[int]
+    block: Block
 
 
 class Parking:
@@ -21,28 +39,119 @@ class Parking:
 
     Only the bytes move: parameters, their views, FSDP's references and the optimizer's state all stay the objects they
     are, so this needs to know nothing of either kind of FSDP. Between `park` and `unpark` nobody may touch them.
+
+    Args:
+        arena: where the bytes wait.
+        name: of what is parked here, for accounts and messages.
     """
 
-    def __init__(self) -> None:
-        self._parked: list[Parked] = []
+    def __init__(self, arena: HostArena, name: str) -> None:
+        self._parked: Parked | None = None
+        self._account = arena.account(name=name)
 
     @property
     def occupied(self) -> bool:
         """Whether something is parked."""
-        return bool(self._parked)
+        return self._parked is not None
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Moves the bytes behind these tensors (of a DTensor its shard) to the host; a storage they share moves once."""
-        storages = {s.data_ptr(): s for s in (local(t).untyped_storage() for t in tensors) if s.nbytes()}
-        for storage in storages.values():
-            host = torch.UntypedStorage(storage.nbytes())
-            host.copy_(storage)
+        """Moves the bytes behind these tensors (of a DTensor its shard) to the host; a storage they share moves once.
+
+        Args:
+            tensors: on one device. Memory that torch did not allocate itself cannot be given back, and stays.
+
+        Raises:
+            HandOverError: the host has no room; all tensors are as they were.
+        """
+        assert self._parked is None, f"{self._account.name} are parked already"
+        found = {s.data_ptr(): s for s in (local(t).untyped_storage() for t in tensors) if s.nbytes() and s.resizable()}
+        if not found:
+            return
+        # Long ones first: their copies begin at round addresses.
+        storages = sorted(found.values(), key=torch.UntypedStorage.nbytes, reverse=True)
+        lengths = [storage.nbytes() for storage in storages]
+        block = self._room(sum(lengths))
+        try:
+            for on_device, on_host in _pairs(storages, block):
+                on_host.copy_(on_device, non_blocking=True)
+            copied = _event(storages[0].device)
+            if copied is not None:
+                copied.synchronize()
+        except BaseException:
+            self._account.give(block, after=_event(storages[0].device))
+            raise
+        self._parked = Parked(storages, lengths, block)
+        for storage in storages:
             storage.resize_(0)
-            self._parked.append(Parked(storage, host))
 
     def unpark(self) -> None:
-        """Brings everything back."""
-        for storage, host in self._parked:
-            storage.resize_(host.nbytes())
-            storage.copy_(host)
-        self._parked.clear()
+        """Brings everything back.
+
+        Raises:
+            HandOverError: the device has no room; everything stays parked.
+        """
+        if self._parked is None:
+            return
+        storages, lengths, block = self._parked
+        try:
+            for storage, nbytes in zip(storages, lengths, strict=True):
+                storage.resize_(nbytes)
+        except RuntimeError as error:
+            for storage in storages:
+                storage.resize_(0)
+            raise HandOverError(
+                f"{self._account.name}: no device memory for {block.nbytes / 1e9:.2f} GB that waited in host memory, where "
+                f"they stay ({str(error).splitlines()[0]}). Let the other roles wait there too (param_offload, "
+                "optimizer_offload), or lower the sampler's share (rollout.gpu_memory_utilization) or the micro-batches"
+            ) from error
+        for on_device, on_host in _pairs(storages, block):
+            on_device.copy_(on_host, non_blocking=True)
+        self._parked = None
+        self._account.give(block, after=_event(storages[0].device))
+
+    def _room(self, nbytes: int) -> Block:
+        arena = self._account.arena
+        if nbytes > _obtainable_bytes(arena):
+            trim()  # waits for copies that are on their way, too
+        # Asked for first: Linux promises more memory than there is, and ends who then uses it.
+        obtainable = _obtainable_bytes(arena)
+        block = self._account.take(nbytes) if nbytes <= obtainable else None
+        if block is None:
+            holders = ", ".join(f"{name} {held / 1e9:.2f} GB" for name, held in arena.holders().items() if held)
+            raise HandOverError(
+                f"{self._account.name}: {nbytes / 1e9:.2f} GB are to wait in host memory, where {obtainable / 1e9:.2f} GB can be "
+                f"had beside what this process holds there ({holders or 'nothing'}). They are still on the device. Set the role's param_offload or optimizer_offload to False, lower "
+                "activation_offload.max_host_bytes, or give the machine or container more memory"
+            )
+        return block
+
+    def __del__(self) -> None:
+        if self._parked is not None:
+            self._account.give(self._parked.block)
+
+
+def _obtainable_bytes(arena: HostArena) -> int:
+    """What can be taken: free in the arena, or left for it to take from the system."""
+    growth = host_memory().available_bytes
+    if arena.max_bytes is not None:
+        growth = min(growth, arena.max_bytes - arena.reserved_bytes)
+    return arena.reserved_bytes - arena.held_bytes + growth
+
+
+def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bytes of the storages and those of the block side by side, cut where either has an end."""
+    views = iter(block.views)
+    on_host = next(views)
+    for storage in storages:
+        left = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        while left.numel():
+            if not on_host.numel():
+                on_host = next(views)
+            length = min(left.numel(), on_host.numel())
+            yield left[:length], on_host[:length]
+            left, on_host = left[length:], on_host[length:]
+
+
+def _event(device: torch.device) -> torch.Event | None:
+    """An event behind all that is queued on the device's current stream; None on CPU, where nothing is queued."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()

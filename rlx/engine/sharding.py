@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from rlx.config.schema import FSDPConfig
 
@@ -164,6 +165,10 @@ class Sharded(ABC):
     def reshard(self) -> None:
         """Frees gathered parameters that a forward without a backward has left behind."""
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """Frees the gradients once the optimizer has stepped."""
+        optimizer.zero_grad()
+
     @abstractmethod
     def gathering(self, unit: Unit) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
         """A function that makes a full copy of one of the unit's tensors, taken inside the context; all processes join."""
@@ -273,6 +278,13 @@ class FSDP1Model(Sharded):
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """See Sharded."""
         return nullcontext()
+
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """See Sharded. FSDP1 holds them until the next forward of this model, which may come after a rollout."""
+        storages = [p.grad.untyped_storage() for p in self.root.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        for storage in storages:
+            storage.resize_(0)
 
     def reshard(self) -> None:
         """See Sharded. Only with reshard_after_forward=False something stays: until the next backward, and FSDP1 cannot tell."""

@@ -105,13 +105,13 @@ class HostArena:
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
+        self.max_bytes: int | None = None  # of all accounts together; see `limit`
         self.returned: deque[tuple[Account, Block, Event | None]] = deque()
         self.allocations = 0
         self._cooling: deque[tuple[Block, Event]] = deque()
         self._ranges = RangeAllocator()
         self._slabs: dict[int, Pages] = {}
         self._accounts: weakref.WeakSet[Account] = weakref.WeakSet()
-        self._max_bytes: int | None = None
         self._reserved_bytes = 0
         self._has_warned_full = False
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class HostArena:
         """
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"HostArena.limit: got {max_bytes} bytes, expected a number >= 0 or None")
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
 
     def account(self, max_bytes: int | None = None, name: str = "others") -> Account:
         """A new share of the arena.
@@ -232,8 +232,8 @@ class HostArena:
         caps = [account.max_bytes for account in self._accounts]
         if caps and None not in caps:
             missing = min(missing, sum(cap for cap in caps if cap is not None) - self._reserved_bytes)
-        if self._max_bytes is not None:
-            missing = min(missing, self._max_bytes - self._reserved_bytes)
+        if self.max_bytes is not None:
+            missing = min(missing, self.max_bytes - self._reserved_bytes)
         while missing >= ALIGN_BYTES:
             size = slab_bytes(missing - missing % ALIGN_BYTES, self.pinned)
             pages = self._new_pages(size)

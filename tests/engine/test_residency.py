@@ -1,17 +1,147 @@
-import torch
+import gc
+import pickle
 
-from rlx.engine.residency import Parking
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx.engine.host_memory import HostMemory, HostRelief
+from rlx.engine.residency import HandOverError, Parking
+from rlx.offload import HostArena, host_arena
+
+MIB = 1 << 20
+
+
+def tensors(*lengths: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randint(256, (length,), dtype=torch.uint8, generator=g) for length in lengths]
 
 
 def test_parked_tensors_give_their_memory_back_and_return_as_they_were():
     whole = torch.arange(6.0)
     view, other = whole[2:4], torch.ones(3, dtype=torch.int32)
-    parking = Parking()
+    arena = HostArena(pinned=False)
+    parking = Parking(arena, "some")
+    parking.unpark()
+    assert not parking.occupied, "nothing to bring back is no fault"
     parking.park([view, whole, other, torch.empty(0)])
     assert parking.occupied
     assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    assert arena.holders() == {"some": 6 * 4 + 3 * 4}
     parking.unpark()
-    assert not parking.occupied
+    assert not parking.occupied and arena.holders() == {"some": 0}
     assert whole.tolist() == [0, 1, 2, 3, 4, 5] and view.tolist() == [2, 3] and other.tolist() == [1, 1, 1]
     view.add_(1)
     assert whole.tolist() == [0, 1, 3, 4, 4, 5], "views still share the storage"
+
+
+def test_without_tensors_nothing_is_parked():
+    parking = Parking(HostArena(pinned=False), "state before the first step")
+    parking.park([])
+    assert not parking.occupied
+
+
+def test_memory_that_torch_did_not_allocate_stays():
+    foreign = torch.frombuffer(bytearray(range(8)), dtype=torch.uint8)
+    parking = Parking(HostArena(pinned=False), "some")
+    parking.park([foreign])
+    assert not parking.occupied and foreign.tolist() == list(range(8))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=12),
+    gaps=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+)
+def test_bytes_survive_in_whatever_pieces_the_arena_has(lengths, gaps):
+    arena = HostArena(pinned=False)
+    other = arena.account()
+    blocks = [other.take(gap * 4096) for gap in gaps]
+    for block in blocks[::2]:
+        other.give(block)
+    parked = tensors(*lengths)
+    expected = [tensor.clone() for tensor in parked]
+    parking = Parking(arena, "some")
+    parking.park(parked)
+    parking.unpark()
+    assert all(torch.equal(tensor, was) for tensor, was in zip(parked, expected, strict=True))
+
+
+def test_every_cycle_after_the_first_takes_no_memory_and_shares_that_of_activations():
+    arena = HostArena(pinned=False)
+    parameters, state = Parking(arena, "parameters"), Parking(arena, "state")
+    weights, moments = tensors(3 * MIB, 70_001, 5 * MIB), tensors(6 * MIB, 140_002, 4)
+    activations = arena.account(name="activations")
+
+    def cycle() -> tuple[int, int]:
+        blocks = [activations.take(n) for n in (4 * MIB, 4 * MIB, 9 * MIB)]  # an update's, held at the same time
+        of_activations = arena.reserved_bytes
+        for block in blocks:
+            activations.give(block)
+        parameters.park(weights)
+        state.park(moments)
+        assert arena.holders() == {"parameters": 8 * MIB + 70_001, "state": 6 * MIB + 140_006, "activations": 0}
+        assert arena.reserved_bytes == of_activations
+        parameters.unpark()
+        state.unpark()
+        return arena.reserved_bytes, arena.allocations
+
+    first = cycle()
+    assert cycle() == cycle() == first
+
+
+def test_relief_of_a_short_host_leaves_what_is_parked():
+    arena = host_arena(False)
+    arena.trim()
+    (tensor,) = tensors(5 * MIB)
+    expected, parking = tensor.clone(), Parking(arena, "some")
+    parking.park([tensor])
+    account = arena.account()
+    account.give(account.take(64 * MIB))
+    freed = HostRelief().relieve(HostMemory(1, 100))
+    assert freed >= 59 * MIB and arena.reserved_bytes >= 5 * MIB
+    parking.unpark()
+    assert torch.equal(tensor, expected)
+    assert HostRelief().relieve(HostMemory(1, 100)) >= 5 * MIB
+
+
+def test_a_host_without_room_is_named_and_nothing_is_lost(monkeypatch):
+    arena = HostArena(pinned=False)
+    activations = arena.account(name="activations")
+    activations.take(160 * MIB)
+    tensor, parking = torch.ones(300 * MIB, dtype=torch.bool), Parking(arena, "actor_parameters")
+    message = r"actor_parameters: 0\.31 GB .* 0\.25 GB can.*\(activations 0\.17 GB\).*param_offload"
+    for cause in ("limit", "available"):
+        if cause == "limit":
+            arena.limit(400 * MIB)
+        else:
+            arena.limit(None)
+            monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(240 * MIB, 1 << 40))
+        with pytest.raises(HandOverError, match=message) as found:
+            parking.park([tensor])
+        assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)
+        assert not parking.occupied and tensor.nbytes == tensor.untyped_storage().nbytes() and bool(tensor.all())
+    assert activations.held_bytes == 160 * MIB
+    monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(300 * MIB, 1 << 40))
+    parking.park([tensor])
+    assert parking.occupied, "with room it goes on"
+
+
+def test_what_is_free_in_the_arena_counts_as_room(monkeypatch):
+    arena = HostArena(pinned=False)
+    account = arena.account()
+    account.give(account.take(4 * MIB))
+    monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(0, 1 << 40))
+    parking = Parking(arena, "some")
+    parking.park(tensors(4 * MIB))
+    assert parking.occupied and arena.allocations == 1
+
+
+def test_the_memory_of_a_forgotten_parking_is_free():
+    arena = HostArena(pinned=False)
+    parking = Parking(arena, "some")
+    parking.park(tensors(MIB))
+    assert arena.held_bytes == MIB
+    del parking
+    gc.collect()
+    assert arena.held_bytes == 0
