@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "trainer": {"algorithms", "cluster", "config", "data", "models", "rewards", "rollout", "workers"},
 }
 # Modules that every part may import, but for those that are libraries of their own.
-LEAVES = {"rlx.config.schema", "rlx.config.roles", "rlx.data.batch", "rlx.errors", "rlx"}
+LEAVES = {"rlx.config.schema", "rlx.config.roles", "rlx.config.vllm_range", "rlx.data.batch", "rlx.errors", "rlx"}
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
 # What these may import at all beside the standard library.
@@ -39,6 +39,7 @@ ONLY = {
     "rlx.config.schema_algorithm": {"rlx.config.keys"},
     "rlx.config.schema_rollout": {"rlx.config.keys"},
     "rlx.config.keys": set(),
+    "rlx.config.vllm_range": set(),
     "rlx.config.roles": {"rlx.config.schema"},
     "rlx.data.batch": {"torch", "tensordict"},
     "rlx.errors": set(),

@@ -8,8 +8,9 @@ from typing import Any
 
 from rlx.config.schema import PPOConfig
 from rlx.config.tree import LEAVES, value_at
+from rlx.config.vllm_range import vllm_version
 
-OPTIONAL_PACKAGES = ("vllm", "peft", "wandb", "flash_attn")
+OPTIONAL_PACKAGES = ("peft", "wandb", "flash_attn")
 # Any of these exists where a driver for CUDA devices is loaded (the last one under WSL).
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -38,12 +39,14 @@ class Machine:
         cpus: cores that this process may use.
         packages: which of OPTIONAL_PACKAGES are installed.
         cluster: the cluster to join; None starts Ray on this machine alone.
+        vllm: the version of vLLM, None if there is none.
     """
 
     gpus: int
     cpus: int
     packages: frozenset[str]
     cluster: Cluster | None = None
+    vllm: str | None = None
 
     @property
     def node_gpus(self) -> tuple[int, ...]:
@@ -80,7 +83,7 @@ def inspect_machine(cluster: Cluster | None = None) -> Machine:
     packages = frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
     # Not every system tells which cores a process may use.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(count_gpus(), cpus, packages, cluster)
+    return Machine(count_gpus(), cpus, packages, cluster, vllm_version())
 
 
 def count_gpus() -> int:

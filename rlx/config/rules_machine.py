@@ -67,27 +67,6 @@ def _per_machine(gpus: tuple[int, ...]) -> str:
 # Packages
 
 
-def sampler_is_there(s: Setting) -> Faults:
-    """The generation engine is installed and supported."""
-    if s.config.actor_rollout_ref.rollout.name != "vllm":
-        return
-    key = "actor_rollout_ref.rollout.name"
-    if "vllm" not in s.machine.packages:
-        remedy = f"set {key}=hf, the one sampler of this version; vLLM itself comes with `pip install vllm` and its own torch"
-        yield Fault("vLLM is not installed", f"{key}=vllm", "the package vllm", remedy, (key,))
-    else:
-        yield Fault("this version of rlx generates with hf only", f"{key}=vllm", f"{key}=hf", f"set {key}=hf", (key,))
-
-
-def hf_samples_in_one_process(s: Setting) -> Faults:
-    """Tensor parallelism in generation is vLLM's."""
-    rollout, prefix = s.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
-        keys = (f"{prefix}.tensor_model_parallel_size", f"{prefix}.name")
-        got = f"{keys[0]}={rollout.tensor_model_parallel_size} with {keys[1]}=hf"
-        yield Fault("the hf sampler keeps the whole model in each process", got, "1", f"set {keys[0]}=1", keys)
-
-
 def packages_are_installed(s: Setting) -> Faults:
     """Optional packages that the configuration needs are there."""
     adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
@@ -207,8 +186,6 @@ MACHINE_RULES = (
     cluster_answers,
     nodes_need_a_cluster,
     gpus_suffice,
-    sampler_is_there,
-    hf_samples_in_one_process,
     packages_are_installed,
     models_exist,
     data_files_exist,

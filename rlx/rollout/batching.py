@@ -20,8 +20,8 @@ def generate_batch(
         response_length: R, the width of the response columns [tokens]; equal for batches that are to be joined.
 
     Returns:
-        the batch with input_ids, attention_mask, response_mask, rollout_log_probs and policy_version in place of
-        prompt_ids and prompt_mask. A batch without rows comes back as one without rows.
+        the batch with input_ids, attention_mask, response_mask, policy_version and, where `sampling` asks for them,
+        rollout_log_probs, in place of prompt_ids and prompt_mask. A batch without rows comes back as one without rows.
 
     Raises:
         ValueError: max_tokens exceeds `response_length`; BatchError: a column is missing or a prompt is empty.
@@ -39,24 +39,26 @@ def generate_batch(
         for ids, mask, seed in zip(prompts, masks, seeds.tolist(), strict=True)
     ]
     completions = rollout.generate(requests)
-    responses, log_probs, response_mask = _padded(completions, pad_token_id, response_length)
-    return batch.drop("prompt_ids", "prompt_mask").with_(
+    responses, response_mask = _padded(completions, pad_token_id, response_length)
+    samples = batch.drop("prompt_ids", "prompt_mask").with_(
         input_ids=torch.cat([prompts, responses], dim=1),
         attention_mask=torch.cat([masks, response_mask], dim=1),
         response_mask=response_mask,
-        rollout_log_probs=log_probs,
         policy_version=torch.full((len(batch),), rollout.version, dtype=torch.int64),
     )
+    if not sampling.with_log_probs:
+        return samples
+    log_probs = torch.zeros(response_mask.shape)
+    log_probs[response_mask] = torch.tensor([value for c in completions for value in c.log_probs or ()])
+    return samples.with_(rollout_log_probs=log_probs)
 
 
-def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, log-probs (0 on padding) and mask, each (B, width)."""
+def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens and mask, each (B, width)."""
     responses = torch.full((len(completions), width), pad_token_id, dtype=torch.int64)
-    log_probs = torch.zeros(len(completions), width)
     mask = torch.zeros(len(completions), width, dtype=torch.bool)
     for row, completion in enumerate(completions):
         length = len(completion.token_ids)
         responses[row, :length] = torch.tensor(completion.token_ids)
-        log_probs[row, :length] = torch.tensor(completion.log_probs)
         mask[row, :length] = True
-    return responses, log_probs, mask
+    return responses, mask

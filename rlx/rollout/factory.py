@@ -10,22 +10,28 @@ from rlx.rollout.protocol import Rollout
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def build_rollout(rollout: RolloutConfig, model: ModelConfig, device: torch.device) -> Rollout:
-    """The sampler that `rollout.name` asks for, without weights yet.
+def build_rollout(
+    rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int = 0
+) -> Rollout:
+    """The sampler that `rollout.name` asks for, without weights yet. All processes build theirs together.
 
     Args:
-        rollout: engine, dtype ("auto": bf16 on accelerators, fp32 on CPU) and batch limit.
+        rollout: which one, and its options; dtype "auto" is bf16 on accelerators, fp32 on CPU.
         model: its folder's config decides the architecture; no weights are read.
         device: where it decodes.
+        context_length: longest prompt and response together [tokens].
+        seed: of the engine itself.
 
     Raises:
-        ValueError: an engine that does not exist, or a model config that cannot be loaded.
+        ValueError: an engine that does not exist, or a model or options that it cannot take.
+        ImportError: vLLM is not installed in a version that rlx works with.
     """
+    if rollout.name == "vllm":
+        from rlx.rollout.vllm import VLLMRollout  # takes seconds, and is not installed everywhere
+
+        return VLLMRollout(rollout, model, device, context_length, seed)
     if rollout.name != "hf":
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name is {rollout.name!r}, but the only engine here is 'hf' (transformers); "
-            "set actor_rollout_ref.rollout.name=hf"
-        )
+        raise ValueError(f"actor_rollout_ref.rollout.name is {rollout.name!r}, expected hf or vllm")
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     return HFRollout(
         load_config(model),

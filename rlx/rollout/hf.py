@@ -52,7 +52,6 @@ class HFRollout:
             )
         self._model.requires_grad_(False).eval()
         self._version: int | None = None
-        self._asleep = False
 
     @property
     def version(self) -> int | None:
@@ -101,15 +100,14 @@ class HFRollout:
 
     def sleep(self) -> None:
         """Moves the weights to host memory; nothing to do on CPU."""
-        self._asleep = True
         if self._device.type != "cpu":
             self._model.to("cpu")
             torch.accelerator.empty_cache()
 
-    def wake(self) -> None:
-        """Moves the weights back to the device."""
-        self._model.to(self._device)
-        self._asleep = False
+    def close(self) -> None:
+        """Gives the weights' memory back."""
+        self._version = None
+        self._model.to("meta")
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes every request.
@@ -121,12 +119,11 @@ class HFRollout:
             completions in the order of `requests`.
 
         Raises:
-            ValueError: no weights yet, asleep, or an empty prompt.
+            ValueError: no weights yet, or an empty prompt.
         """
         if self._version is None:
             raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
-        if self._asleep:
-            raise ValueError("generate: the rollout is asleep; call wake first")
+        self._model.to(self._device)
         empty = [index for index, request in enumerate(requests) if not request.prompt_ids]
         if empty:
             raise ValueError(f"generate: request {empty[0]} has an empty prompt; expected at least one token")
@@ -176,7 +173,7 @@ class HFRollout:
                 rows, chosen, running = rows[keep], chosen[keep], running[keep]
             decoder.feed(chosen)
         return [
-            Completion(ids[:length], values[:length], "stop" if stop else "length")
+            Completion(ids[:length], values[:length] if sampling.with_log_probs else None, "stop" if stop else "length")
             for ids, values, length, stop in zip(
                 tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
             )

@@ -17,6 +17,7 @@ class Sampling:
         top_p: keep the fewest most likely tokens whose probabilities reach this sum, in (0, 1]; 1 keeps all.
         top_k: keep so many most likely tokens; -1 keeps all.
         stop_token_ids: a completion ends with the first of these, which is part of it.
+        with_log_probs: return the log-prob of each token.
 
     Raises:
         ValueError: a value is out of its range.
@@ -27,6 +28,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    with_log_probs: bool = True
 
     def __post_init__(self):
         if self.max_tokens < 1:
@@ -61,18 +63,23 @@ class Request:
     sampling: Sampling
 
 
+class EngineError(RuntimeError):
+    """A sampler that has failed in the middle and is of no use any more: close it and build another."""
+
+
 class Completion(NamedTuple):
     """One completion.
 
     Args:
         token_ids: at least one token; the last is a stop token if `finish_reason` is "stop".
         log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, that is before
-            top-k and top-p cut it: the trainer's definition. Greedy uses temperature 1.
+            top-k and top-p cut it: the trainer's definition. Greedy uses temperature 1. None where
+            they were not asked for.
         finish_reason: "stop", or "length" after `max_tokens`.
     """
 
     token_ids: list[int]
-    log_probs: list[float]
+    log_probs: list[float] | None
     finish_reason: Literal["stop", "length"]
 
 
@@ -81,21 +88,26 @@ class Rollout(Protocol):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights in use; None until a complete set has arrived."""
+        """Version of the weights in use; None until a complete set has arrived, and after a `sleep` that lost them."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completes every request, in the order given. Raises ValueError without weights or while asleep."""
+        """Completes every request, in the order given, and takes back what `sleep` gave.
+
+        Raises:
+            ValueError: there are no weights, or a request cannot be completed.
+            EngineError: the sampler failed; build another.
+        """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights by `weights` (names as in the transformers model). Raises ValueError."""
+        """Replaces all weights by `weights` (names as in the transformers model), asleep or not. Raises ValueError."""
         ...
 
     def sleep(self) -> None:
-        """Gives device memory back until `wake`."""
+        """Gives device memory back until the next call. What is lost with it shows in `version`."""
         ...
 
-    def wake(self) -> None:
-        """Undoes `sleep`."""
+    def close(self) -> None:
+        """Ends the sampler and gives back all that it holds."""
         ...

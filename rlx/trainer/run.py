@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.cluster.group import WorkerGroup
+from rlx.cluster.mesh import Mesh
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
 from rlx.config.roles import TINY, critic_settings, has_critic
@@ -74,7 +75,10 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
     trainer = config.trainer
     device = accelerator() if trainer.device == "auto" else trainer.device
     pool = Pool.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
-    return WorkerGroup(pool, Worker, config, roles_of(config))
+    # The processes of a tensor-parallel group generate the same samples.
+    together = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    meshes = {"rollout": Mesh.of(len(pool.slots), together)}
+    return WorkerGroup(pool, Worker, config, roles_of(config), meshes=meshes)
 
 
 def with_models(config: PPOConfig) -> PPOConfig:

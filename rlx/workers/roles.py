@@ -3,9 +3,12 @@
 Each method is called on all ranks together, with the rank's share of the rows where it takes a batch.
 """
 
+import logging
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 
 from rlx.config.roles import log_prob_size, update_size
 from rlx.config.schema import PPOConfig
@@ -15,13 +18,15 @@ from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
-from rlx.rollout.protocol import Sampling
+from rlx.rollout.protocol import EngineError, Sampling
 from rlx.workers.settings import Purpose, optimizer_steps, sampling_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Metrics = dict[str, float]
+
+logger = logging.getLogger(__name__)
 
 
 class Role(Protocol):
@@ -83,7 +88,9 @@ class ActorRole(TrainedRole):
         self._temperature = policy.rollout.temperature
         self._update_rule = MicroBatchRule(*update_size(actor))
         self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
-        self._objective = PolicyObjective(actor, self._temperature, config.data.max_response_length)
+        self._objective = PolicyObjective(
+            actor, self._temperature, config.data.max_response_length, config.algorithm.rollout_correction
+        )
 
     def log_probs(self, batch: Batch) -> Batch:
         """old_log_probs and entropy of the rows."""
@@ -153,35 +160,64 @@ class RolloutRole:
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase", actor: ActorRole):
         settings = config.actor_rollout_ref.rollout
-        self._rollout = build_rollout(settings, config.actor_rollout_ref.model, device)
+        self._length = config.data.max_response_length
+        context_length = config.data.max_prompt_length + self._length
+        model, seed = config.actor_rollout_ref.model, config.trainer.seed
+        self._build = partial(build_rollout, settings, model, device, context_length, seed)
+        self._rollout = self._build()
         self._sleeps = settings.name == "vllm" and settings.free_cache_engine
-        self._asleep = False
+        self._synced: int | None = None  # version that the actor's weights had at the last sync
         self._actor = actor
-        self._pad_token_id, self._length = int(tokenizer.pad_token_id), config.data.max_response_length
+        self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, actor.engine)
         self._sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in ("train", "val")}
 
     def rest(self) -> None:
         """See Role."""
-        if self._sleeps and not self._asleep:
+        if self._sleeps:
             self._rollout.sleep()
-            self._asleep = True
 
     def generate(self, batch: Batch, purpose: Purpose) -> Batch:
-        """One response to each row, sampled as `purpose` is configured."""
-        self._wake()
-        return generate_batch(self._rollout, batch, self._sampling[purpose], self._pad_token_id, self._length)
+        """One response to each row, sampled as `purpose` is configured.
+
+        A sampler that fails is started again, on all ranks together, and the rows are generated once more.
+
+        Raises:
+            EngineError: it failed a second time.
+        """
+        if self._rollout.version is None and self._synced is not None:
+            self.sync(self._synced)  # they went with a sleep
+        samples, error = self._attempt(batch, purpose)
+        if _on_any_rank(error is not None):
+            logger.warning("the sampler failed and is started again: %s", error or "on another rank")
+            self._rollout.close()
+            self._rollout = self._build()
+            assert self._synced is not None
+            self.sync(self._synced)
+            samples, error = self._attempt(batch, purpose)
+            if _on_any_rank(error is not None):
+                raise error or EngineError("the sampler of another process failed again after it was started anew")
+        assert samples is not None
+        return samples
 
     def sync(self, version: int) -> None:
         """Takes the actor's weights; `version` counts the updates received."""
-        self._wake()
         self._rollout.update_weights(self._actor.engine.weights(), version)
+        self._synced = version
         self._actor.rest()
 
-    def _wake(self) -> None:
-        if self._asleep:
-            self._rollout.wake()
-            self._asleep = False
+    def _attempt(self, batch: Batch, purpose: Purpose) -> tuple[Batch | None, EngineError | None]:
+        sampling = self._sampling[purpose]
+        try:
+            return generate_batch(self._rollout, batch, sampling, self._pad_token_id, self._length), None
+        except EngineError as error:
+            return None, error
+
+
+def _on_any_rank(flag: bool) -> bool:
+    flags = torch.tensor([flag], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[int, ...]:

@@ -23,8 +23,9 @@ def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int,
     rollout = config.actor_rollout_ref.rollout
     length = config.data.max_response_length
     if purpose == "train":
-        return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k or -1, stop_token_ids)
+        cut = rollout.temperature, rollout.top_p, rollout.top_k or -1
+        return Sampling(length, *cut, stop_token_ids, rollout.calculate_log_probs)
     val = rollout.val_kwargs
     if not val.do_sample:
-        return Sampling(length, temperature=0.0, stop_token_ids=stop_token_ids)
-    return Sampling(length, val.temperature, val.top_p, val.top_k or -1, stop_token_ids)
+        return Sampling(length, temperature=0.0, stop_token_ids=stop_token_ids, with_log_probs=False)
+    return Sampling(length, val.temperature, val.top_p, val.top_k or -1, stop_token_ids, with_log_probs=False)

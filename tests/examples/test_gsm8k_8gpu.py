@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests" / "fixtures" / "gsm8k_tiny.jsonl"
 
@@ -23,15 +24,8 @@ def check(environment: dict[str, str], *overrides: str) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_the_command_is_valid_with_the_sampler_that_this_version_has(environment: dict[str, str]):
-    overrides = ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
-    done = check(environment, *overrides)
+@pytest.mark.parametrize("options", [(), ("actor_rollout_ref.rollout.name=hf", f"{PARALLEL}=1")], ids=["vllm", "hf"])
+def test_the_command_is_valid_with_either_sampler(environment: dict[str, str], options: tuple[str, ...]):
+    done = check(environment, *options)
     assert done.returncode == 0, done.stderr
     assert "train_batch_size: 512" in done.stdout and "adv_estimator: grpo" in done.stdout
-
-
-def test_as_it_stands_nothing_but_vllm_is_missing(environment: dict[str, str]):
-    done = check(environment)
-    faults = [line for line in done.stderr.splitlines() if line.lstrip()[:2] in ("1.", "2.", "3.")]
-    assert done.returncode == 2 and len(faults) == 1, done.stderr
-    assert "got: actor_rollout_ref.rollout.name=vllm" in done.stderr

@@ -105,7 +105,7 @@ def test_requests_may_differ_in_sampling(make_model, make_rollout, prompts):
     assert rollout.generate([]) == []
 
 
-def test_generating_needs_weights_and_an_awake_rollout(make_model, make_rollout, prompts):
+def test_generating_needs_weights_and_wakes(make_model, make_rollout, prompts):
     model = make_model()
     rollout = HFRollout(model.config)
     assert rollout.version is None
@@ -115,9 +115,6 @@ def test_generating_needs_weights_and_an_awake_rollout(make_model, make_rollout,
     before = rollout.generate(requests_of(prompts, GREEDY))
     assert rollout.version == 7
     rollout.sleep()
-    with pytest.raises(ValueError, match="wake"):
-        rollout.generate(requests_of(prompts, GREEDY))
-    rollout.wake()
     assert rollout.generate(requests_of(prompts, GREEDY)) == before
     with pytest.raises(ValueError, match="request 1 has an empty prompt"):
         rollout.generate(requests_of([prompts[0], ()], GREEDY))
@@ -201,6 +198,5 @@ def test_sleep_gives_device_memory_back(make_model, make_rollout, prompts):
     rollout.sleep()
     assert torch.cuda.memory_allocated() - start < (awake - start) / 10
     rollout.update_weights(model.state_dict().items(), version=2)
-    rollout.wake()
     after = rollout.generate(requests_of(prompts, GREEDY))
     assert [c.token_ids for c in after] == [c.token_ids for c in before]

@@ -37,8 +37,14 @@ def test_optimizer_steps_count_mini_batches_epochs_and_the_critics_warm_up():
 @pytest.mark.parametrize(
     ("val", "expected"),
     [
-        (ValKwargsConfig(temperature=0.7, top_p=0.5), Sampling(20, temperature=0.0, stop_token_ids=(1,))),
-        (ValKwargsConfig(temperature=0.7, top_p=0.5, top_k=3, do_sample=True), Sampling(20, 0.7, 0.5, 3, (1,))),
+        (
+            ValKwargsConfig(temperature=0.7, top_p=0.5),
+            Sampling(20, temperature=0.0, stop_token_ids=(1,), with_log_probs=False),
+        ),
+        (
+            ValKwargsConfig(temperature=0.7, top_p=0.5, top_k=3, do_sample=True),
+            Sampling(20, 0.7, 0.5, 3, (1,), with_log_probs=False),
+        ),
     ],
 )
 def test_sampling_of_training_and_validation(val, expected):

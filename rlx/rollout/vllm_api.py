@@ -1,0 +1,173 @@
+"""All that rlx says to vLLM: the one file that imports it, and the only one that knows what differs between versions.
+
+Importing this module imports vLLM, in the settings that let it live inside a training process.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
+from rlx.rollout.protocol import Completion, EngineError, Request
+
+_version = vllm_version()
+if _version is None or not in_range(_version):
+    raise ImportError(f"vLLM: found version {_version}, expected {VLLM_RANGE}; install one of these, or use name=hf")
+# In this process, and not in one of its own: the weights come from here.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# On CPU vLLM would pin its threads, which are also those that train.
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.inputs import TokensPrompt  # noqa: E402
+
+logger = logging.getLogger(__name__)
+# What vLLM warns of though rlx means it so, by the logger that says it.
+_NO_NEWS = {
+    "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
+    "renderers.base": ("Chat template warmup failed", "because tokenizer is not initialized"),  # tokens go in and out
+    "model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load",),  # it has no weights
+}
+
+
+def _quiet(texts: Sequence[str]) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not any(text in record.getMessage() for text in texts)
+
+
+for _name, _texts in _NO_NEWS.items():
+    logging.getLogger(f"vllm.{_name}").addFilter(_quiet(_texts))
+
+
+def unknown_options(names: Iterable[str]) -> list[str]:
+    """One line for each name that is no option of this version's engine."""
+    known = sorted(field.name for field in dataclasses.fields(EngineArgs))
+    lines = []
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            lines.append(
+                f"{name} is no option of vLLM {_version}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
+    return lines
+
+
+class Engine:
+    """One vLLM engine in this process, without weights worth the name until `load` has brought them.
+
+    All processes of the run build theirs together, for vLLM makes its groups out of all of them.
+
+    Args:
+        options: vLLM's engine arguments.
+        eager: run functions that vLLM compiles as they are: on CPU a compiler may be missing, and takes longer than it saves.
+
+    Raises:
+        ValueError: vLLM refuses the options or the model; its reason is in the message.
+    """
+
+    def __init__(self, options: Mapping[str, Any], eager: bool) -> None:
+        self._stance = "force_eager" if eager else "default"
+        with _undisturbed():
+            try:
+                self._llm: LLM | None = LLM(**options)
+            except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+                raise ValueError(
+                    f"vLLM {_version} could not start with {dict(options)}: {type(error).__name__}: {error}"
+                ) from error
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together [tokens]."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def _engine(self) -> LLM:
+        if self._llm is None:
+            raise EngineError("vLLM: the engine has been closed")
+        return self._llm
+
+    def generate(self, requests: Sequence[Request], seeded: bool) -> list[Completion]:
+        """Completes requests, in their order; EngineError if the engine fails on the way."""
+        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        params = [_sampling_params(request, seeded) for request in requests]
+        try:
+            with torch.compiler.set_stance(self._stance):
+                answers = self._engine.generate(prompts, params, use_tqdm=False)
+        except Exception as error:
+            raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
+        return [_completion(answer.outputs[0]) for answer in answers]
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes a complete set of weights, as loading a checkpoint would, and forgets cached prefixes."""
+        with _undisturbed():
+            self._engine.collective_rpc(_reload, args=(weights,))
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM kept its prefix cache, made by the weights before: requests are still running")
+
+    def sleep(self) -> None:
+        """Gives weights and cache back to the device; both are gone."""
+        self._engine.sleep(level=2)
+
+    def wake(self, part: str) -> None:
+        """Takes the device memory of `weights` or `kv_cache` again, without their contents."""
+        self._engine.wake_up(tags=[part])
+
+    def close(self) -> None:
+        """Ends the engine and frees what it held."""
+        if self._llm is not None:
+            with contextlib.suppress(Exception):  # one that has failed may not even end well
+                self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+
+def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    worker.reload_weights(weights_iterator=iter(weights))
+
+
+def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        seed=request.seed if seeded and sampling.temperature > 0 else None,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # what ends a response is named above
+        logprobs=0 if sampling.with_log_probs else None,  # of the chosen token alone
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def _completion(output: Any) -> Completion:
+    log_probs = list(output.logprobs.logprobs) if output.logprobs is not None else None
+    reason = cast(Any, output.finish_reason)
+    if reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended a request with {reason!r}, expected stop or length")
+    return Completion(list(output.token_ids), log_probs, reason)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random states and torch's functions as before: vLLM seeds everything, and on CPU replaces set_num_threads."""
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(threads)
