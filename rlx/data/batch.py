@@ -37,6 +37,12 @@ TENSORS: dict[str, Column] = {
     "scores": Column("B", F32, "rewards", "one score per sample"),
     "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
     "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
+    "rollout_is_weights": Column(
+        "BR", F32, "trainer", "what the policy loss is multiplied by for the sampler's mismatch"
+    ),
+    "loss_mask": Column(
+        "BR", BOOL, "trainer", "the part of response_mask that the policy's loss counts, where tokens are rejected"
+    ),
     "ref_log_probs": Column("BR", F32, "ref", "log-prob under the reference"),
     "values": Column("BR", F32, "critic", "value of the state in which each response token is chosen"),
     "token_rewards": Column("BR", F32, "trainer", "score on the last response token, minus the KL penalty where asked"),

@@ -4,6 +4,8 @@ An objective turns the model's outputs on one micro-batch into its share of the 
 already divided by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,9 +13,12 @@ from torch import Tensor
 from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
 from rlx.algorithms.losses import policy_loss, value_loss
-from rlx.config.schema import ActorConfig, CriticConfig
+from rlx.algorithms.rollout_correction import mismatch_sums
+from rlx.config.schema import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
 from rlx.models.log_probs import token_log_probs
+
+NO_CORRECTION = RolloutCorrectionConfig()
 
 
 class Totals(NamedTuple):
@@ -24,10 +29,14 @@ class Totals(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One micro-batch's part of the mini-batch's loss (scalar with its graph) and of its metrics (scalars without)."""
+    """One micro-batch's part of the mini-batch's loss (scalar with its graph) and of its metrics (scalars without).
+
+    Metrics are added over the parts; of `maxima` the largest is taken.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    maxima: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Objective(Protocol):
@@ -38,6 +47,10 @@ class Objective(Protocol):
     """
 
     columns: tuple[str, ...]
+
+    def mask(self, batch: Batch) -> Tensor:
+        """The tokens that count (B, R) bool."""
+        ...
 
     def denominator(self, mask_BR: Tensor) -> Tensor:
         """This share's part of the loss's denominator, a scalar."""
@@ -56,20 +69,41 @@ def _per_token(stats: dict[str, Tensor], mask_BR: Tensor, tokens: float) -> dict
 class PolicyObjective:
     """PPO's clipped loss, an entropy bonus and the KL to the reference, as the configuration weighs them.
 
+    With rollout_is the clipped loss of each token is multiplied by its weight; the other terms, which are no average over
+    the sampled tokens' probabilities, are not. A rejected token counts nowhere, in no term and no denominator: the loss is
+    the mean over what is left.
+
     Metrics: pg_loss, clip_fraction, clip_fraction_lower, ppo_kl (mean of old - new log-prob); with use_kl_loss also
-    kl_loss, with entropy_coeff also entropy_loss (both unweighted).
+    kl_loss, with entropy_coeff also entropy_loss (both unweighted). With bypass_mode, where the old log-probs are the
+    sampler's, also what nothing else has measured: entropy, and as `mismatch/...` the sums of `mismatch_sums`.
 
     Args:
         actor: the configuration.
         temperature: of sampling; the log-probs are taken at it.
         horizon: longest response allowed [tokens].
+        correction: of the sampler's mismatch; the driver computes weights and rejections.
     """
 
-    def __init__(self, actor: ActorConfig, temperature: float, horizon: int):
-        self.actor, self.temperature, self.horizon = actor, temperature, horizon
+    def __init__(
+        self,
+        actor: ActorConfig,
+        temperature: float,
+        horizon: int,
+        correction: RolloutCorrectionConfig = NO_CORRECTION,
+    ):
+        self.actor, self.temperature, self.horizon, self.correction = actor, temperature, horizon, correction
         self.clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
         self.clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-        self.columns = ("old_log_probs", "advantages", *(["ref_log_probs"] if actor.use_kl_loss else []))
+        optional = {
+            "ref_log_probs": actor.use_kl_loss,
+            "rollout_is_weights": correction.rollout_is is not None,
+            "loss_mask": correction.rejects,
+        }
+        self.columns = ("old_log_probs", "advantages", *(name for name, read in optional.items() if read))
+
+    def mask(self, batch: Batch) -> Tensor:
+        """See Objective."""
+        return batch["loss_mask" if self.correction.rejects else "response_mask"]
 
     def denominator(self, mask_BR: Tensor) -> Tensor:
         """See Objective."""
@@ -77,20 +111,23 @@ class PolicyObjective:
 
     def share(self, outputs: Tensor, batch: Batch, totals: Totals) -> Share:
         """See Objective; `outputs` are logits (B, R, V)."""
-        actor, mask_BR = self.actor, batch["response_mask"]
+        actor, mask_BR, bypass = self.actor, self.mask(batch), self.correction.bypass_mode
         # The bonus alone needs entropy's graph; the step's entropy is known from the pass that took old_log_probs.
-        log_probs, entropy = token_log_probs(outputs, batch.responses(), self.temperature, actor.entropy_coeff != 0)
+        with_entropy = bypass or actor.entropy_coeff != 0
+        log_probs, entropy = token_log_probs(outputs, batch.responses(), self.temperature, with_entropy)
         weights = token_weights(mask_BR, actor.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
         loss_BR, stats = policy_loss(
             log_probs, batch["old_log_probs"], batch["advantages"], self.clip_low, self.clip_high, actor.clip_ratio_c
         )
+        if self.correction.rollout_is is not None:
+            loss_BR = loss_BR * batch["rollout_is_weights"]
         loss = (weights * loss_BR).sum()
         metrics = {"pg_loss": loss.detach()}
         if actor.use_kl_loss:
             kl = (weights * kl_estimate(log_probs, batch["ref_log_probs"], actor.kl_loss_type)).sum()
             loss = loss + actor.kl_loss_coef * kl
             metrics["kl_loss"] = kl.detach()
-        if entropy is not None:
+        if entropy is not None and actor.entropy_coeff != 0:
             bonus = (weights * entropy).sum()
             loss = loss - actor.entropy_coeff * bonus
             metrics["entropy_loss"] = bonus.detach()
@@ -99,7 +136,12 @@ class PolicyObjective:
             "clip_fraction_lower": stats["clipped_lower"],
             "ppo_kl": stats["approx_kl"],
         }
-        return Share(loss, metrics | _per_token(figures, mask_BR, totals.tokens))
+        maxima = {}
+        if bypass:
+            figures["entropy"] = entropy
+            sums, maxima["mismatch/largest"] = mismatch_sums(log_probs, batch["old_log_probs"], mask_BR)
+            metrics |= {f"mismatch/{name}": total for name, total in sums.items()}
+        return Share(loss, metrics | _per_token(figures, mask_BR, totals.tokens), maxima)
 
 
 class ValueObjective:
@@ -123,6 +165,10 @@ class ValueObjective:
                 "critic.loss_agg_mode: got null, expected a mode; put the actor's in its place before building the objective"
             )
         self.mode, self.clip, self.horizon = critic.loss_agg_mode, critic.cliprange_value, horizon
+
+    def mask(self, batch: Batch) -> Tensor:
+        """See Objective."""
+        return batch["response_mask"]
 
     def denominator(self, mask_BR: Tensor) -> Tensor:
         """See Objective."""

@@ -13,7 +13,7 @@ from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
-from rlx.trainer import steps, validation
+from rlx.trainer import mismatch, steps, validation
 from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, reopen, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
@@ -122,8 +122,7 @@ class Trainer:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
         if config.trainer.balance_batch:
             batch = steps.balance(batch, self.workers.world_size)
-        with phase("old_log_prob"):
-            batch = self.extend(batch, "actor", "log_probs")
+        batch, compared = self.old_log_probs(batch)
         if has_reference(config):
             with phase("ref"):
                 batch = self.extend(batch, "ref", "log_probs")
@@ -133,7 +132,7 @@ class Trainer:
         with phase("advantages"):
             batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
             batch = steps.add_advantages(batch, config.algorithm)
-        metrics = steps.describe(batch) | validation.extras(scores, "reward")
+        metrics = steps.describe(batch) | compared | validation.extras(scores, "reward")
         metrics |= {"reward/accuracy": steps.accuracy(scores.scores, scores.extra), "train/epoch": float(epoch)}
         if reward_kl is not None:
             metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
@@ -169,10 +168,21 @@ class Trainer:
         answer = self.workers.split(role, method, batch.select(*SEQUENCE))
         return batch.with_(**dict(answer.tensors.items()))
 
+    def old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with the log-probs that updates start from, and how the sampler's compare with them."""
+        correction = self.config.algorithm.rollout_correction
+        if correction.bypass_mode:
+            return batch.with_(old_log_probs=batch["rollout_log_probs"]), {}
+        with self.progress.phase("old_log_prob"):
+            batch = self.extend(batch, "actor", "log_probs")
+            batch, corrected = mismatch.correct(batch, correction)
+            return batch, mismatch.measure(batch) | corrected
+
     def update_actor(self, batch: Batch, step: int) -> Metrics:
         """The policy's optimizer steps on this batch."""
         actor = self.config.actor_rollout_ref.actor
-        columns = (*ACTOR_UPDATE, "ref_log_probs") if actor.use_kl_loss else ACTOR_UPDATE
+        optional = (*(["ref_log_probs"] if actor.use_kl_loss else []), *mismatch.LOSS_COLUMNS)
+        columns = (*ACTOR_UPDATE, *(name for name in optional if name in batch))
         cut = (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle)
         return self.update("actor", batch, columns, step, *cut)
 
@@ -187,17 +197,30 @@ class Trainer:
     ) -> Metrics:
         """One optimizer step per mini-batch and epoch; the mean of their metrics, and how many were skipped.
 
-        A skipped one has metrics that are no numbers; they are left out of the means.
+        A skipped one has metrics that are no numbers; they are left out of the means. A mini-batch of which no token is
+        left in the loss gets no step, which would still move the weights, by decay and momentum.
         """
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
         each: list[Metrics] = []
+        rejected = 0
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
                 part = steps.balance(part, self.workers.world_size)
-            each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
+            if "loss_mask" in columns and not part["loss_mask"].any():
+                rejected += 1
+            else:
+                each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
+        if rejected:
+            of = f"{rejected} of {rejected + len(each)} mini-batches"
+            self.progress.notice(
+                f"step {step}: rollout_correction rejected every token of {of}: nothing learned from them"
+            )
+        if not each:
+            return {f"{role}/skipped": 0.0}
+        each, measured = mismatch.split_off(each)
         means = {name: steps.finite_mean([m[name] for m in each]) for name in each[0]}
         means[f"{role}/skipped"] = sum(m[f"{role}/skipped"] for m in each)
-        return means
+        return means | measured
 
     def sync_weights(self, version: int) -> None:
         """Gives the sampler the actor's weights; `version` counts the updates it has received."""

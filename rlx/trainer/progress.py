@@ -92,12 +92,14 @@ class Column(NamedTuple):
     drop: int
 
 
-# KL is that to the reference where the run has one, else that between the policy before and after the step.
+# KL is that to the reference where the run has one, else that between the policy before and after the step; mism is how
+# far the sampler's log-probs are from the trainer's.
 COLUMNS = (
     Column("reward", ("reward/mean",), 6, partial(number, width=6), 0),
     Column("acc", ("reward/accuracy",), 6, "{:.1%}".format, 1),
     Column("len", ("response_length/mean",), 5, count, 6),
     Column("KL", ("actor/kl_ref", "actor/ppo_kl"), 8, partial(number, width=8), 2),
+    Column("mism", ("mismatch/mean_abs_log_prob",), 8, partial(number, width=8), 9),
     Column("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
     Column("clip", ("actor/clip_fraction",), 5, "{:.1%}".format, 7),
     Column("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),

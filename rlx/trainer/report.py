@@ -216,6 +216,7 @@ def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
         _curve(axes, to_reference, RED, "KL (reference)")
     else:
         _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL (step)")
+    _curve(axes, _series(metrics, "mismatch/kl_k3"), ORANGE, "KL (sampler)")
     right = _right(axes)
     _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy, right")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))

@@ -128,10 +128,6 @@ def describe(batch: Batch) -> dict[str, float]:
     }
     if "entropy" in batch:
         numbers["actor/entropy"] = masked_mean(batch["entropy"], mask)
-    if "rollout_log_probs" in batch:
-        gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs()
-        numbers["mismatch/mean_abs_log_prob"] = masked_mean(gap, mask)
-        numbers["mismatch/max_abs_log_prob"] = (gap * mask).max().item()
     if "ref_log_probs" in batch:
         k3 = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], "k3")
         numbers["actor/kl_ref"] = masked_mean(k3, mask)

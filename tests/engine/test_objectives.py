@@ -27,7 +27,7 @@ def logits():
 
 
 def test_metrics_of_the_policy_are_parts_of_means_over_the_mini_batch(batch, logits):
-    loss, metrics = PolicyObjective(ActorConfig(), 1.0, horizon=3).share(logits, batch, TOTALS)
+    loss, metrics, _ = PolicyObjective(ActorConfig(), 1.0, horizon=3).share(logits, batch, TOTALS)
     mask = batch["response_mask"]
     log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
     assert metrics["ppo_kl"] == pytest.approx(((batch["old_log_probs"] - log_probs)[mask].sum() / 8).item(), rel=1e-5)
@@ -37,10 +37,10 @@ def test_metrics_of_the_policy_are_parts_of_means_over_the_mini_batch(batch, log
 
 
 def test_kl_and_entropy_enter_as_weighed(batch, logits):
-    plain, _ = PolicyObjective(ActorConfig(), 1.0, horizon=3).share(logits, batch, TOTALS)
+    plain, _, _ = PolicyObjective(ActorConfig(), 1.0, horizon=3).share(logits, batch, TOTALS)
     actor = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25)
     objective = PolicyObjective(actor, 1.0, horizon=3)
-    loss, metrics = objective.share(logits, batch, TOTALS)
+    loss, metrics, _ = objective.share(logits, batch, TOTALS)
     assert objective.columns == ("old_log_probs", "advantages", "ref_log_probs")
     expected = plain + 0.5 * metrics["kl_loss"] - 0.25 * metrics["entropy_loss"]
     torch.testing.assert_close(loss, expected)
@@ -64,7 +64,7 @@ def test_each_side_of_the_clip_range_can_be_set(batch, logits):
 
 def test_a_micro_batch_without_response_tokens_adds_nothing(batch, logits):
     empty = batch.with_(response_mask=torch.zeros(2, 3, dtype=torch.bool))
-    loss, metrics = PolicyObjective(ActorConfig(entropy_coeff=0.1), 1.0, horizon=3).share(logits, empty, TOTALS)
+    loss, metrics, _ = PolicyObjective(ActorConfig(entropy_coeff=0.1), 1.0, horizon=3).share(logits, empty, TOTALS)
     loss.backward()
     assert loss == 0 and not logits.grad.any() and not any(metrics.values())
 

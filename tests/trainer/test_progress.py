@@ -22,6 +22,7 @@ METRICS = {
     "reward/accuracy": 0.4125,
     "response_length/mean": 141.2,
     "actor/ppo_kl": -3.12e-05,
+    "mismatch/mean_abs_log_prob": 0.0123,
     "actor/entropy": 0.512,
     "actor/clip_fraction": 0.0123,
     "actor/grad_norm": 123.456,
@@ -52,8 +53,8 @@ def test_a_row_stands_under_its_header_and_holds_every_column_within_120_charact
     header, row = table.header(), table.row(9999, METRICS)
     assert table.columns == COLUMNS
     assert max(len(header), len(row)) <= PLAIN_WIDTH
-    assert row.split()[:13] == [
-        "9999/9999", "0.375", "41.2%", "141", "-3.1e-05", "0.512", "1.2%", "123.456", "123k", "20.9", "1.2M", "2.3%", "71.250",
+    assert row.split()[:14] == [
+        "9999/9999", "0.375", "41.2%", "141", "-3.1e-05", "0.012", "0.512", "1.2%", "123.456", "123k", "20.9", "1.2M", "2.3%", "71.250",
     ]  # fmt: skip
     end = 0
     for column in COLUMNS:
@@ -70,7 +71,7 @@ def test_phases_are_the_longest_that_fit_in_the_order_of_the_road():
 
 def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
     cells = StepTable(PLAIN_WIDTH, 10).row(1, {"reward/mean": float("nan"), "actor/grad_norm": float("inf")}).split()
-    assert cells[0] == "1/10" and cells[1] == "nan" and cells[7] == "inf"
+    assert cells[0] == "1/10" and cells[1] == "nan" and cells[8] == "inf"
     assert cells.count("-") == len(COLUMNS) - 2
 
 

@@ -122,14 +122,11 @@ def test_description():
         [4, 2, 1, 1],
         scores=torch.tensor([1.0, 1.0, 1.0, 0.0]),
         advantages=torch.tensor([[0.0] * 4, [0.5, -0.5, 0, 0], [0.0] * 4, [0.0] * 4]),
-        old_log_probs=torch.full((4, 4), -1.0),
-        rollout_log_probs=torch.full((4, 4), -1.25),
     )
     numbers = steps.describe(batch)
     assert numbers["reward/mean"] == 0.75
     assert numbers["response_length/mean"] == 2.0
     assert numbers["response_length/clip_ratio"] == 0.25
-    assert numbers["mismatch/mean_abs_log_prob"] == 0.25
     assert numbers["train/zero_advantage_share"] == 0.5, "the second prompt's, whatever the scores"
 
 

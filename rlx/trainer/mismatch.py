@@ -1,0 +1,87 @@
+"""The sampler's mismatch with the trainer in a batch: measured, and corrected where the configuration asks for it.
+
+Pure functions of the driver. Shape letters as in `rlx/data/batch.py`.
+"""
+
+from rlx.algorithms.rollout_correction import (
+    accepted,
+    importance_weights,
+    mismatch_figures,
+    mismatch_sums,
+    not_vetoed,
+)
+from rlx.config.keys import read_bounds
+from rlx.config.rules_correction import rejections
+from rlx.config.schema import RolloutCorrectionConfig
+from rlx.data.batch import Batch
+from rlx.trainer.steps import masked_mean
+
+Metrics = dict[str, float]
+
+LOSS_COLUMNS = ("rollout_is_weights", "loss_mask")
+"""The columns that the policy's loss reads where `correct` has written them."""
+
+OF_UPDATE = "actor/mismatch/"
+
+
+def measure(batch: Batch) -> Metrics:
+    """Both policies' log-probs compared, as mismatch/...; empty where the sampler returned none."""
+    if "rollout_log_probs" not in batch:
+        return {}
+    sums, largest = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+    return _named(mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item()))
+
+
+def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:
+    """Takes what an update with bypass_mode has measured out of its metrics.
+
+    Args:
+        updates: metrics of the optimizer steps on one batch, in order.
+
+    Returns:
+        The metrics without it, and as mismatch/... what the first step saw: it alone ran with the weights that the
+        sampler had, and on its own mini-batch.
+    """
+    first = {name.removeprefix(OF_UPDATE): x for name, x in updates[0].items() if name.startswith(OF_UPDATE)}
+    rest = [{name: x for name, x in each.items() if not name.startswith(OF_UPDATE)} for each in updates]
+    return rest, _named(mismatch_figures(first, first["largest"])) if first else {}
+
+
+def correct(batch: Batch, correction: RolloutCorrectionConfig) -> tuple[Batch, Metrics]:
+    """Writes rollout_is_weights and loss_mask as far as they are asked for.
+
+    Returns:
+        The batch, and correction/...: weight_mean, weight_max and the share of tokens whose weight is 0, of tokens that
+        are rejected, and of sequences of which nothing is left.
+    """
+    if correction.rollout_is is None and not correction.rejects:
+        return batch, {}
+    mask_BR = batch["response_mask"]
+    compared = (batch["old_log_probs"], batch["rollout_log_probs"], mask_BR)
+    metrics: Metrics = {}
+    if correction.rollout_is is not None:
+        bounds = read_bounds(correction.rollout_is_threshold)
+        normalize = correction.rollout_is_batch_normalize
+        weights_BR = importance_weights(*compared, correction.rollout_is, *bounds, normalize)
+        batch = batch.with_(rollout_is_weights=weights_BR)
+        metrics |= {
+            "correction/weight_mean": masked_mean(weights_BR, mask_BR),
+            "correction/weight_max": weights_BR.max().item(),
+            "correction/weight_zero_share": masked_mean(weights_BR == 0, mask_BR),
+        }
+    if correction.rejects:
+        left_BR = mask_BR
+        for criterion, bounds in rejections(correction):
+            left_BR = left_BR & accepted(*compared, criterion, *bounds)
+        if correction.rollout_token_veto_threshold is not None:
+            left_BR = left_BR & not_vetoed(*compared, correction.rollout_token_veto_threshold)
+        batch = batch.with_(loss_mask=left_BR)
+        metrics |= {
+            "correction/rejected_token_share": masked_mean(~left_BR, mask_BR),
+            "correction/rejected_sequence_share": masked_mean(~left_BR.any(dim=1), mask_BR.any(dim=1)),
+        }
+    return batch, metrics
+
+
+def _named(figures: Metrics) -> Metrics:
+    return {f"mismatch/{name}": x for name, x in figures.items()}
