@@ -1,6 +1,7 @@
 """The engine's methods, one by one."""
 
 import dataclasses
+import gc
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import ModelConfig
 from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.optimizer import local
 from rlx.models.loading import load_model
+from rlx.offload import host_arena
 
 
 def per_token(folder, strategy, shares):
@@ -89,25 +92,51 @@ def clipped(folder, strategy):
     return metrics, [gradients.seen[0] for gradients in seen]
 
 
-def parked(folder, strategy):
-    """Weights after two updates, with everything in host memory between them and without."""
-    results = []
-    for park in (False, True):
-        engine = build(folder, strategy=strategy)
-        share = own_share(make_batch(), shares_for_world())
-        engine.update(share, ROWS, policy())
-        engine.log_probs(share, ROWS, 1.0)
-        if strategy == "fsdp2":
-            assert all(isinstance(p, DTensor) for p in engine.root.parameters()), (
-                "log_probs has left parameters gathered"
+def parked(folder, strategy, model, checkpoint_folder):
+    """Three cycles of log-probs, update and rest, the last from a checkpoint, with all of it parked at rest and without.
+
+    Returns:
+        For both: metrics and weights; of the parked one: who holds how much of the arena, at first and after each cycle,
+        the arena's size after each cycle, and the bytes of parameters with state, and of gradients, after each cycle.
+    """
+    results, arena = [], host_arena(False)
+    for parks in (False, True):
+        flags = dataclasses.replace(FP64, param_offload=parks, optimizer_offload=parks)
+        engine = build(folder, flags, strategy, model=model, name="actor")
+        gradients = []
+        engine.optimizer.register_step_pre_hook(
+            lambda *_, root=engine.root, seen=gradients: seen.extend(
+                local(p.grad).untyped_storage() for p in root.parameters() if p.grad is not None
             )
-        if park:
-            states = [x for state in engine.optimizer.state.values() for x in state.values()]
-            engine._parked_parameters.park(engine.root.parameters())
-            engine._parked_state.park(states)
-        engine.update(share, ROWS, policy())
-        results.append(weights_of(engine))
-    return results
+        )
+        share = own_share(make_batch(), shares_for_world())
+        engine.to_host()
+        engine.to_host()  # a second rest changes nothing
+        arena.trim()
+        metrics, holders, room, left = [], [arena.holders()], [], []
+        for cycle in range(3):
+            engine.log_probs(share, ROWS, 1.0)
+            if strategy == "fsdp2":
+                assert all(isinstance(p, DTensor) for p in engine.root.parameters()), (
+                    "log_probs has left parameters gathered"
+                )
+            metrics.append(engine.update(share, ROWS, policy()))
+            # What FSDP2 keeps no reference to is gone, but for this one.
+            kept = sum(storage.nbytes() for storage in gradients) if strategy == "fsdp" else 0
+            if cycle == 1:
+                engine.save(f"{checkpoint_folder}/{strategy}-{parks}", ("model", "optimizer"))
+                engine.load(f"{checkpoint_folder}/{strategy}-{parks}")
+            engine.to_host()
+            holders.append(arena.holders())
+            room.append((arena.reserved_bytes, arena.allocations))
+            state = [x for state in engine.optimizer.state.values() for x in state.values()]
+            tensors = [local(tensor).untyped_storage() for tensor in (*engine.root.parameters(), *state)]
+            left.append([sum(storage.nbytes() for storage in tensors), kept])
+            gradients.clear()
+        results.append((metrics, weights_of(engine)))
+        del engine
+        gc.collect()
+    return results, holders, room, left
 
 
 def lora(folder, strategy):

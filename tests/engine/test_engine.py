@@ -53,10 +53,30 @@ def test_gradients_are_clipped_by_their_global_norm(strategy, model_folder, rank
         torch.testing.assert_close(bound, free * 0.01 / free.norm(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_waiting_in_host_memory_changes_nothing(strategy, model_folder, ranks):
-    for stayed, moved in ranks("engine", "parked", model_folder, strategy):
-        assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
+LORA = {"lora_rank": 2}
+OFFLOAD = {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig(min_bytes=0)}
+PARKED = [
+    *((processes, strategy, {}) for processes in ("one_rank", "two_ranks") for strategy in STRATEGIES),
+    ("one_rank", "fsdp2", LORA),
+    ("two_ranks", "fsdp", LORA),
+    ("two_ranks", "fsdp2", OFFLOAD),
+]
+
+
+@pytest.mark.parametrize(("processes", "strategy", "model"), PARKED)
+def test_waiting_in_host_memory_changes_nothing_and_the_second_cycle_takes_no_more(
+    processes, strategy, model, model_folder, request, tmp_path
+):
+    ranks = request.getfixturevalue(processes)
+    for (stayed, moved), holders, room, left in ranks("engine", "parked", model_folder, strategy, model, str(tmp_path)):
+        assert moved[0] == stayed[0]
+        assert all(torch.equal(stayed[1][name], moved[1][name]) for name in stayed[1])
+        parameters, state = "actor_parameters", "actor_optimizer_state"
+        assert holders[0][parameters] > 0 == holders[0][state], "no state before the first step"
+        assert all(held[parameters] == holders[0][parameters] for held in holders)
+        assert holders[1][state] > (0 if "lora_rank" in model else 2 * holders[1][parameters])
+        assert room[0] == room[1] == room[2]
+        assert left == [[0, 0]] * 3
 
 
 @pytest.mark.parametrize(
