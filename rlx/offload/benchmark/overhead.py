@@ -21,8 +21,9 @@ _CASE = Case(tokens=16, layers=8)
 _MODES = ("checkpointing", *OWN)
 _OPTIONS = {"min_bytes": 0}
 _WARM_UP_ROUNDS = 5
-# After switching, the interpreter first has to specialise its code anew.
-_FORWARDS_AFTER_SWITCH = 2
+_REPEATS = (
+    5  # of a run in each round: the first after another model's is slower, for the interpreter specialises its code
+)
 
 
 class Overhead(NamedTuple):
@@ -32,8 +33,8 @@ class Overhead(NamedTuple):
         us_per_layer: CPU time of a step less a plain step's and, where layers are recomputed, one more forward's: median
             over the rounds of the difference within a round, because the speed of a shared machine changes [us].
         us_per_layer_of_minima: the same from the shortest times.
-        no_grad_ratio: CPU time of a forward under `no_grad` to that of the same model not enabled: median over the
-            rounds of the quotient within a round; None for a peer.
+        no_grad_ratio: CPU time of a forward under `no_grad` to that of a model not enabled: median over the rounds of
+            the quotient within a round; None for a peer.
     """
 
     us_per_layer: float
@@ -48,33 +49,20 @@ class _Measurement:
 
     def steps(self, rounds: int) -> dict[str, list[float]]:
         """CPU time of a step of plain and of each mode, and of a forward, in each round [us]."""
-        runs: dict[str, Callable[[], object]] = {"forward": functools.partial(self._forward, self._plain)}
-        for name in ("plain", *_MODES):
-            model = share(self._plain)
-            parse_mode(name, _OPTIONS).prepare(model)
-            runs[name] = functools.partial(self._step, model)
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(-_WARM_UP_ROUNDS, rounds):
-            for name in _turned(list(runs), number):
-                us = _cpu_us(runs[name])
-                if number >= 0:
-                    times[name].append(us)
-        return times
+        runs = {name: functools.partial(self._step, self._model(name)) for name in ("plain", *_MODES)}
+        return _cpu_us({"forward": functools.partial(self._forward, self._plain), **runs}, rounds)
 
-    def no_grad(self, name: str, rounds: int) -> dict[str, list[float]]:
-        """CPU time of a forward under `no_grad`, enabled and not enabled, in each round [us]."""
-        model = share(self._plain)
-        times: dict[str, list[float]] = {"enabled": [], "not enabled": []}
+    def no_grad(self, rounds: int) -> dict[str, list[float]]:
+        """CPU time of a forward under `no_grad`, of two models that are not enabled and one for each mode [us]."""
+        models = {"plain": self._model("plain"), "plain again": self._model("plain")}
+        models.update({name: self._model(name) for name in OWN})
         with torch.no_grad():
-            for number in range(rounds):
-                for state in _turned(list(times), number):
-                    handle = parse_mode(name, _OPTIONS).prepare(model).handle if state == "enabled" else None
-                    for _ in range(_FORWARDS_AFTER_SWITCH):
-                        self._forward(model)
-                    times[state].append(_cpu_us(functools.partial(self._forward, model)))
-                    if handle is not None:
-                        handle.disable()
-        return times
+            return _cpu_us({name: functools.partial(self._forward, m) for name, m in models.items()}, rounds)
+
+    def _model(self, mode: str) -> nn.Module:
+        model = share(self._plain)
+        parse_mode(mode, _OPTIONS).prepare(model)
+        return model
 
     def _forward(self, model: nn.Module) -> torch.Tensor:
         output: torch.Tensor = model(input_ids=self._ids).last_hidden_state
@@ -95,46 +83,47 @@ def run_overhead(rounds: int, folder: Path, about: dict[str, Any]) -> None:
     """
     torch.set_num_threads(1)
     measurement = _Measurement()
-    steps_us = measurement.steps(rounds)
-    no_grad_us = {name: measurement.no_grad(name, rounds) for name in OWN}
-    found = {name: overhead_of(name, steps_us, no_grad_us.get(name)) for name in _MODES}
+    steps_us, no_grad_us = measurement.steps(rounds), measurement.no_grad(rounds)
+    found = {name: overhead_of(name, steps_us, no_grad_us) for name in _MODES}
     print(
         f"tiny Qwen2, {_CASE}, float32, one thread, {rounds} rounds; where layers are recomputed, less one more forward"
     )
     rows = [[name, *("-" if value is None else f"{value:.4g}" for value in row)] for name, row in found.items()]
     print("\n".join(aligned([["mode", "us per layer", "of minima", "no_grad ratio"], *rows])))
     print(f"plain step {min(steps_us['plain']):.0f} us at least, forward {min(steps_us['forward']):.0f} us")
+    noise = _median_ratio(no_grad_us["plain again"], no_grad_us["plain"])
+    print(f"no_grad ratio of a second model that is not enabled: {noise:.4g}")
     path = folder / "overhead.json"
     modes = {name: row._asdict() for name, row in found.items()}
     path.write_text(json.dumps({**about, "modes": modes, "step_cpu_us": steps_us, "no_grad_cpu_us": no_grad_us}) + "\n")
     print(f"written: {path}")
 
 
-def overhead_of(
-    name: str, steps_us: Mapping[str, list[float]], no_grad_us: Mapping[str, list[float]] | None
-) -> Overhead:
+def overhead_of(name: str, steps_us: Mapping[str, list[float]], no_grad_us: Mapping[str, list[float]]) -> Overhead:
     """The figures of a mode from the times of each round."""
     forward = steps_us["forward"] if name != "all" else [0.0] * len(steps_us[name])
     in_round = zip(steps_us[name], steps_us["plain"], forward, strict=True)
-    ratio = None
-    if no_grad_us is not None:
-        pairs = zip(no_grad_us["enabled"], no_grad_us["not enabled"], strict=True)
-        ratio = statistics.median(enabled / not_enabled for enabled, not_enabled in pairs)
     return Overhead(
         statistics.median(step - plain - more for step, plain, more in in_round) / _CASE.layers,
         (min(steps_us[name]) - min(steps_us["plain"]) - min(forward)) / _CASE.layers,
-        ratio,
+        _median_ratio(no_grad_us[name], no_grad_us["plain"]) if name in no_grad_us else None,
     )
 
 
-def _cpu_us(run: Callable[[], object]) -> float:
-    """CPU time of a call [us]: unlike the clock's it does not count what others do meanwhile."""
-    start = time.process_time()
-    run()
-    return (time.process_time() - start) * 1e6
+def _median_ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(time / other for time, other in zip(times, others, strict=True))
 
 
-def _turned(names: list[str], number: int) -> list[str]:
-    """The names in an order that begins with another one in each round."""
-    first = number % len(names)
-    return names[first:] + names[:first]
+def _cpu_us(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """CPU time of each call in each round, all in turn: unlike the clock's it does not count what others do meanwhile [us]."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(-_WARM_UP_ROUNDS, rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:  # each round begins with another one
+            start = time.process_time()
+            for _ in range(_REPEATS):
+                runs[name]()
+            if number >= 0:
+                times[name].append((time.process_time() - start) / _REPEATS * 1e6)
+    return times
