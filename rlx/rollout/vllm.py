@@ -37,6 +37,8 @@ def engine_options(
         seed: of the engine; requests bring their own.
     """
     on_cpu = device.type == "cpu"
+    # A request whose prompt comes in parts draws its random numbers anew, for which a generator on CPU cannot be set back.
+    is_chunked = rollout.enable_chunked_prefill and not (on_cpu and rollout.seed_requests)
     own: dict[str, Any] = {
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
@@ -52,14 +54,14 @@ def engine_options(
         # Each process runs an engine of its own in the trainer's process group.
         "distributed_executor_backend": "external_launcher",
         "enforce_eager": rollout.enforce_eager or on_cpu,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_chunked_prefill": is_chunked,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         # The trainer's definition. Raw ones know no temperature; processed ones know top-k and top-p too.
         "logprobs_mode": "raw_logprobs" if rollout.temperature == 1.0 else "processed_logprobs",
         "disable_log_stats": True,
         "seed": seed,
     }
-    if not rollout.enable_chunked_prefill:
+    if not is_chunked:
         own["max_num_batched_tokens"] = max(own["max_num_batched_tokens"], context_length)
     if on_cpu:
         own["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
@@ -80,6 +82,9 @@ class VLLMRollout:
         device: where it decodes.
         context_length: longest prompt and response together [tokens].
         seed: of the engine.
+
+    Attributes:
+        engine: vLLM's, for measuring it by itself.
 
     Raises:
         ValueError: options that vLLM does not know or refuses, an architecture that it lacks, too little free memory.
@@ -106,7 +111,7 @@ class VLLMRollout:
         self._seeded = rollout.seed_requests
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is given back
-        self._engine = Engine(options, eager=device.type == "cpu")
+        self.engine = Engine(options, eager=device.type == "cpu")
 
     @property
     def version(self) -> int | None:
@@ -122,7 +127,7 @@ class VLLMRollout:
         """
         if self._version is None:
             raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
-        longest = self._engine.max_model_len
+        longest = self.engine.max_model_len
         for index, request in enumerate(requests):
             prompt, response = len(request.prompt_ids), request.sampling.max_tokens
             if not prompt:
@@ -133,7 +138,7 @@ class VLLMRollout:
                     f"max_model_len is {longest}; raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
                 )
         self._wake("weights", "kv_cache")
-        return self._engine.generate(requests, self._seeded) if requests else []
+        return self.engine.generate(requests, self._seeded) if requests else []
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes a complete set of weights, one layer after the other; wakes no more than they need.
@@ -143,7 +148,7 @@ class VLLMRollout:
         """
         self._version = None
         self._wake("weights")
-        self._engine.load((name, tensor) for first, tensor in weights for name in self._aliases.get(first, [first]))
+        self.engine.load((name, tensor) for first, tensor in weights for name in self._aliases.get(first, [first]))
         self._version = version
 
     def sleep(self) -> None:
@@ -151,13 +156,13 @@ class VLLMRollout:
         if self._device.type == "cpu" or self._asleep:
             return
         self._version = None
-        self._engine.sleep()
+        self.engine.sleep()
         self._asleep = {"weights", "kv_cache"}
 
     def close(self) -> None:
         """Ends the engine."""
         self._version = None
-        self._engine.close()
+        self.engine.close()
 
     def _wake(self, *parts: str) -> None:
         for part in parts:
@@ -165,7 +170,7 @@ class VLLMRollout:
                 # vLLM's allocator cannot use what torch's keeps for later.
                 torch.accelerator.empty_cache()
                 try:
-                    self._engine.wake(part)
+                    self.engine.wake(part)
                 except RuntimeError as error:
                     raise EngineError(
                         f"vLLM could not take its {part} back ({error}); {describe(memory_of(self._device))}. Lower "

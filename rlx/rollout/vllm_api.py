@@ -84,11 +84,19 @@ class Engine:
                 raise ValueError(
                     f"vLLM {_version} could not start with {dict(options)}: {type(error).__name__}: {error}"
                 ) from error
+        # Newer versions end the process group of all, the trainer's, when the engine goes.
+        finalizer = getattr(self._client, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt and response together [tokens]."""
         return int(self._engine.model_config.max_model_len)
+
+    @property
+    def _client(self) -> Any:
+        return self._engine.llm_engine.engine_core
 
     @property
     def _engine(self) -> LLM:
@@ -98,14 +106,23 @@ class Engine:
 
     def generate(self, requests: Sequence[Request], seeded: bool) -> list[Completion]:
         """Completes requests, in their order; EngineError if the engine fails on the way."""
-        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        params = [_sampling_params(request, seeded) for request in requests]
+        call = self.direct(requests, seeded)
         try:
-            with torch.compiler.set_stance(self._stance):
-                answers = self._engine.generate(prompts, params, use_tqdm=False)
+            answers = call()
         except Exception as error:
             raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
         return [_completion(answer.outputs[0]) for answer in answers]
+
+    def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
+        """The call of vLLM that completes requests, ready to be made, once or more; it returns vLLM's own objects."""
+        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        params = [_sampling_params(request, seeded) for request in requests]
+
+        def call() -> list[Any]:
+            with torch.compiler.set_stance(self._stance):
+                return self._engine.generate(prompts, params, use_tqdm=False)
+
+        return call
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes a complete set of weights, as loading a checkpoint would, and forgets cached prefixes."""
@@ -123,11 +140,14 @@ class Engine:
         self._engine.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Ends the engine and frees what it held."""
+        """Ends the engine and frees what it held, without ending the process group as vLLM's own shutdown does."""
         if self._llm is not None:
+            core = self._client.engine_core
             with contextlib.suppress(Exception):  # one that has failed may not even end well
-                self._llm.llm_engine.engine_core.shutdown()
+                core.model_executor.shutdown()
+                core.scheduler.shutdown()
             self._llm = None
+        gc.unfreeze()  # vLLM freezes what is alive at its start, itself too
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

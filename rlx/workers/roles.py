@@ -156,6 +156,10 @@ class RolloutRole:
         device: where it decodes.
         tokenizer: whose EOS token, beside those of the model's own generation config, ends a response.
         actor: where new weights come from.
+
+    Attributes:
+        sampler: who generates.
+        sampling: how, for training and validation.
     """
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase", actor: ActorRole):
@@ -164,18 +168,18 @@ class RolloutRole:
         context_length = config.data.max_prompt_length + self._length
         model, seed = config.actor_rollout_ref.model, config.trainer.seed
         self._build = partial(build_rollout, settings, model, device, context_length, seed)
-        self._rollout = self._build()
+        self.sampler = self._build()
         self._sleeps = settings.name == "vllm" and settings.free_cache_engine
         self._synced: int | None = None  # version that the actor's weights had at the last sync
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, actor.engine)
-        self._sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in ("train", "val")}
+        self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in ("train", "val")}
 
     def rest(self) -> None:
         """See Role."""
         if self._sleeps:
-            self._rollout.sleep()
+            self.sampler.sleep()
 
     def generate(self, batch: Batch, purpose: Purpose) -> Batch:
         """One response to each row, sampled as `purpose` is configured.
@@ -185,13 +189,13 @@ class RolloutRole:
         Raises:
             EngineError: it failed a second time.
         """
-        if self._rollout.version is None and self._synced is not None:
+        if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # they went with a sleep
         samples, error = self._attempt(batch, purpose)
         if _on_any_rank(error is not None):
             logger.warning("the sampler failed and is started again: %s", error or "on another rank")
-            self._rollout.close()
-            self._rollout = self._build()
+            self.sampler.close()
+            self.sampler = self._build()
             assert self._synced is not None
             self.sync(self._synced)
             samples, error = self._attempt(batch, purpose)
@@ -202,14 +206,14 @@ class RolloutRole:
 
     def sync(self, version: int) -> None:
         """Takes the actor's weights; `version` counts the updates received."""
-        self._rollout.update_weights(self._actor.engine.weights(), version)
+        self.sampler.update_weights(self._actor.engine.weights(), version)
         self._synced = version
         self._actor.rest()
 
     def _attempt(self, batch: Batch, purpose: Purpose) -> tuple[Batch | None, EngineError | None]:
-        sampling = self._sampling[purpose]
+        sampling = self.sampling[purpose]
         try:
-            return generate_batch(self._rollout, batch, sampling, self._pad_token_id, self._length), None
+            return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length), None
         except EngineError as error:
             return None, error
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from rlx.config.schema import PPOConfig
-from rlx.engine.host_memory import HostRelief, host_memory
+from rlx.engine.host_memory import HostRelief, host_memory, host_use
 from rlx.models.loading import load_tokenizer
+from rlx.workers.memory import MemoryLog
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, Role, RolloutRole
 
 PROCESS = "process"
@@ -25,15 +26,19 @@ class Worker:
         config: the tree; `trainer.total_training_steps` and the critic's nulls are set, model paths are folders or hub names.
         roles: of actor, rollout, ref, critic; built in this order, as `rollout` is fed by `actor`.
 
+    Attributes:
+        roles: those hosted, by name.
+
     Raises:
         ValueError: an unknown role, a sampler without an actor, or no such device.
     """
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
         self.device = join_process_group(config.trainer.device)
-        self._roles: dict[str, Role] = {}
+        self.roles: dict[str, Role] = {}
         self._active: Role | None = None
         self._relief = HostRelief()
+        self._memory = MemoryLog(self.device)
         unknown = set(roles) - {"actor", "rollout", "ref", "critic"}
         if unknown or ("rollout" in roles and "actor" not in roles):
             raise ValueError(
@@ -53,7 +58,7 @@ class Worker:
 
     def _add(self, name: str, role: Role) -> None:
         role.rest()
-        self._roles[name] = role
+        self.roles[name] = role
 
     def call(self, role: str, method: str, *args: Any) -> Any:
         """Calls a method of a role; the role that worked before gives its device memory back first.
@@ -65,31 +70,36 @@ class Worker:
         """
         if role == PROCESS:
             return getattr(self, method)(*args)
-        if role not in self._roles:
-            raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self._roles]}, which this process hosts")
-        chosen = self._roles[role]
+        if role not in self.roles:
+            raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self.roles]}, which this process hosts")
+        chosen = self.roles[role]
         if self._active not in (None, chosen):
-            if isinstance(chosen, RolloutRole):
-                # First, as resting may bring parameters and optimizer states to the host.
-                self._relief.relieve(host_memory())
             self._active.rest()
+            if isinstance(chosen, RolloutRole):
+                # After the rest: parameters and optimizer states wait where activations have left room.
+                self._relief.relieve(host_memory())
         self._active = chosen
-        return getattr(chosen, method)(*args)
+        with self._memory.around(f"{role}.{method}"):
+            return getattr(chosen, method)(*args)
 
     def usage(self) -> dict[str, float]:
         """What the process took since the last call.
 
         Returns:
             `<role>/<figure>`: of activation offloading, as `Engine.offload_stats` names them, for roles that offload;
+            `memory/<role>.<method>_before_gb` and so on: see `MemoryLog`; a call begins when the role before it rests;
+            `memory/host_<user>_gb`: what waits in host memory now, and what is reserved for it, see `host_use`;
             peak_memory_gb: device memory allocated at most [10^9 bytes], on CPU the process's largest resident size since
             it started.
         """
         figures = {
             f"{name}/{figure}": value
-            for name, role in self._roles.items()
+            for name, role in self.roles.items()
             if isinstance(role, EngineRole)
             for figure, value in role.engine.offload_stats().items()
         }
+        figures |= {f"memory/{name}": value for name, value in self._memory.take().items()}
+        figures |= {f"memory/host_{user}_gb": held / 1e9 for user, held in host_use().items()}
         if self.device.type == "cpu":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         else:

@@ -1,0 +1,265 @@
+"""What generation costs beside training: `python -m rlx.trainer.rollout_benchmark [--shape NAME] [key=value ...]`.
+
+It takes the overrides of a run and builds that run's worker with actor and sampler, in this process; several GPUs with
+`torchrun --nproc-per-node N -m rlx.trainer.rollout_benchmark`. Measured are the sync of weights beside a plain copy on the
+device, how far the sampler's log-probs are from the trainer's, cycles of sleep, training, wake, sync and generation, and
+throughput beside the same vLLM engine called directly. It prints a table and writes the figures as JSON.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rlx.config.compose import compose
+from rlx.config.faults import numbered
+from rlx.config.machine import inspect_machine
+from rlx.config.schema import PPOConfig, RolloutConfig
+from rlx.config.validate import check
+from rlx.data.batch import SEQUENCE, Batch
+from rlx.models.tiny import make_tiny_tokenizer
+from rlx.rollout.hf import HFRollout
+from rlx.rollout.protocol import Request
+from rlx.trainer import steps
+from rlx.trainer.run import with_models
+from rlx.workers.roles import ActorRole, RolloutRole
+from rlx.workers.worker import Worker
+
+# hidden, intermediate, layers, heads, key/value heads, vocabulary, tied embeddings
+SHAPES = {
+    "qwen2-0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "qwen2-7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+Figures = dict[str, float]
+
+
+def main(arguments: list[str]) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of model.path")
+    parser.add_argument("--requests", type=int, default=256, help="prompts of a generation (default 256)")
+    parser.add_argument(
+        "--cycles", type=int, default=20, help="of sleep, training, wake, sync, generation (default 20)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of which medians are taken (default 5)")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options, overrides = parser.parse_known_args(arguments)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29511")
+    with contextlib.ExitStack() as stack:
+        if options.shape:
+            # All ranks make their own, which are equal.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlx-shape-"))
+            write_shape(Path(folder), options.shape)
+            overrides = [*overrides, f"actor_rollout_ref.model.path={folder}"]
+        config = configured(overrides)
+        if config is None:
+            return 2
+        figures = measure(config, options.requests, options.cycles, options.rounds)
+    if os.environ["RANK"] == "0":
+        show(figures)
+        if options.out:
+            options.out.write_text(json.dumps({"arguments": arguments, **figures}, indent=1))
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def configured(overrides: list[str]) -> PPOConfig | None:
+    """The checked configuration of one optimizer step per update whose rate is 0; None after saying what is wrong."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    fixed = ["trainer.total_training_steps=1", f"trainer.n_gpus_per_node={world_size}", "algorithm.adv_estimator=grpo"]
+    # Weights that training leaves as they are must give the same samples again.
+    fixed += ["actor_rollout_ref.actor.optim.lr=0.0", "actor_rollout_ref.actor.optim.weight_decay=0.0"]
+    composed = compose([*fixed, *overrides])
+    faults = check(composed, inspect_machine()).faults
+    if faults:
+        print(numbered(faults), file=sys.stderr)
+        return None
+    return with_models(composed.config)
+
+
+def write_shape(folder: Path, name: str) -> None:
+    """A Hugging Face folder of a shape, with random bf16 weights and a tokenizer of bytes."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    hidden, intermediate, layers, heads, groups, vocabulary, tied = SHAPES[name]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        dtype="bfloat16",
+    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    torch.manual_seed(0)
+    with torch.device(accelerator.type if accelerator else "cpu"):
+        model = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+
+
+def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figures:
+    """All figures; every rank calls it."""
+    settings, start = config.actor_rollout_ref.rollout, time.perf_counter()
+    worker = Worker(config, ["actor", "rollout"])
+    figures: Figures = {"start_s": time.perf_counter() - start}
+    figures |= measure_sync(worker, settings, rounds)
+    rank, prompts = int(os.environ["RANK"]), make_prompts(config, requests)
+    together = settings.tensor_model_parallel_size
+    mine = prompts.rows(list(range(rank // together, requests, int(os.environ["WORLD_SIZE"]) // together)))
+    figures |= measure_throughput(worker, settings, mine, rounds)
+    figures |= measure_mismatch(worker, mine)
+    return figures | measure_cycles(worker, mine, cycles)
+
+
+def make_prompts(config: PPOConfig, count: int) -> Batch:
+    """Prompts of random bytes, between a quarter of the longest length and all of it."""
+    longest = config.data.max_prompt_length
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(max(1, longest // 4), longest + 1, (count, 1), generator=generator)
+    mask = torch.arange(longest) >= longest - lengths
+    ids = torch.randint(10, 250, (count, longest), generator=generator).masked_fill(~mask, 0)
+    return steps.spread(Batch.of({"prompt_ids": ids, "prompt_mask": mask}), 1, 0, "benchmark", 0)
+
+
+def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figures:
+    """Seconds of a sync of all weights, and of copying as many bytes on the device."""
+    actor, _ = roles(worker)
+    worker.call("rollout", "sync", 0)
+    seconds = [timed(lambda: worker.call("rollout", "sync", 1)) for _ in range(rounds)]
+    count = sum(tensor.numel() for _, tensor in actor.engine.weights())
+    actor.rest()
+    bytes_each = 4 if settings.dtype == "fp32" or worker.device.type == "cpu" else 2
+    source = torch.empty(count * bytes_each, dtype=torch.uint8, device=worker.device)
+    target = torch.empty_like(source)
+    copies = [timed(lambda: target.copy_(source)) for _ in range(rounds + 1)][1:]
+    sync_s, copy_s, gigabytes = statistics.median(seconds), statistics.median(copies), count * bytes_each / 1e9
+    return {
+        "weights_gb": gigabytes,
+        "sync_s": sync_s,
+        "sync_s_per_gb": sync_s / gigabytes,
+        "copy_s": copy_s,
+        "sync_to_copy": sync_s / copy_s,
+    }
+
+
+def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, rounds: int) -> Figures:
+    """Tokens per second of this process: through rlx, and of the same engine called directly, turn by turn."""
+    _, rollout = roles(worker)
+    sampler, sampling = rollout.sampler, rollout.sampling["train"]
+    ways: dict[str, Callable[[], Any]] = {"rlx": lambda: worker.call("rollout", "generate", prompts, "train")}
+    if not isinstance(sampler, HFRollout):
+        columns = prompts["prompt_ids"], prompts["prompt_mask"], prompts["seed"].tolist()
+        requests = [
+            Request(tuple(ids[mask].tolist()), seed, sampling) for ids, mask, seed in zip(*columns, strict=True)
+        ]
+        ways["vllm"] = sampler.engine.direct(requests, settings.seed_requests)
+        ways["vllm_unseeded"] = sampler.engine.direct(requests, seeded=False)
+    samples = ways["rlx"]()
+    tokens = int(samples["response_mask"].sum())
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            seconds[name].append(timed(way))
+    figures = {f"{name}_tokens_per_s": tokens / statistics.median(each) for name, each in seconds.items()}
+    if "vllm" in ways:
+        ratios = [a / b for a, b in zip(seconds["vllm"], seconds["rlx"], strict=True)]
+        figures["rlx_to_vllm"] = statistics.median(ratios)
+    return figures
+
+
+def measure_mismatch(worker: Worker, prompts: Batch) -> Figures:
+    """How far the sampler's log-probs are from the trainer's."""
+    samples = worker.call("rollout", "generate", prompts, "train")
+    trained = worker.call("actor", "log_probs", samples.select(*SEQUENCE))
+    gap = (trained["old_log_probs"] - samples["rollout_log_probs"]).abs()[samples["response_mask"]]
+    return {"log_prob_gap_mean": gap.mean().item(), "log_prob_gap_max": gap.max().item()}
+
+
+def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
+    """Device memory after each cycle, and how many of them gave other greedy tokens than the first."""
+    worker.call("rollout", "sync", 1)
+    greedy = worker.call("rollout", "generate", prompts, "val")["input_ids"]
+    samples = worker.call("rollout", "generate", prompts, "train")
+    old = worker.call("actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
+    noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+    batch = samples.select(*SEQUENCE).with_(old_log_probs=old, advantages=noise)
+    used_gb, others, seconds = [], 0, []
+    for cycle in range(cycles):
+        start = time.perf_counter()
+        worker.call("actor", "update", batch)
+        asleep_gb = device_gb(worker.device)
+        worker.call("rollout", "sync", 2 + cycle)
+        again = worker.call("rollout", "generate", prompts, "val")["input_ids"]
+        others += not torch.equal(again, greedy)
+        used_gb.append(device_gb(worker.device))
+        seconds.append(time.perf_counter() - start)
+        if cycle == 0:
+            first_asleep_gb = asleep_gb
+    return {
+        "cycles": cycles,
+        "cycles_with_other_tokens": others,
+        "cycle_s": statistics.median(seconds),
+        "first_cycle_gb": used_gb[0],
+        "second_cycle_gb": used_gb[min(1, cycles - 1)],
+        "last_cycle_gb": used_gb[-1],
+        "first_training_gb": first_asleep_gb,
+        "last_training_gb": asleep_gb,
+    }
+
+
+def roles(worker: Worker) -> tuple[ActorRole, RolloutRole]:
+    """The two roles of the worker."""
+    return worker.roles["actor"], worker.roles["rollout"]  # type: ignore[return-value]
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Seconds of a call, work on the device included."""
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    """Waits for the device, if there is one."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def device_gb(device: torch.device) -> float:
+    """Device memory in use by anybody [10^9 bytes]; 0 on CPU."""
+    if device.type == "cpu":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 1e9
+
+
+def show(figures: Figures) -> None:
+    """The table."""
+    table = Table("figure", "value", title="generation beside training")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.6g}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
