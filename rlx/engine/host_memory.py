@@ -1,20 +1,22 @@
 """When the host memory in which activations waited goes back to the system.
 
 Note [host memory between updates]
-After an update the arena of the offloading engine is empty but stays reserved, for the next update. Giving it back and
-taking it anew is not free: page-locking costs 0.4 s per GiB (one H200 machine), in every step. Keeping it while others
-run short costs more: during the rollout the parked parameters and optimizer states of all roles, the sampler and the
-reward functions share the host, and Ray kills workers once 95 % of it is in use. So the memory is given back before the
-rollout, and only when little is left.
+After an update the activations have left the arena of the offloading engine, which stays reserved; parameters and
+optimizer states that are to wait on the host move in, and what room is left waits for the next update. Giving that back
+and taking it anew is not free: page-locking costs 0.4 s per GiB (one H200 machine), in every step. Keeping it while
+others run short costs more: during the rollout what is parked, the sampler and the reward functions share the host, and
+Ray kills workers once 95 % of it is in use. So it is given back before the rollout, once all roles rest, and only when
+little is left.
 """
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from rlx.offload import trim
+from rlx.offload import host_arena, trim
 
 logger = logging.getLogger(__name__)
 
@@ -82,3 +84,16 @@ class HostRelief:
                 freed / 1e9,
             )
         return freed
+
+
+def host_use() -> dict[str, int]:
+    """What this process keeps in host memory for what leaves the device [bytes].
+
+    Returns:
+        held by each user now, page-locked or not, by the users' names; and `reserved`, taken from the system for them.
+    """
+    arenas = [host_arena(pinned) for pinned in (False, True)]
+    held = Counter({"reserved": sum(arena.reserved_bytes for arena in arenas)})
+    for arena in arenas:
+        held.update(arena.holders())
+    return dict(held)

@@ -13,7 +13,7 @@ from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
-from rlx.trainer import mismatch, steps, validation
+from rlx.trainer import memory, mismatch, steps, validation
 from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, reopen, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
@@ -93,15 +93,16 @@ class Trainer:
         trainer = self.config.trainer
         self.sync_weights(self.policy_version)
         if trainer.val_only or (trainer.val_before_train and self.finished_steps == 0):
-            self.report(self.validate())
+            self.report(self.validate() | self.memory_of("validate"))
         while self.finished_steps < self.last_step and not trainer.val_only:
             with self.progress.step(self.finished_steps + 1) as timings:
                 metrics = self.step(self.finished_steps + 1)
                 self.finished_steps += 1
                 if due(trainer.test_freq, self.finished_steps, self.last_step):
-                    metrics |= self.validate()
+                    metrics |= self.validate() | self.memory_of("validate")
                 if due(trainer.save_freq, self.finished_steps, self.last_step):
                     self.save()
+                    metrics |= self.memory_of("checkpoint")
             metrics |= timings
             beside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
             seconds = timings["timing_s/step"] - beside
@@ -241,7 +242,13 @@ class Trainer:
             "train/policy_version": float(self.policy_version),
             "perf/tokens": float(batch["attention_mask"].sum()),
             **steps.resource_use(usage),
+            **memory.of_phases(usage),
+            **memory.on_host(usage),
         }
+
+    def memory_of(self, phase: str) -> Metrics:
+        """Memory before and after a phase beside the road that has just ended."""
+        return memory.of_phases(self.workers.broadcast("process", "usage"), [phase])
 
     def report(self, metrics: Metrics) -> None:
         """Shows and keeps the numbers of the last finished step."""

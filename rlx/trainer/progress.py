@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from rlx.trainer.tracking import METRICS_FILE
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
+MEMORY_CHANGE = 0.05  # a smaller share is noise: caches of libraries, files that are read
 STEPS_PER_MEAN = 5  # the summary compares means over so many steps: the reward of a single batch is noise
 
 # The phases of a step in the order of the road, with the names that fit a row.
@@ -161,6 +163,39 @@ class StepTable:
         return " ".join(shown[name] for name in order if name in shown)
 
 
+class MemoryTable:
+    """The lines under a row that say how much memory was in use before and after each phase.
+
+    They come with a header and whenever a figure has changed: as long as none come, a step needs what the one before did.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[str, float] = {}
+
+    def lines(self, metrics: Mapping[str, float], width: int, with_header: bool) -> list[str]:
+        """Cells like `roll 3.20>61.0` in the order of the road, in lines of `width` characters; none if nothing is new."""
+        figures = {name: metrics[name] for phase in PHASES for name in self._names(phase) if name in metrics}
+        if not with_header and all(self._is_known(name, value) for name, value in figures.items()):
+            return []
+        self._shown |= figures
+        cells = [
+            f"{title}\xa0{number(figures[before], 4)}>{number(figures[after], 4)}"
+            for phase, title in PHASES.items()
+            for before, after in [self._names(phase)]
+            if before in figures
+        ]
+        folded = textwrap.wrap(
+            "GB\xa0before>after: " + " ".join(cells), width, initial_indent="  ", subsequent_indent="    "
+        )
+        return [line.replace("\xa0", " ") for line in folded] if cells else []
+
+    def _names(self, phase: str) -> tuple[str, str]:
+        return f"memory/{phase}_before_gb", f"memory/{phase}_after_gb"
+
+    def _is_known(self, name: str, value: float) -> bool:
+        return name in self._shown and abs(value - self._shown[name]) <= MEMORY_CHANGE * self._shown[name]
+
+
 class _NoticeHandler(logging.Handler):
     """Shows what rlx logs, in workers too, where the bar does not overwrite it."""
 
@@ -211,6 +246,7 @@ class Progress:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._failed_phase: str | None = None
         self._rows = 0
+        self._memory = MemoryTable()
         self._rewards: list[float] = []
 
     def __enter__(self) -> "Progress":
@@ -259,7 +295,8 @@ class Progress:
         """One row of the table, and a line of held-out results where `metrics` has them.
 
         Args:
-            metrics: names as in COLUMNS, `timing_s/<phase>`, `val/accuracy`, `val/reward`.
+            metrics: names as in COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`, `val/accuracy`,
+                `val/reward`.
             step: number of the step; 0 for a validation before training.
         """
         if "reward/mean" in metrics:
@@ -274,7 +311,8 @@ class Progress:
 
     def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
         table = StepTable(self._console.width, self._total_steps)
-        if self._rows % HEADER_EVERY == 0:
+        with_header = self._rows % HEADER_EVERY == 0
+        if with_header:
             if self._rows and not self._live and self._first_step is not None:
                 elapsed = time.perf_counter() - self._first_step_began
                 left = elapsed / (step - self._first_step + 1) * (self._total_steps - step)
@@ -282,6 +320,8 @@ class Progress:
             self._line(table.header(), "bold")
         self._rows += 1
         self._line(table.row(step, metrics))
+        for line in self._memory.lines(metrics, self._console.width, with_header):
+            self._line(line, "dim")
 
     def notice(self, text: str) -> None:
         """A remark that the user should read, above the bar."""

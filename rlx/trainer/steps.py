@@ -150,7 +150,7 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name in usage[0]:
-        if "/" in name:
+        if "/" in name and not name.startswith("memory/"):
             total = sum(each[name] for each in usage)
             found[f"perf/offload/{name}"] = total if name.endswith("_bytes") else total / len(usage)
     moved, stalled = (

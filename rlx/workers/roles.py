@@ -83,6 +83,7 @@ class ActorRole(TrainedRole):
             compile_layers=actor.use_torch_compile,
             tokenizer=tokenizer,
             seed=config.trainer.seed,
+            name="actor",
         )
         super().__init__("actor", engine, actor.checkpoint.save_contents)
         self._temperature = policy.rollout.temperature
@@ -107,7 +108,9 @@ class RefRole(EngineRole):
 
     def __init__(self, config: PPOConfig, device: torch.device):
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
-        super().__init__(Engine(policy.model, ref.fsdp_config, strategy=policy.actor.strategy, device=device))
+        super().__init__(
+            Engine(policy.model, ref.fsdp_config, strategy=policy.actor.strategy, device=device, name="ref")
+        )
         self._temperature = policy.rollout.temperature
         self._rule = MicroBatchRule(*log_prob_size(ref, policy.actor))
 
@@ -134,6 +137,7 @@ class CriticRole(TrainedRole):
             grad_clip=critic.grad_clip,
             tokenizer=tokenizer,
             seed=config.trainer.seed,
+            name="critic",
         )
         super().__init__("critic", engine, critic.checkpoint.save_contents)
         self._rule = MicroBatchRule(*update_size(critic))

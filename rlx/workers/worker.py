@@ -87,7 +87,7 @@ class Worker:
 
         Returns:
             `<role>/<figure>`: of activation offloading, as `Engine.offload_stats` names them, for roles that offload;
-            `memory/<role>.<method>_before_gb` and so on: see `MemoryLog`; a call begins when the role before it rests;
+            `memory/<role>.<method>_before_gb` and so on: see `MemoryLog`; before is when the role before it rests already;
             `memory/host_<user>_gb`: what waits in host memory now, and what is reserved for it, see `host_use`;
             peak_memory_gb: device memory allocated at most [10^9 bytes], on CPU the process's largest resident size since
             it started.

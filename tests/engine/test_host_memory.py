@@ -5,7 +5,7 @@ import logging
 import psutil
 import pytest
 
-from rlx.engine.host_memory import HostMemory, HostRelief, host_memory
+from rlx.engine.host_memory import HostMemory, HostRelief, host_memory, host_use
 from rlx.offload import host_arena
 
 SHORT, PLENTY = HostMemory(19, 100), HostMemory(20, 100)
@@ -50,6 +50,15 @@ def test_what_is_in_use_stays(reserved):
     assert reserved.reserved_bytes >= MIB
     block.views[0].fill_(1)
     assert int(block.views[0].sum()) == block.views[0].numel()
+    account.give(block)
+
+
+def test_who_keeps_what_on_the_host_is_told_of_both_kinds_of_memory(reserved):
+    account, other = reserved.account(name="actor_parameters"), host_arena(True).account(name="nobody")
+    block = account.take(MIB)
+    use = host_use()
+    assert use["actor_parameters"] == MIB and use["nobody"] == other.held_bytes == 0
+    assert use["reserved"] == reserved.reserved_bytes + host_arena(True).reserved_bytes
     account.give(block)
 
 

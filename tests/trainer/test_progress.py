@@ -8,7 +8,9 @@ import pytest
 from rlx.trainer.progress import (
     COLUMNS,
     HEADER_EVERY,
+    PHASES,
     PLAIN_WIDTH,
+    MemoryTable,
     Progress,
     StepTable,
     count,
@@ -67,6 +69,37 @@ def test_phases_are_the_longest_that_fit_in_the_order_of_the_road():
     assert wide.endswith("roll 12.3 actor 7.5 sync 1.0")  # 0.01 s of reward would read as 0.0
     narrow = StepTable(len(wide) - 1, 10).row(3, METRICS)
     assert narrow.endswith("roll 12.3 actor 7.5")
+
+
+def memory_of(**phases: tuple[float, float]) -> dict[str, float]:
+    return {
+        f"memory/{phase}_{moment}_gb": gb
+        for phase, pair in phases.items()
+        for moment, gb in zip(("before", "after"), pair, strict=True)
+    }
+
+
+def test_memory_before_and_after_each_phase_comes_with_a_header_and_when_it_changes():
+    progress, stream = plain()
+    still = memory_of(rollout=(3.2, 61.04), update_actor=(9.0, 130.6))
+    every = [still] * 3 + [still | memory_of(rollout=(3.2, 66.0))] * (HEADER_EVERY - 2)
+    for step, memory in enumerate(every, 1):
+        progress.row(METRICS | memory, step)
+    lines = stream.getvalue().splitlines()
+    found = {index: line.strip() for index, line in enumerate(lines) if "before>after" in line}
+    changed = "GB before>after: roll 3.20>66.0 actor 9.00>131"
+    assert list(found.values()) == ["GB before>after: roll 3.20>61.0 actor 9.00>131", changed, changed]
+    assert [lines[index - 1].split()[0] for index in found] == ["1/100", "4/100", f"{HEADER_EVERY + 1}/100"]
+
+
+def test_memory_folds_between_phases():
+    table, width = MemoryTable(), 40
+    metrics = memory_of(**{phase: (31.25, 131.0) for phase in PHASES})
+    lines = table.lines(metrics, width, with_header=True)
+    assert max(len(line) for line in lines) <= width
+    cells = " ".join(" ".join(lines).split()).removeprefix("GB before>after: ")
+    assert cells == " ".join(f"{title} 31.2>131" for title in PHASES.values())
+    assert table.lines({"reward/mean": 1.0}, width, with_header=True) == []
 
 
 def test_missing_metrics_show_as_a_dash_and_nan_as_nan():

@@ -146,4 +146,4 @@ def test_bytes_of_all_processes_add_up_and_times_are_means():
         "perf/peak_memory_gb": 2.0,
     }
     without = {"perf/offloaded_mb": 0.0, "perf/stall_ms": 0.0, "perf/peak_memory_gb": 1.0}
-    assert steps.resource_use([{"peak_memory_gb": 1.0}]) == without
+    assert steps.resource_use([{"peak_memory_gb": 1.0, "memory/actor.update_after_gb": 3.0}]) == without

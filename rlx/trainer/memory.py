@@ -1,0 +1,52 @@
+"""Memory in use before and after each phase of a step, from what the workers note of their calls."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+# The workers' calls of each phase, in their order.
+CALLS = {
+    "rollout": ("rollout.generate",),
+    "old_log_prob": ("actor.log_probs",),
+    "ref": ("ref.log_probs",),
+    "values": ("critic.values",),
+    "update_critic": ("critic.update",),
+    "update_actor": ("actor.update",),
+    "sync": ("rollout.sync",),
+    "validate": ("rollout.generate",),
+    "checkpoint": ("actor.save", "critic.save"),
+}
+OF_STEP = ("rollout", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync")
+
+FIGURES = ("gb", "allocated_gb")
+
+
+def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_STEP) -> dict[str, float]:
+    """What was in use before and after phases, on the process where it was most.
+
+    Args:
+        usage: of each process, as `Worker.usage` names it.
+        phases: those of which the workers have noted calls since they were last asked; others are passed over.
+
+    Returns:
+        In 10^9 bytes: memory/<phase>_before_gb (the role before it rests already) and memory/<phase>_after_gb: on CUDA all
+        that is in use on the device, whoever holds it; on CPU the process's resident size. On CUDA also
+        memory/<phase>_before_allocated_gb and _after_allocated_gb, by torch's tensors.
+    """
+    found = {}
+    for phase in phases:
+        noted = [call for call in CALLS[phase] if f"memory/{call}_after_gb" in usage[0]]
+        for moment, call in [("before", noted[0]), ("after", noted[-1])] if noted else []:
+            for figure in FIGURES:
+                name = f"memory/{call}_{moment}_{figure}"
+                if name in usage[0]:
+                    found[f"memory/{phase}_{moment}_{figure}"] = max(each[name] for each in usage)
+    return found
+
+
+def on_host(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What waits in host memory now: memory/host_<user>_gb and memory/host_reserved_gb of the process with the most.
+
+    Args:
+        usage: of each process, as `Worker.usage` names it.
+    """
+    names = [name for name in usage[0] if name.startswith("memory/host_")]
+    return {name: max(each[name] for each in usage) for name in names}
