@@ -7,7 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rlx.config.schema import ActorConfig, CriticConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
+from rlx.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    FSDPConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutCorrectionConfig,
+)
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
@@ -48,6 +56,8 @@ def make_batch(rows: int = 8, seed: int = 0) -> Batch:
             "ref_log_probs": -5.5 + 0.3 * noise["r"],
             "values": 0.3 * noise["v"],
             "returns": noise["t"],
+            "rollout_is_weights": noise["v"].exp().clamp(max=2.0) * response_mask,
+            "loss_mask": response_mask & (noise["t"].abs() < 1) & (torch.arange(rows) != rows - 1)[:, None],
         }
     )
 
@@ -55,6 +65,12 @@ def make_batch(rows: int = 8, seed: int = 0) -> Batch:
 def policy(mode: str = "token-mean", **options: Any) -> PolicyObjective:
     actor = ActorConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05, **options)
     return PolicyObjective(actor, temperature=0.7, horizon=R)
+
+
+def corrected(mode: str = "token-mean") -> PolicyObjective:
+    """With weights and rejected tokens, and the old log-probs compared as the sampler's."""
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k1",), bypass_mode=True)
+    return PolicyObjective(policy(mode).actor, temperature=0.7, horizon=R, correction=correction)
 
 
 def value(mode: str = "token-mean") -> ValueObjective:

@@ -21,23 +21,23 @@ def agree(got, metrics, want, per_mode):
             assert figures[name] == pytest.approx(figure, rel=1e-9, abs=1e-12), name
 
 
-@pytest.fixture(scope="module", params=["lm", "value"])
-def head(request):
+@pytest.fixture(scope="module", params=["policy", "corrected", "value"])
+def kind(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def expected(head, model_folder, one_rank):
-    return one_rank("invariance", "naive", model_folder, head)[0]
+def expected(kind, model_folder, one_rank):
+    return one_rank("invariance", "naive", model_folder, kind)[0]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_one_process_by_any_cut(strategy, head, expected, model_folder, one_rank):
-    ((gradients, metrics),) = one_rank("invariance", "cut_gradients", model_folder, head, strategy, ONE_PROCESS)
+def test_one_process_by_any_cut(strategy, kind, expected, model_folder, one_rank):
+    ((gradients, metrics),) = one_rank("invariance", "cut_gradients", model_folder, kind, strategy, ONE_PROCESS)
     agree(gradients, metrics, expected, len(ONE_PROCESS))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_two_processes_with_any_shares(strategy, head, expected, model_folder, two_ranks):
-    for gradients, metrics in two_ranks("invariance", "cut_gradients", model_folder, head, strategy, TWO_PROCESSES):
+def test_two_processes_with_any_shares(strategy, kind, expected, model_folder, two_ranks):
+    for gradients, metrics in two_ranks("invariance", "cut_gradients", model_folder, kind, strategy, TWO_PROCESSES):
         agree(gradients, metrics, expected, len(TWO_PROCESSES))

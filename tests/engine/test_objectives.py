@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from rlx.config.schema import ActorConfig, CriticConfig
+from rlx.algorithms.rollout_correction import mismatch_sums
+from rlx.config.schema import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
 from rlx.engine.objectives import PolicyObjective, Totals, ValueObjective
 from rlx.models.log_probs import token_log_probs
@@ -60,6 +61,67 @@ def test_each_side_of_the_clip_range_can_be_set(batch, logits):
     assert 0 < upwards < 5
     assert clipped() == 0 and clipped(clip_ratio=0.0) == 5
     assert clipped(clip_ratio_high=0.0) == upwards and clipped(clip_ratio_low=0.0) == 5 - upwards
+
+
+TIS, REJECTION = RolloutCorrectionConfig(rollout_is="token"), RolloutCorrectionConfig(rollout_rs=("token_k1",))
+EVERY_TERM = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25)
+
+
+def test_weights_of_one_change_no_bit(batch, logits):
+    ones = batch.with_(rollout_is_weights=batch["response_mask"].float(), loss_mask=batch["response_mask"])
+    both = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k1",))
+    grads = []
+    for correction in (RolloutCorrectionConfig(), TIS, REJECTION, both):
+        share = PolicyObjective(EVERY_TERM, 1.0, 3, correction).share(logits, ones, TOTALS)
+        grads.append((share.loss, torch.autograd.grad(share.loss, logits)[0], *share.metrics.values()))
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+def test_weights_multiply_the_clipped_loss_and_no_other_term(batch, logits):
+    """Truncated importance sampling written out: min(r, 2) times the clipped loss of each token, by hand."""
+    sampler = batch["old_log_probs"] + torch.randn(2, 3)
+    weights = (batch["old_log_probs"] - sampler).exp().clamp(max=2.0)
+    share = PolicyObjective(EVERY_TERM, 1.0, 3, TIS).share(logits, batch.with_(rollout_is_weights=weights), TOTALS)
+    plain = PolicyObjective(EVERY_TERM, 1.0, 3).share(logits, batch, TOTALS)
+    log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
+    total = 0.0
+    for row in range(2):
+        for t in range(3):
+            if batch["response_mask"][row, t]:
+                a, ratio = batch["advantages"][row, t].item(), (log_probs - batch["old_log_probs"])[row, t].exp().item()
+                loss = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
+                loss = min(loss, -a * 3.0) if a < 0 else loss
+                total += min((batch["old_log_probs"] - sampler)[row, t].exp().item(), 2.0) * loss
+    assert share.metrics["pg_loss"].item() == pytest.approx(total / TOTALS.denominator, rel=1e-5)
+    for name in ("kl_loss", "entropy_loss", "ppo_kl", "clip_fraction"):
+        assert torch.equal(share.metrics[name], plain.metrics[name])
+
+
+def test_rejected_tokens_count_nowhere(batch, logits):
+    left = batch["response_mask"].clone()
+    left[0, 1] = False
+    objective = PolicyObjective(EVERY_TERM, 1.0, 3, REJECTION)
+    rejected = batch.with_(loss_mask=left)
+    assert objective.mask(rejected).equal(left) and objective.denominator(left) == 4
+    share = objective.share(logits, rejected, TOTALS)
+    shorter = PolicyObjective(EVERY_TERM, 1.0, 3).share(logits, batch.with_(response_mask=left), TOTALS)
+    assert torch.equal(share.loss, shorter.loss)
+    assert share.metrics == shorter.metrics
+    (gradient,) = torch.autograd.grad(share.loss, logits)
+    assert not gradient[0, 1].any() and gradient[0, 0].any()
+
+
+def test_with_bypass_the_update_measures_what_no_other_phase_has(batch, logits):
+    objective = PolicyObjective(ActorConfig(), 1.0, 3, RolloutCorrectionConfig(bypass_mode=True))
+    share, plain = (o.share(logits, batch, TOTALS) for o in (objective, PolicyObjective(ActorConfig(), 1.0, 3)))
+    log_probs, entropy = token_log_probs(logits, batch.responses(), 1.0, True)
+    sums, largest = mismatch_sums(log_probs, batch["old_log_probs"], batch["response_mask"])
+    assert {f"mismatch/{name}": total for name, total in sums.items()}.items() <= share.metrics.items()
+    assert share.maxima == {"mismatch/largest": largest}
+    assert share.metrics["entropy"] == (entropy.detach() * batch["response_mask"]).sum() / TOTALS.tokens
+    assert torch.equal(share.loss, plain.loss)
+    assert plain.metrics.items() <= share.metrics.items() and not plain.maxima
 
 
 def test_a_micro_batch_without_response_tokens_adds_nothing(batch, logits):
