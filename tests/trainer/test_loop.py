@@ -9,12 +9,14 @@ import torch
 
 from rlx.config.schema import (
     ActivationOffloadConfig,
+    ActorConfig,
     ActorRolloutRefConfig,
     AlgorithmConfig,
     DataConfig,
     ModelConfig,
     PPOConfig,
     RolloutConfig,
+    RolloutCorrectionConfig,
     TrainerConfig,
     ValKwargsConfig,
 )
@@ -140,3 +142,73 @@ def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
     assert trainer.account(1, batch, metrics)["train/skipped_steps"] == 1.0
     assert "1 optimizer step(s) skipped" in stream.getvalue()
     assert "all advantages are zero" in stream.getvalue()
+
+
+class Recording:
+    """Workers that keep what they are sent; the trainer's log-probs are 1 above the sampler's on every second row."""
+
+    world_size = 1
+
+    def __init__(self):
+        self.calls, self.sent = [], []
+
+    def split(self, role, method, batch):
+        self.calls.append((role, method))
+        shift = (torch.arange(len(batch)) % 2)[:, None].float()
+        return Batch.of({"old_log_probs": shift.expand(-1, 3) - 2.0, "entropy": torch.ones(len(batch), 3)})
+
+    def split_metrics(self, role, method, batch):
+        self.sent.append(batch)
+        return {"actor/skipped": 0.0, "actor/grad_norm": 2.0}
+
+
+def correcting(tmp_path, stream, **options):
+    algorithm = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(**options))
+    config = PPOConfig(data=DataConfig(train_batch_size=2), algorithm=algorithm)
+    prompts, sampler = SimpleNamespace(), PromptSampler(4, 2, shuffle=True, seed=0)
+    workers, progress = Recording(), Progress(4, stream=stream)
+    return workers, Trainer(config, workers, None, prompts, sampler, prompts, None, tmp_path, progress, None)
+
+
+def sampled(rows=4):
+    mask = torch.ones(rows, 3, dtype=torch.bool)
+    ids = {"input_ids": torch.zeros(rows, 3, dtype=torch.int64), "group_id": torch.arange(rows)}
+    return Batch.of(
+        {**ids, "attention_mask": mask, "response_mask": mask, "rollout_log_probs": torch.full((rows, 3), -2.0)}
+    )
+
+
+def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_rejected(tmp_path):
+    stream = io.StringIO()
+    options = {"rollout_is": "token", "rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": ("2.0",)}
+    workers, trainer = correcting(tmp_path, stream, **options)
+    batch, compared = trainer.old_log_probs(sampled())
+    assert compared["mismatch/mean_abs_log_prob"] == 0.5 and compared["correction/rejected_sequence_share"] == 0.5
+    trainer.config = replace(trainer.config, actor_rollout_ref=mini_batches_of(1))
+    metrics = trainer.update_actor(batch.with_(advantages=torch.ones(4, 3)), step=7)
+    assert metrics == {"actor/skipped": 0.0, "actor/grad_norm": 2.0}
+    assert [part["loss_mask"].all().item() for part in workers.sent] == [True, True]
+    assert all(part["rollout_is_weights"].eq(1).all() for part in workers.sent)
+    assert "step 7: rollout_correction rejected every token of 2 of 4 mini-batches" in stream.getvalue()
+
+    workers.sent.clear()
+    gone = batch.with_(advantages=torch.ones(4, 3), loss_mask=torch.zeros(4, 3, dtype=torch.bool))
+    assert trainer.update_actor(gone, step=8) == {"actor/skipped": 0.0}
+    assert not workers.sent and "of 4 of 4 mini-batches" in stream.getvalue()
+
+
+def mini_batches_of(prompts: int) -> ActorRolloutRefConfig:
+    return ActorRolloutRefConfig(actor=ActorConfig(ppo_mini_batch_size=prompts))
+
+
+def test_bypass_takes_the_samplers_log_probs_and_calls_nobody(tmp_path):
+    workers, trainer = correcting(tmp_path, io.StringIO(), bypass_mode=True)
+    batch, compared = trainer.old_log_probs(sampled())
+    assert batch["old_log_probs"].equal(batch["rollout_log_probs"]) and compared == {}
+    assert not workers.calls
+
+    workers, trainer = correcting(tmp_path, io.StringIO())
+    batch, compared = trainer.old_log_probs(sampled().drop("rollout_log_probs"))
+    assert workers.calls == [("actor", "log_probs")] and compared == {}
+    trainer.update_actor(batch.with_(advantages=torch.ones(4, 3)), step=1)
+    assert not {"loss_mask", "rollout_is_weights"} & set(workers.sent[0].tensors.keys())

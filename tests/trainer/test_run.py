@@ -48,7 +48,7 @@ def custom(tmp_path):
 
 
 # Numbers of a step that say what was computed, not how long it took or what it took.
-MACHINE = ("timing_s/", "perf/", "time")
+MACHINE = ("timing_s/", "perf/", "memory/", "time")
 
 
 def results(metrics: dict[str, float]) -> dict[str, float]:
@@ -112,10 +112,16 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
         f"critic.model.activation_offload.directory={disk}",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
         "trainer.max_actor_ckpt_to_keep=2",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_rs=[token_k1,seq_max_k2]",
+        "algorithm.rollout_correction.rollout_rs_threshold=[0.5_2.0,0.1]",
+        "algorithm.rollout_correction.rollout_token_veto_threshold=1e-4",
     )
     folder, unbroken = train(*options)
     assert "actor/grad_norm" not in unbroken[1], "only the critic learns in its warm-up"
     assert unbroken[2]["actor/grad_norm"] > 0 and unbroken[1]["critic/grad_norm"] > 0
+    assert unbroken[4]["correction/weight_mean"] == pytest.approx(1, abs=1e-3)
+    assert unbroken[4]["correction/rejected_token_share"] == 0 < unbroken[4]["mismatch/mean_abs_log_prob"] < 1e-4
     assert unbroken[4]["actor/reward_kl_coef"] != unbroken[1]["actor/reward_kl_coef"]
     for role in ("actor", "critic"):
         assert unbroken[4][f"perf/offload/{role}/offloaded_bytes"] > 0 == unbroken[4][f"perf/offload/{role}/held_bytes"]
@@ -156,8 +162,12 @@ def test_real_gsm8k_trains_and_the_model_leaves(train):
     assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 0
 
 
-def test_equal_rewards_give_a_reported_step_without_nan(train, custom):
-    _, metrics = train(*custom("constant"), "trainer.total_training_steps=1")
+def test_equal_rewards_and_the_samplers_log_probs_give_a_reported_step_without_nan(train, custom):
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    _, metrics = train(*custom("constant"), bypass, "trainer.total_training_steps=1")
+    assert "timing_s/old_log_prob" not in metrics[1]
+    assert 0 < metrics[1]["mismatch/mean_abs_log_prob"] < 1e-4 < metrics[1]["actor/entropy"]
+    assert not [name for name in metrics[1] if name.startswith("actor/mismatch")]
     assert metrics[1]["train/zero_advantage_share"] == 1.0
     assert metrics[1]["reward/mean"] == 0.5
     assert metrics[1]["advantages/abs_mean"] == 0.0
