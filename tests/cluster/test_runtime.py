@@ -166,7 +166,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", f"127.0.0.1:{free_port()}"])
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", f"127.0.0.1:{free_port()}"], ids=["client", "nobody"])
 def test_an_address_that_cannot_be_joined_is_told_at_once(address):
     script = f"""
         from rlx.cluster.errors import ClusterError
