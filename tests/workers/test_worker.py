@@ -14,6 +14,7 @@ from rlx.export import export
 from rlx.workers.worker import Worker
 
 ROLES = ["actor", "rollout", "ref", "critic"]
+CALLS = ("actor.log_probs", "ref.log_probs", "critic.values", "critic.update", "actor.update")
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -100,8 +101,11 @@ def test_usage_counts_offloaded_bytes_of_the_step(stepped):
             usage["actor/offloaded_bytes"] > 0 and usage["actor/held_bytes"] == 0 and usage["actor/recomputed_ms"] > 0
         )
         roles = {name.split("/")[0] for name in usage if "/" in name}
-        assert roles == {"actor"}, "the critic here does not offload, and a reference has no backward"
+        assert roles == {"actor", "memory"}, "the critic here does not offload, and a reference has no backward"
         assert 0.05 < usage["peak_memory_gb"] < 50
+        for call in (*CALLS, "rollout.generate", "rollout.sync"):
+            assert 0.05 < usage[f"memory/{call}_before_gb"] < 50 and 0.05 < usage[f"memory/{call}_after_gb"] < 50
+        assert usage["memory/host_reserved_gb"] > 0 == usage["memory/host_activations_gb"]
 
 
 def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(config, stepped, prompts):
