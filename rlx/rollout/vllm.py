@@ -68,6 +68,8 @@ def engine_options(
     else:
         own["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         own["enable_sleep_mode"] = rollout.free_cache_engine
+        # It looks its peers' devices up, which a process that Ray starts does not see; NCCL needs no such thing.
+        own["disable_custom_all_reduce"] = True
     return {**own, **rollout.engine_kwargs.vllm}
 
 

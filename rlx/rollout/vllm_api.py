@@ -9,7 +9,7 @@ import difflib
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
 from rlx.rollout.protocol import Completion, EngineError, Request
+from rlx.rollout.undisturbed import own_random_state, undisturbed
 
 _version = vllm_version()
 if _version is None or not in_range(_version):
@@ -28,9 +29,11 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.inputs import TokensPrompt  # noqa: E402
+with undisturbed():
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import destroy_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.inputs import TokensPrompt
 
 logger = logging.getLogger(__name__)
 # What vLLM warns of though rlx means it so, by the logger that says it.
@@ -77,7 +80,7 @@ class Engine:
 
     def __init__(self, options: Mapping[str, Any], eager: bool) -> None:
         self._stance = "force_eager" if eager else "default"
-        with _undisturbed():
+        with undisturbed():
             try:
                 self._llm: LLM | None = LLM(**options)
             except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
@@ -108,7 +111,9 @@ class Engine:
         """Completes requests, in their order; EngineError if the engine fails on the way."""
         call = self.direct(requests, seeded)
         try:
-            answers = call()
+            # What has no seed of its own is drawn from one stream, the same in all processes of a tensor-parallel group.
+            with own_random_state(requests[0].seed):
+                answers = call()
         except Exception as error:
             raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
         return [_completion(answer.outputs[0]) for answer in answers]
@@ -126,7 +131,7 @@ class Engine:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes a complete set of weights, as loading a checkpoint would, and forgets cached prefixes."""
-        with _undisturbed():
+        with undisturbed():
             self._engine.collective_rpc(_reload, args=(weights,))
         if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM kept its prefix cache, made by the weights before: requests are still running")
@@ -146,6 +151,7 @@ class Engine:
             with contextlib.suppress(Exception):  # one that has failed may not even end well
                 core.model_executor.shutdown()
                 core.scheduler.shutdown()
+                destroy_model_parallel()  # another engine makes its own
             self._llm = None
         gc.unfreeze()  # vLLM freezes what is alive at its start, itself too
         gc.collect()
@@ -179,15 +185,3 @@ def _completion(output: Any) -> Completion:
     if reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended a request with {reason!r}, expected stop or length")
     return Completion(list(output.token_ids), log_probs, reason)
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Random states and torch's functions as before: vLLM seeds everything, and on CPU replaces set_num_threads."""
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_num_threads
-            torch.set_num_threads(threads)
