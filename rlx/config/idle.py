@@ -19,6 +19,7 @@ class Idle(NamedTuple):
 
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+FSDP = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 CORRECTION = "algorithm.rollout_correction"
 VLLM_ONLY = (
     *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
@@ -102,14 +103,11 @@ IDLE = (
         "clip_ratio_low and clip_ratio_high are both set",
     ),
     Idle(
-        tuple(
-            f"{fsdp}.{name}"
-            for fsdp in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
-            for name in ("param_offload", "optimizer_offload", "offload_policy")
-        ),
+        tuple(f"{fsdp}.{name}" for fsdp in FSDP for name in ("param_offload", "optimizer_offload")),
         _on_cpu,
-        "on CPU everything is in host memory",
+        "on CPU bytes only move within host memory",
     ),
+    Idle(tuple(f"{fsdp}.offload_policy" for fsdp in FSDP), _on_cpu, "on CPU everything is in host memory"),
     Idle((f"{REF}.fsdp_config.optimizer_offload",), lambda s: True, "the reference has no optimizer"),
     Idle(
         ("trainer.balance_batch", *(f"{fsdp}.forward_prefetch" for fsdp in (f"{ACTOR}.fsdp_config", "critic.fsdp"))),

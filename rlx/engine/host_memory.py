@@ -90,10 +90,9 @@ def host_use() -> dict[str, int]:
     """What this process keeps in host memory for what leaves the device [bytes].
 
     Returns:
-        held by each user now, page-locked or not, by the users' names; and `reserved`, taken from the system for them.
+        held now, page-locked or not, by the names of those who hold something; and `reserved`, taken from the system for
+        all of them.
     """
     arenas = [host_arena(pinned) for pinned in (False, True)]
-    held = Counter({"reserved": sum(arena.reserved_bytes for arena in arenas)})
-    for arena in arenas:
-        held.update(arena.holders())
-    return dict(held)
+    held = sum((Counter(arena.holders()) for arena in arenas), Counter())
+    return {"reserved": sum(arena.reserved_bytes for arena in arenas), **+held}

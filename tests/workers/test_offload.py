@@ -150,7 +150,7 @@ def test_parking_changes_no_bit_and_takes_no_memory_after_the_first_step(config,
     assert second == third and second["reserved_gb"] == first["reserved_gb"]
     weights = first["ref_parameters_gb"]
     assert weights > 0 and first["critic_optimizer_state_gb"] >= 2 * first["critic_parameters_gb"] > 0
-    assert first["actor_parameters_gb"] == first["actor_optimizer_state_gb"] == 0, "it was the last to work"
+    assert not any(name.startswith("actor") for name in first), "it was the last to work"
     for figures in usage:
         calls = {name.removeprefix("memory/") for name in figures if name.endswith("_before_gb")}
         assert calls == {

@@ -105,7 +105,7 @@ def test_usage_counts_offloaded_bytes_of_the_step(stepped):
         assert 0.05 < usage["peak_memory_gb"] < 50
         for call in (*CALLS, "rollout.generate", "rollout.sync"):
             assert 0.05 < usage[f"memory/{call}_before_gb"] < 50 and 0.05 < usage[f"memory/{call}_after_gb"] < 50
-        assert usage["memory/host_reserved_gb"] > 0 == usage["memory/host_activations_gb"]
+        assert usage["memory/host_reserved_gb"] > 0 and "memory/host_activations_gb" not in usage
 
 
 def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(config, stepped, prompts):
