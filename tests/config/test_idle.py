@@ -69,6 +69,7 @@ CASES = [
         ["critic.optim.lr_warmup_steps_ratio"],
     ),
     (f"{ACTOR}.fsdp_config.param_offload=True", [f"{ACTOR}.fsdp_config.param_offload"]),
+    (f"{ACTOR}.fsdp_config.offload_policy=True", [f"{ACTOR}.fsdp_config.offload_policy"]),
     (
         f"trainer.device=cuda {ACTOR}.use_kl_loss=True {REF}.fsdp_config.optimizer_offload=True",
         [f"{REF}.fsdp_config.optimizer_offload"],
