@@ -56,24 +56,24 @@ def mismatch_sums(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> tuple[di
         ValueError: shapes that differ, or a mask of another kind.
     """
     d = _log_ratio(trainer, sampler, mask_BT)
-    counts_BT, counts_B = mask_BT.double(), mask_BT.any(dim=1).double()
-    ratio_BT, ratio_B = _exp(d) * counts_BT, _exp(d.sum(dim=1)) * counts_B
+    no_BT, no_B = ~mask_BT, ~mask_BT.any(dim=1)
+    ratio_BT, ratio_B = _exp(d).masked_fill(no_BT, 0.0), _exp(d.sum(dim=1)).masked_fill(no_B, 0.0)
+    # Summed one by one: a batch of the driver's is large, and each of these is as large in fp64.
     sums = {
-        "tokens": counts_BT,
-        "sequences": counts_B,
-        "abs": d.abs(),
-        "k1": -d,
-        "k3": _k3(d),
-        "beyond": (d.abs() > math.log(RATIO_LIMIT)).double(),
-        "ratio": ratio_BT,
-        "ratio_squared": ratio_BT.square(),
-        "sequence_ratio": ratio_B,
-        "sequence_ratio_squared": ratio_B.square(),
-        "trainer": trainer.detach().double().masked_fill(~mask_BT, 0.0),
-        "sampler": sampler.detach().double().masked_fill(~mask_BT, 0.0),
+        "tokens": mask_BT.sum().double(),
+        "sequences": (~no_B).sum().double(),
+        "abs": d.abs().sum(),
+        "k1": -d.sum(),
+        "k3": _k3(d).sum(),
+        "beyond": (d.abs() > math.log(RATIO_LIMIT)).sum().double(),
+        "ratio": ratio_BT.sum(),
+        "ratio_squared": ratio_BT.square().sum(),
+        "sequence_ratio": ratio_B.sum(),
+        "sequence_ratio_squared": ratio_B.square().sum(),
+        "trainer": trainer.detach().masked_fill(no_BT, 0.0).sum(dtype=torch.float64),
+        "sampler": sampler.detach().masked_fill(no_BT, 0.0).sum(dtype=torch.float64),
     }
-    largest = d.abs().max() if d.numel() else d.sum()
-    return {name: x.sum() for name, x in sums.items()}, largest
+    return sums, d.abs().max() if d.numel() else d.sum()
 
 
 def mismatch_figures(sums: Mapping[str, float], largest: float) -> dict[str, float]:

@@ -353,6 +353,12 @@ def test_what_can_run_has_no_faults(verdict, command: str):
     assert whats(verdict(command.split())) == []
 
 
+def test_a_run_that_cannot_see_the_mismatch_says_so_once(verdict):
+    blind = verdict([f"{ROLLOUT}.calculate_log_probs=False"]).warnings
+    assert [text for text in blind if "mismatch with the trainer is not measured" in text] == list(blind)
+    assert len(blind) == 1 and not verdict([]).warnings
+
+
 # The machine
 
 
