@@ -127,6 +127,20 @@ def test_a_host_without_room_is_named_and_nothing_is_lost(monkeypatch):
     assert parking.occupied, "with room it goes on"
 
 
+def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting():
+    parking, (tensor, other) = Parking(HostArena(pinned=False), "actor_parameters"), tensors(MIB, 100)
+    expected = tensor.clone()
+    parking.park([tensor, other])
+    room = parking._parked
+    parking._parked = room._replace(lengths=[MIB, 1 << 62])
+    with pytest.raises(HandOverError, match=r"actor_parameters: no device memory for 0\.00 GB.*gpu_memory_utilization"):
+        parking.unpark()
+    assert parking.occupied and tensor.untyped_storage().nbytes() == 0, "nothing is half back"
+    parking._parked = room
+    parking.unpark()
+    assert torch.equal(tensor, expected)
+
+
 def test_what_is_free_in_the_arena_counts_as_room(monkeypatch):
     arena = HostArena(pinned=False)
     account = arena.account()
