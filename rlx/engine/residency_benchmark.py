@@ -1,0 +1,112 @@
+"""Measure how fast parameters leave the device for host memory and come back, beside plain copies of tensors.
+
+python -m rlx.engine.residency_benchmark --gb 8 --json hand_over.json
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlx.engine.residency import Parking
+from rlx.offload import HostArena
+
+LARGE_BYTES, SMALL_BYTES = 64 << 20, 8 << 10  # a weight and a norm
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of some work, with all that it has queued."""
+    began = time.perf_counter()
+    work()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - began
+
+
+def make_tensors(nbytes: int, device: torch.device) -> list[Tensor]:
+    """About `nbytes` of tensors with different contents, a large and a small one in turn."""
+    pairs = max(1, nbytes // (LARGE_BYTES + SMALL_BYTES))
+    lengths = [LARGE_BYTES, SMALL_BYTES] * pairs
+    return [torch.full((n,), i % 251, dtype=torch.uint8, device=device) for i, n in enumerate(lengths)]
+
+
+def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Seconds and rates of each way to the host and back.
+
+    Args:
+        nbytes: how much moves; the device needs as much.
+        rounds: how often, after a first one.
+        device: the device.
+
+    Returns:
+        bytes, tensors, host_reserved_bytes, freed_bytes (of the device, None on CPU) and by row its seconds and gb_per_s.
+    """
+    tensors = make_tensors(nbytes, device)
+    moved = sum(tensor.nbytes for tensor in tensors)
+    arena = HostArena(pinned=device.type != "cpu")
+    parking, seconds, freed = Parking(arena, "benchmark"), dict[str, list[float]](), None
+    for turn in range(rounds + 1):
+        before = _free_bytes(device)
+        name = "park" if turn else "park, first time"
+        seconds.setdefault(name, []).append(timed(lambda: parking.park(tensors), device))
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+            freed = _free_bytes(device) - before
+        seconds.setdefault("unpark", []).append(timed(parking.unpark, device))
+    if any(int(tensor[position]) != i % 251 for i, tensor in enumerate(tensors) for position in (0, -1)):
+        raise RuntimeError("what came back is not what left")
+    for _ in range(rounds):
+        on_host: list[Tensor] = []
+        seconds.setdefault('tensor.to("cpu")', []).append(
+            timed(lambda here=on_host: here.extend(t.to("cpu", copy=True) for t in tensors), device)
+        )
+        tensors.clear()
+        seconds.setdefault("tensor.to(device)", []).append(
+            timed(lambda here=on_host: tensors.extend(t.to(device, copy=True) for t in here), device)
+        )
+    rows = {name: statistics.median(each) for name, each in seconds.items()}
+    return {
+        "bytes": moved,
+        "tensors": len(tensors),
+        "host_reserved_bytes": arena.reserved_bytes,
+        "freed_bytes": freed,
+        "rows": {name: {"seconds": value, "gb_per_s": moved / value / 1e9} for name, value in rows.items()},
+    }
+
+
+def _free_bytes(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m rlx.engine.residency_benchmark", description=__doc__)
+    parser.add_argument("--gb", type=float, default=4.0, help="how much moves [10^9 bytes]")
+    parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
+    parser.add_argument("--device", help="cpu or cuda; the accelerator if there is one")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    given = parser.parse_args(arguments)
+    if given.gb <= 0 or given.rounds < 1:
+        parser.error(f"got --gb {given.gb} --rounds {given.rounds}, expected more than 0 and at least 1")
+    device = torch.device(given.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    figures = measure(int(given.gb * 1e9), given.rounds, device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}: {figures['bytes'] / 1e9:.2f} GB in {figures['tensors']} tensors")
+    print(f"{'':20}{'seconds':>10}{'GB/s':>8}")
+    for row, values in figures["rows"].items():
+        print(f"{row:20}{values['seconds']:10.3f}{values['gb_per_s']:8.1f}")
+    if figures["freed_bytes"] is not None:
+        print(f"given back by the device while parked: {figures['freed_bytes'] / 1e9:.2f} GB")
+    print(f"taken from the host: {figures['host_reserved_bytes'] / 1e9:.2f} GB")
+    if given.json is not None:
+        given.json.write_text(json.dumps({"device": name, "torch": torch.__version__, **figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
