@@ -273,16 +273,19 @@ class Engine:
 
     # Memory -------------------------------------------------------------------------------------------------------
 
-    def to_host(self) -> None:
+    def to_host(self, parameters: bool = True) -> None:
         """Lets what fsdp.param_offload and fsdp.optimizer_offload name wait in host memory, in the arena of activations.
 
         Device memory that then holds nothing is given back, so that a sampler with an allocator of its own can take it.
+
+        Args:
+            parameters: the parameters too.
 
         Raises:
             HandOverError: the host has no room.
         """
         self.sharded.reshard()
-        if self.fsdp.param_offload and not self._parked_parameters.occupied:
+        if parameters and self.fsdp.param_offload and not self._parked_parameters.occupied:
             self._parked_parameters.park(self._on_device(self.root.parameters()))
         if self.fsdp.optimizer_offload and self.optimizer is not None and not self._parked_state.occupied:
             tensors = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]

@@ -43,9 +43,9 @@ class EngineRole:
     def __init__(self, engine: Engine):
         self.engine = engine
 
-    def rest(self) -> None:
-        """See Role."""
-        self.engine.to_host()
+    def rest(self, parameters: bool = True) -> None:
+        """See Role; without `parameters` they stay on the device."""
+        self.engine.to_host(parameters)
 
 
 class TrainedRole(EngineRole):

@@ -74,7 +74,10 @@ class Worker:
             raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self.roles]}, which this process hosts")
         chosen = self.roles[role]
         if self._active not in (None, chosen):
-            self._active.rest()
+            if method == "sync" and isinstance(self._active, ActorRole):
+                self._active.rest(parameters=False)  # the sampler reads them first, and sends them off then
+            else:
+                self._active.rest()
             if isinstance(chosen, RolloutRole):
                 # After the rest: parameters and optimizer states wait where activations have left room.
                 self._relief.relieve(host_memory())

@@ -12,7 +12,7 @@ from rlx.config.rules_offload import LEAST_HOST_BYTES
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.engine.host_memory import HostMemory
-from rlx.offload import DiskError
+from rlx.offload import Account, DiskError, host_arena
 from rlx.workers.worker import Worker
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
@@ -157,6 +157,26 @@ def test_parking_changes_no_bit_and_takes_no_memory_after_the_first_step(config,
             f"{call}_before_gb"
             for call in ("actor.log_probs", "ref.log_probs", "critic.values", "critic.update", "actor.update")
         }
+
+
+@pytest.mark.usefixtures("environment")
+def test_parameters_leave_once_for_a_sync(config, monkeypatch):
+    still = configured(config, True)
+    policy = still.actor_rollout_ref
+    fsdp = replace(policy.actor.fsdp_config, param_offload=True, optimizer_offload=True)
+    actor = replace(policy.actor, fsdp_config=fsdp)
+    worker = Worker(replace(still, actor_rollout_ref=replace(policy, actor=actor)), ["actor", "rollout"])
+    arena, batch = host_arena(False), sequences()
+    assert arena.holders()["actor_parameters"] > 0, "they wait from the start"
+    log_probs = worker.call("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
+    batch = batch.with_(old_log_probs=log_probs, ref_log_probs=log_probs)
+    worker.call("actor", "update", batch.select(*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs"))
+    assert arena.holders()["actor_parameters"] == 0
+    taken, take = [], Account.take
+    monkeypatch.setattr(Account, "take", lambda self, nbytes: taken.append(self.name) or take(self, nbytes))
+    worker.call("rollout", "sync", 1)
+    assert taken == ["actor_optimizer_state", "actor_parameters"]
+    assert arena.holders()["actor_parameters"] > 0 < arena.holders()["actor_optimizer_state"]
 
 
 @pytest.mark.usefixtures("environment")
