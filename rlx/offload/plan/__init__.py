@@ -1,0 +1,1 @@
+"""What becomes of each layer: the planner, what it knows of machines and models, and its command."""
