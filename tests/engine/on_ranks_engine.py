@@ -92,8 +92,8 @@ def clipped(folder, strategy):
     return metrics, [gradients.seen[0] for gradients in seen]
 
 
-def parked(folder, strategy, model, checkpoint_folder):
-    """Three cycles of log-probs, update and rest, the last from a checkpoint, with all of it parked at rest and without.
+def parked(folder, strategy, fsdp, model, checkpoint_folder):
+    """Three cycles of log-probs, rest, update and rest, the last from a checkpoint, with all parked at rest and without.
 
     Returns:
         For both: metrics and weights; of the parked one: who holds how much of the arena, at first and after each cycle,
@@ -101,7 +101,7 @@ def parked(folder, strategy, model, checkpoint_folder):
     """
     results, arena = [], host_arena(False)
     for parks in (False, True):
-        flags = dataclasses.replace(FP64, param_offload=parks, optimizer_offload=parks)
+        flags = dataclasses.replace(FP64, param_offload=parks, optimizer_offload=parks, **fsdp)
         engine = build(folder, flags, strategy, model=model, name="actor")
         gradients = []
         engine.optimizer.register_step_pre_hook(
@@ -120,6 +120,7 @@ def parked(folder, strategy, model, checkpoint_folder):
                 assert all(isinstance(p, DTensor) for p in engine.root.parameters()), (
                     "log_probs has left parameters gathered"
                 )
+            engine.to_host()
             metrics.append(engine.update(share, ROWS, policy()))
             # What FSDP2 keeps no reference to is gone, but for this one.
             kept = sum(storage.nbytes() for storage in gradients) if strategy == "fsdp" else 0
