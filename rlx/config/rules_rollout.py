@@ -35,7 +35,7 @@ OWN = {
                 "logprobs_mode",
                 "distributed_executor_backend",
             ),
-            *("data_parallel_size", "pipeline_parallel_size"),
+            *("data_parallel_size", "pipeline_parallel_size", "model_impl"),
         ),
         None,
     ),

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rlx.config.schema import ModelConfig, RolloutConfig
-from rlx.models.loading import load_skeleton
+from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.protocol import Completion, EngineError, Request
-from rlx.rollout.vllm_api import Engine, unknown_options
+from rlx.rollout.vllm_api import Engine, lacking_model, unknown_options
 
 # On CPU vLLM's share of memory would be one of the whole machine for each process.
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -46,6 +46,7 @@ def engine_options(
         "load_format": "dummy",  # weights come from the trainer
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
+        "model_impl": "vllm",  # its other one is a subclass of transformers' model class, which it changes under the trainer
         "dtype": "float32" if on_cpu and rollout.dtype == "auto" else DTYPES[rollout.dtype],
         "max_model_len": context_length,
         "max_num_seqs": rollout.max_num_seqs,
@@ -98,13 +99,16 @@ class VLLMRollout:
         unknown = unknown_options(rollout.engine_kwargs.vllm)
         if unknown:
             raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {'; '.join(unknown)}")
+        lacking = lacking_model(load_config(model).architectures or ())
+        if lacking:
+            raise ValueError(f"{model.path}: {lacking}")
         options = engine_options(rollout, model, device, context_length, seed)
         self._aliases: dict[str, list[str]] = {}
         if device.type == "cpu":
             # There vLLM packs the head's weight into a copy of its own, which new weights of the embedding do not reach.
             self._aliases = tied_names(model)
             if self._aliases:
-                options["hf_overrides"] = {"tie_word_embeddings": False, **options["hf_overrides"]}
+                options["hf_overrides"] = {**options["hf_overrides"], "tie_word_embeddings": False}
         if device.type != "cpu":
             require_memory(memory_of(device), options["gpu_memory_utilization"])
             if options["enable_sleep_mode"]:
@@ -113,7 +117,7 @@ class VLLMRollout:
         self._seeded = rollout.seed_requests
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is given back
-        self.engine = Engine(options, eager=device.type == "cpu")
+        self.engine = Engine(options, on_cpu=device.type == "cpu")
 
     @property
     def version(self) -> int | None:

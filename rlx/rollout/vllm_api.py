@@ -30,7 +30,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 with undisturbed():
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
@@ -65,6 +65,13 @@ def unknown_options(names: Iterable[str]) -> list[str]:
     return lines
 
 
+def lacking_model(architectures: Sequence[str]) -> str | None:
+    """What is wrong where this version has a model of none of these names."""
+    if not architectures or not set(architectures).isdisjoint(ModelRegistry.get_supported_archs()):
+        return None
+    return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
+
+
 class Engine:
     """One vLLM engine in this process, without weights worth the name until `load` has brought them.
 
@@ -72,25 +79,32 @@ class Engine:
 
     Args:
         options: vLLM's engine arguments.
-        eager: run functions that vLLM compiles as they are: on CPU a compiler may be missing, and takes longer than it saves.
+        on_cpu: run functions that vLLM compiles as they are, as a compiler may be missing and takes longer than it saves.
 
     Raises:
         ValueError: vLLM refuses the options or the model; its reason is in the message.
     """
 
-    def __init__(self, options: Mapping[str, Any], eager: bool) -> None:
-        self._stance = "force_eager" if eager else "default"
+    def __init__(self, options: Mapping[str, Any], on_cpu: bool) -> None:
+        self._stance = "force_eager" if on_cpu else "default"
         with undisturbed():
             try:
                 self._llm: LLM | None = LLM(**options)
-            except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            except Exception as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(
-                    f"vLLM {_version} could not start with {dict(options)}: {type(error).__name__}: {error}"
+                    f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}"
                 ) from error
         # Newer versions end the process group of all, the trainer's, when the engine goes.
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
+        if on_cpu and self._engine.model_config.is_moe:
+            self.close()
+            raise ValueError(
+                "vLLM keeps the experts of its first weights on CPU, whatever is sent later; set "
+                "actor_rollout_ref.rollout.name=hf for a mixture of experts"
+            )
 
     @property
     def max_model_len(self) -> int:
@@ -160,7 +174,24 @@ class Engine:
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    worker.reload_weights(weights_iterator=iter(weights))
+    model = worker.get_model()
+    expected = {name for name, _ in model.named_parameters()}
+    load = model.load_weights
+
+    def load_and_note(pairs: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        arrived = load(pairs)
+        # A model that does not say what it took is taken at its word.
+        expected.intersection_update(() if arrived is None else expected - arrived)
+        return arrived
+
+    model.load_weights = load_and_note
+    try:
+        worker.reload_weights(weights_iterator=iter(weights))
+    finally:
+        del model.load_weights
+    if expected:
+        some = ", ".join(sorted(expected)[:3])
+        raise ValueError(f"{len(expected)} weights of vLLM's {type(model).__name__} did not arrive, among them {some}")
 
 
 def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
