@@ -120,8 +120,9 @@ class Parking:
             holders = ", ".join(f"{name} {held / 1e9:.2f} GB" for name, held in arena.holders().items() if held)
             raise HandOverError(
                 f"{self._account.name}: {nbytes / 1e9:.2f} GB are to wait in host memory, where {obtainable / 1e9:.2f} GB can be "
-                f"had beside what this process holds there ({holders or 'nothing'}). They are still on the device. Set the role's param_offload or optimizer_offload to False, lower "
-                "activation_offload.max_host_bytes, or give the machine or container more memory"
+                f"had beside what this process holds there ({holders or 'nothing'}). They are still on the device. Set the "
+                "role's param_offload or optimizer_offload to False, lower activation_offload.max_host_bytes, or give the "
+                "machine or container more memory"
             )
         return block
 
