@@ -83,6 +83,17 @@ def options_have_one_owner(s: Setting) -> Faults:
             )
 
 
+def sequences_fit(s: Setting) -> Faults:
+    """A context that is set for vLLM holds the longest prompt and response."""
+    data, longest = s.config.data, s.config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("max_model_len")
+    together = data.max_prompt_length + data.max_response_length
+    if isinstance(longest, int) and longest < together:
+        got = f"{KWARGS}.max_model_len={longest}"
+        expected = f"at least data.max_prompt_length + data.max_response_length = {together}"
+        remedy = "remove it: rlx sets this sum"
+        yield Fault("prompts and responses are longer than vLLM's context", got, expected, remedy, (KWARGS,))
+
+
 def rollout_warnings(s: Setting) -> Iterator[str]:
     """What works, but may not be what was meant."""
     rollout = s.config.actor_rollout_ref.rollout
@@ -99,4 +110,4 @@ def rollout_warnings(s: Setting) -> Iterator[str]:
         yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
 
 
-ROLLOUT_RULES = (sampler_is_there, parallel_groups_are_whole, options_have_one_owner)
+ROLLOUT_RULES = (sampler_is_there, parallel_groups_are_whole, options_have_one_owner, sequences_fit)

