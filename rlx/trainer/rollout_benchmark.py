@@ -126,7 +126,9 @@ def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figur
     mine = prompts.rows(list(range(rank // together, requests, int(os.environ["WORLD_SIZE"]) // together)))
     figures |= measure_throughput(worker, settings, mine, rounds)
     figures |= measure_mismatch(worker, mine)
-    return figures | measure_cycles(worker, mine, cycles)
+    figures |= measure_cycles(worker, mine, cycles)
+    roles(worker)[1].sampler.close()
+    return figures
 
 
 def make_prompts(config: PPOConfig, count: int) -> Batch:

@@ -77,7 +77,7 @@ def test_a_step_fills_every_column(stepped, prompts):
 
 def test_the_sampler_has_the_updated_weights(workers, stepped, prompts):
     before = stepped[0]
-    batch = workers.split("rollout", "generate", prompts, "val")
+    batch = workers.split("rollout", "generate", prompts, "train")
     assert (batch["policy_version"] == 1).all()
     log_probs = workers.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
     mask = batch["response_mask"]
