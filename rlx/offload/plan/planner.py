@@ -12,13 +12,20 @@ layer's backward, when its widest part has given its memory back, or with `fetch
 goes as far as what has arrived lets it; a saved operation takes no time in it. What the last layer sent is still there.
 *Memory* for backward, above weights and gradients: what kept layers and operations hold on the device, what is on its way,
 and what the layer at work needs for itself. The peak stands where backward is in one of the last layers, or in the widest.
+The last layer can therefore be kept at no price in memory, unless something wider follows it.
+
+Note [a layer as two lines]
+What a layer does to the clock is the later of two: it computes without a break from where it begins, or it waits for the
+link, which works without a break, and then has left what comes after the piece that it waited for. So each layer is a
+handful of numbers, worked out once for each choice (`_Part`), and playing a step through is a few additions a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from math import inf
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs.
+    """What one layer costs. Layers with equal costs are planned as one kind, so that a model should have few of them.
 
     Args:
         forward_s, backward_s: time of either, without recomputation [s].
         recompute_s: time of recomputing all that backward needs, the operations among it [s].
-        boundary_bytes: of its inputs that leave, or stay where `boundary_leaves` is False.
+        boundary_bytes: of its inputs, which leave, or stay where `boundary_leaves` is False.
         saved_bytes: all that plain autograd keeps of it.
         working_bytes: that its backward holds at most where it was recomputed, what it recomputes included.
         late_bytes: the same in the second half of it.
@@ -67,7 +74,7 @@ class Machine:
     """What there is to spend.
 
     Args:
-        out_bytes_per_s, in_bytes_per_s: of the link from the device and to it, while training computes.
+        out_bytes_per_s, in_bytes_per_s: of the link from the device and to it, while training computes; 0: there is none.
         device_bytes: that may be held for backward at once, above weights, gradients and optimizer states.
         host_bytes: off the device; None: no limit.
     """
@@ -83,26 +90,30 @@ class LayerPlan:
     """What becomes of one layer.
 
     Args:
-        keep: all that autograd saves stays on the device, and nothing is recomputed.
+        keep: all that autograd saves stays on the device, and nothing is recomputed. The rest says nothing then.
+        boundary_leaves: its inputs leave the device; else they stay.
         on_device: which operations' results stay on the device.
         off_device: which operations' results leave it.
     """
 
     keep: bool = False
+    boundary_leaves: bool = True
     on_device: frozenset[int] = frozenset()
     off_device: frozenset[int] = frozenset()
 
 
-MIN_GAIN = 1e-4  # of the step's time, for which a plan is worth being changed
+MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
+_SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers that are kept where a search begins
 
 
 class Prediction(NamedTuple):
-    """One step of a plan: its time, that in which compute waits for the link, the peak, and what lies off the device."""
+    """One step of a plan: its time, that in which compute waits for the link, the peak, what lies off the device, and forward's time."""
 
     step_s: float
     stall_s: float
     peak_bytes: int
     host_bytes: int
+    forward_s: float
 
 
 class Plan(NamedTuple):
@@ -117,14 +128,18 @@ def held_bytes(cost: LayerCost, plan: LayerPlan) -> int:
     """What a layer holds on the device from forward to backward."""
     if plan.keep:
         return cost.saved_bytes
-    return sum(cost.operations[i].nbytes for i in plan.on_device)
+    boundary = 0 if plan.boundary_leaves else cost.boundary_bytes
+    return boundary + sum(cost.operations[i].nbytes for i in plan.on_device)
 
 
 def sent_bytes(cost: LayerCost, plan: LayerPlan) -> int:
     """What of a layer leaves the device."""
-    if plan.keep:
-        return 0
-    return cost.boundary_bytes + sum(cost.operations[i].nbytes for i in plan.off_device)
+    return sum(nbytes for _, nbytes, _ in _sent(cost, plan))
+
+
+def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
+    """Time in which a layer's recomputation computes."""
+    return 0.0 if plan.keep else _recomputed_until(cost, plan, 1.0, len(cost.operations))
 
 
 def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early: bool, machine: Machine) -> Prediction:
@@ -135,188 +150,252 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early
         fetch_early: see there.
         machine: link and budgets; the budgets are not looked at.
     """
-    forward_s, leaving = _forward(costs, layers, machine)
-    step_s = _backward(costs, layers, fetch_early, machine, forward_s)
-    busy_s = sum(
-        cost.forward_s + cost.backward_s + recompute_s(cost, plan) for cost, plan in zip(costs, layers, strict=True)
+    return _play([_part(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)], fetch_early)
+
+
+class _Part(NamedTuple):
+    """What a step needs to know of one layer (Note [a layer as two lines]).
+
+    Args:
+        forward_s, recompute_s, backward_s: compute.
+        out_s: the link's time for what leaves.
+        left_s: from the layer's begin until all has left, where the link is free.
+        in_s: the link's time for what is fetched.
+        ready_s: from the fetch's begin until recomputation is over, where the device waits for every piece.
+        held_bytes, sent_bytes, working_bytes, late_bytes: memory.
+    """
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    out_s: float
+    left_s: float
+    in_s: float
+    ready_s: float
+    held_bytes: int
+    sent_bytes: int
+    working_bytes: int
+    late_bytes: int
+
+
+def _part(cost: LayerCost, plan: LayerPlan, machine: Machine) -> _Part:
+    again_s = recompute_s(cost, plan)
+    out_s = left_s = in_s = ready_s = 0.0
+    for at, nbytes, end in _sent(cost, plan):
+        seconds = _over(nbytes, machine.out_bytes_per_s)
+        out_s, left_s = out_s + seconds, max(left_s, at * cost.forward_s) + seconds
+        in_s += _over(nbytes, machine.in_bytes_per_s)
+        ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
+    return _Part(
+        forward_s=cost.forward_s,
+        recompute_s=again_s,
+        backward_s=cost.backward_s,
+        out_s=out_s,
+        left_s=left_s,
+        in_s=in_s,
+        ready_s=ready_s,
+        held_bytes=held_bytes(cost, plan),
+        sent_bytes=sent_bytes(cost, plan),
+        working_bytes=max(cost.working_bytes, cost.saved_bytes) if plan.keep else cost.working_bytes,
+        late_bytes=cost.late_bytes,
     )
+
+
+def _sent(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int]]:
+    """What leaves, in order: where in forward, how much, and at which operation it is needed again."""
+    if plan.keep:
+        return []
+    pieces = [(cost.operations[i].at, cost.operations[i].nbytes, i) for i in sorted(plan.off_device)]
+    return [(0.0, cost.boundary_bytes, 0), *pieces] if plan.boundary_leaves else pieces
+
+
+def _recomputed_until(cost: LayerCost, plan: LayerPlan, at: float, end: int) -> float:
+    """Time of recomputing a layer before its operation `end`: those not saved, and as much of the rest as lies before `at`."""
+    saved = plan.on_device | plan.off_device
+    rest_s = max(0.0, cost.recompute_s - sum(op.seconds for op in cost.operations))
+    return rest_s * at + sum(op.seconds for i, op in enumerate(cost.operations[:end]) if i not in saved)
+
+
+def _over(nbytes: int, rate: float) -> float:
+    return nbytes / rate if rate else inf if nbytes else 0.0
+
+
+def _play(parts: Sequence[_Part], fetch_early: bool) -> Prediction:
+    forward_s, leaving = _forward(parts)
+    step_s = _backward(parts, fetch_early, forward_s)
+    busy_s = sum(part.forward_s + part.recompute_s + part.backward_s for part in parts)
     return Prediction(
         step_s,
-        step_s - busy_s,
-        _peak(costs, layers, fetch_early, [left > forward_s for left in leaving]),
-        sum(sent_bytes(cost, plan) for cost, plan in zip(costs, layers, strict=True)),
+        max(0.0, step_s - busy_s),
+        _peak(parts, fetch_early, len(parts) > 1 and leaving[-2] > forward_s),
+        sum(part.sent_bytes for part in parts),
+        forward_s,
     )
 
 
-def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
-    """Time in which a layer's recomputation computes."""
-    if plan.keep:
-        return 0.0
-    return cost.recompute_s - sum(cost.operations[i].seconds for i in plan.on_device | plan.off_device)
-
-
-def _forward(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], machine: Machine) -> tuple[float, list[float]]:
+def _forward(parts: Sequence[_Part]) -> tuple[float, list[float]]:
     """When forward ends, and for each layer when all that it sends has left."""
-    now, link_free = 0.0, 0.0
+    now = link_free = 0.0
     leaving: list[float] = []
-    for index, (cost, plan) in enumerate(zip(costs, layers, strict=True)):
+    for index, part in enumerate(parts):
         if index > 1:
             now = max(now, leaving[index - 2])
-        for at, nbytes in _sent(cost, plan):
-            link_free = max(link_free, now + at * cost.forward_s) + nbytes / machine.out_bytes_per_s
-        now += cost.forward_s
+        link_free = max(link_free + part.out_s, now + part.left_s)
+        now += part.forward_s
         leaving.append(link_free)
     return now, leaving
 
 
-def _sent(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int]]:
-    """Place and size of what leaves, in order."""
-    if plan.keep:
-        return []
-    ops = [(cost.operations[i].at, cost.operations[i].nbytes) for i in sorted(plan.off_device)]
-    return [(0.0, cost.boundary_bytes), *ops]
-
-
-def _backward(
-    costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early: bool, machine: Machine, now: float
-) -> float:
+def _backward(parts: Sequence[_Part], fetch_early: bool, now: float) -> float:
     """When backward ends that begins now."""
     link_free = asked = now
-    for index in reversed(range(len(costs))):
-        cost, plan = costs[index], layers[index]
-        began = now
-        if plan.keep:
-            now += cost.backward_s
-        else:
-            is_here = index == len(costs) - 1
-            now = _recompute(cost, plan, machine, now, now if is_here else max(link_free, asked), is_here)
-            if not is_here:
-                link_free = max(link_free, asked) + sent_bytes(cost, plan) / machine.in_bytes_per_s
-            began, now = now, now + cost.backward_s
+    is_here = True
+    for part in reversed(parts):
+        began = now + part.recompute_s
+        if not is_here:
+            link_free = max(link_free, asked)
+            began = max(began, link_free + part.ready_s)
+            link_free += part.in_s
+        is_here = False
+        now = began + part.backward_s
         asked = began if fetch_early else (began + now) / 2
     return now
 
 
-def _recompute(
-    cost: LayerCost, plan: LayerPlan, machine: Machine, now: float, link_free: float, is_here: bool
-) -> float:
-    """When the recomputation of a layer ends that begins now and whose bytes come from `link_free` on."""
-    saved = plan.on_device | plan.off_device
-    rest_s = cost.recompute_s - sum(op.seconds for op in cost.operations)
-    arrived = link_free + cost.boundary_bytes / machine.in_bytes_per_s
-    now = now if is_here else max(now, arrived)
-    last = 0.0
-    for i, op in enumerate(cost.operations):
-        now += max(0.0, rest_s) * (op.at - last)
-        last = op.at
-        if i not in saved:
-            now += op.seconds
-        elif i in plan.off_device and not is_here:
-            arrived += op.nbytes / machine.in_bytes_per_s
-            now = max(now, arrived)
-    return now + max(0.0, rest_s) * (1 - last)
-
-
-def _peak(
-    costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early: bool, is_leaving: Sequence[bool]
-) -> int:
-    """The most that is held for backward at once; `is_leaving` of the layers whose bytes are on their way when it begins."""
-    below = [0]
-    for cost, plan in zip(costs, layers, strict=True):
-        below.append(below[-1] + held_bytes(cost, plan))
-    peak = 0
-    for index, (cost, plan) in enumerate(zip(costs, layers, strict=True)):
-        own = max(cost.working_bytes, cost.saved_bytes) if plan.keep else cost.working_bytes
-        coming = sent_bytes(costs[index - 1], layers[index - 1]) if index else 0
-        early = coming if fetch_early or (index == len(costs) - 1 and index and is_leaving[index - 1]) else 0
-        peak = max(peak, below[index] + own + early, below[index] + cost.late_bytes + coming)
+def _peak(parts: Sequence[_Part], fetch_early: bool, is_leaving: bool) -> int:
+    """The most that is held for backward at once; `is_leaving`: the last but one's bytes are on their way when it begins."""
+    peak = held = coming = 0
+    for index, part in enumerate(parts, 1):
+        early = coming if fetch_early or (is_leaving and index == len(parts)) else 0
+        peak = max(peak, held + part.working_bytes + early, held + part.late_bytes + coming)
+        held += part.held_bytes
+        coming = part.sent_bytes
     return peak
 
 
 def make_plan(costs: Sequence[LayerCost], machine: Machine) -> Plan:
     """The fastest plan found within the budgets.
 
-    For every number of layers that are kept whole, spread evenly, it starts from the other layers' inputs alone off the
-    device, which needs the least memory, and adds what saves the most time: first operations that leave, as long as the
-    link has room, then operations that stay, as long as the device has; each for as many layers as it helps, in turn until
-    nothing helps any more. Where every layer fits nothing leaves.
+    Where every layer fits nothing leaves. Else it begins with the layers' inputs alone off the device, which needs the least
+    memory, some of the layers kept whole or none, and changes what saves the most time: first what leaves, as long as the
+    link has room, then anything; each for as many layers of a kind as it helps, in turn until nothing helps any more.
 
     Args:
         costs: of each layer.
-        machine: link and budgets. Where even the layers' inputs alone exceed the budgets that plan comes back all the same.
+        machine: link and budgets. Inputs that the host has no room for stay on the device. Where even so the device's budget
+            is exceeded, the plan needs no more than that.
     """
-    kept = _planned(costs, [LayerPlan(keep=True)] * len(costs), False, machine)
-    if _fits(kept, machine):
-        return kept
-    best = _with_kept(costs, machine, 0)
-    # The more is kept the more is saved, until the memory is missed elsewhere: halve the steps around the best number.
-    at, step = 0, max(1, len(costs) // 4)
-    while step:
-        found = [
-            (plan, n) for n in (at - step, at + step) if 0 < n < len(costs) and (plan := _with_kept(costs, machine, n))
-        ]
-        plan, n = min(found, key=lambda pair: _seconds(pair[0]), default=(best, at))
-        if _fits(plan, machine) and _seconds(plan) < _seconds(best):
-            best, at = plan, n
-        else:
-            step //= 2
-    return best
+    search = _Search(costs, machine)
+    kept = search.planned([LayerPlan(keep=True)] * len(costs), False)
+    return kept if search.fits(kept) else min(search.found(), key=_seconds)
 
 
-def _with_kept(costs: Sequence[LayerCost], machine: Machine, count: int) -> Plan:
-    """The fastest plan found in which so many layers are kept."""
-    kept = _spread(range(len(costs)), count)
-    best = _planned(costs, [LayerPlan(keep=i in kept) for i in range(len(costs))], False, machine)
-    operations = range(max(len(cost.operations) for cost in costs))
-    for places in ("off_device", "on_device"):
-        while True:
-            found = min((_improved(best, costs, machine, places, i) for i in operations), key=_seconds, default=best)
-            early = _planned(costs, found.layers, True, machine)
-            if _fits(early, machine) and _seconds(early) < _seconds(found):
-                found = early
-            if _seconds(found) >= _seconds(best) * (1 - MIN_GAIN):
+What = Literal["all", "inputs"] | int
+Place = Literal["off_device", "on_device", "nowhere"]
+
+
+class _Search:
+    """Plans for the same costs and machine, and what has been worked out for them."""
+
+    def __init__(self, costs: Sequence[LayerCost], machine: Machine) -> None:
+        self.costs, self.machine = costs, machine
+        kinds: dict[LayerCost, list[int]] = {}
+        for index, cost in enumerate(costs):
+            kinds.setdefault(cost, []).append(index)
+        self.kinds = list(kinds.items())
+        self.kind_of = {index: kind for kind, (_, members) in enumerate(self.kinds) for index in members}
+        self.parts: dict[tuple[int, LayerPlan], _Part] = {}
+        self.device_bytes = machine.device_bytes
+
+    def planned(self, layers: Iterable[LayerPlan], fetch_early: bool) -> Plan:
+        """The plan with what is expected of it."""
+        chosen = tuple(layers)
+        return Plan(chosen, fetch_early, _play([self._part(*item) for item in enumerate(chosen)], fetch_early))
+
+    def _part(self, index: int, plan: LayerPlan) -> _Part:
+        key = (self.kind_of[index], plan)
+        if key not in self.parts:
+            self.parts[key] = _part(self.costs[index], plan, self.machine)
+        return self.parts[key]
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether it keeps to the budgets."""
+        has_room = self.machine.host_bytes is None or plan.prediction.host_bytes <= self.machine.host_bytes
+        return has_room and plan.prediction.peak_bytes <= self.device_bytes
+
+    def found(self) -> Iterator[Plan]:
+        """The best that is reached from each begin."""
+        leanest = self._leanest()
+        self.device_bytes = max(self.device_bytes, leanest.prediction.peak_bytes)
+        begins = [leanest.layers, [LayerPlan(boundary_leaves=False)] * len(self.costs)]
+        for share in _SHARES[1:]:
+            kept = _last_of(range(len(self.costs)), round(share * len(self.costs)))
+            begins.append([LayerPlan(keep=True) if i in kept else p for i, p in enumerate(leanest.layers)])
+        for begin in filter(self.fits, (self.planned(layers, False) for layers in begins)):
+            yield self._improved(self._improved(begin, ("off_device",)), ("off_device", "on_device", "nowhere"))
+
+    def _leanest(self) -> Plan:
+        """As many inputs off the device as the host has room for, and nothing else."""
+        everyone = range(len(self.costs))
+        for count in reversed(range(len(self.costs) + 1)):
+            leave = _middle_of(everyone, count)
+            plan = self.planned([LayerPlan(boundary_leaves=i in leave) for i in everyone], False)
+            if self.machine.host_bytes is None or plan.prediction.host_bytes <= self.machine.host_bytes:
                 break
+        return plan
+
+    def _improved(self, best: Plan, places: Sequence[Place]) -> Plan:
+        """The plan changed step by step, each time by what saves the most, until nothing does."""
+        while True:
+            found = min(filter(self.fits, self._changed(best, places)), key=_seconds, default=best)
+            other = self.planned(found.layers, not found.fetch_early)
+            if self.fits(other) and _seconds(other) < _seconds(found):
+                found = other
+            if not _seconds(found) < _seconds(best) * (1 - MIN_GAIN):
+                return best
             best = found
-    return best
+
+    def _changed(self, plan: Plan, places: Sequence[Place]) -> Iterator[Plan]:
+        """The plan with one thing of one kind of layers elsewhere, for all of them, half of them, and so on down to one."""
+        for cost, members in self.kinds:
+            for what in ("all", "inputs", *range(len(cost.operations))):
+                for place in places:
+                    changes = {i: _moved(plan.layers[i], what, place) for i in members}
+                    able = [i for i in members if changes[i] != plan.layers[i]]
+                    count = len(able)
+                    while count:
+                        # The last layer holds nothing while another is at work; what leaves is spread to suit the link.
+                        chosen = _last_of(able, count) if place == "on_device" else _middle_of(able, count)
+                        layers = [changes[i] if i in chosen else p for i, p in enumerate(plan.layers)]
+                        yield self.planned(layers, plan.fetch_early)
+                        count //= 2
 
 
-def _improved(plan: Plan, costs: Sequence[LayerCost], machine: Machine, place: str, operation: int) -> Plan:
-    """The plan with an operation saved in as many more layers, spread evenly, as make it fastest within the budgets."""
-    open_layers = [
-        i
-        for i, (cost, layer) in enumerate(zip(costs, plan.layers, strict=True))
-        if not layer.keep and operation < len(cost.operations) and operation not in getattr(layer, place)
-    ]
-    best = plan
-    for share in range(1, len(open_layers) + 1):
-        count = len(open_layers) // share
-        layers = list(plan.layers)
-        for i in _spread(open_layers, count):
-            layers[i] = _saving(layers[i], place, operation)
-        tried = _planned(costs, layers, plan.fetch_early, machine)
-        if _fits(tried, machine) and _seconds(tried) < _seconds(best):
-            best = tried
-    return best
+def _moved(plan: LayerPlan, what: What, place: Place) -> LayerPlan:
+    """The layer's plan with a thing elsewhere; as it was where that cannot be."""
+    if what == "all":
+        return {"on_device": LayerPlan(keep=True), "off_device": plan, "nowhere": LayerPlan() if plan.keep else plan}[
+            place
+        ]
+    if plan.keep:
+        return plan
+    if what == "inputs":
+        return plan if place == "nowhere" else replace(plan, boundary_leaves=place == "off_device")
+    moved = {
+        name: getattr(plan, name) - {what} | ({what} if name == place else set())
+        for name in ("on_device", "off_device")
+    }
+    return replace(plan, **moved)
 
 
-def _saving(layer: LayerPlan, place: str, operation: int) -> LayerPlan:
-    other = "on_device" if place == "off_device" else "off_device"
-    return replace(layer, **{place: getattr(layer, place) | {operation}, other: getattr(layer, other) - {operation}})
-
-
-def _spread(items: Sequence[int], count: int) -> set[int]:
+def _middle_of(items: Sequence[int], count: int) -> set[int]:
     """So many of the items, evenly spread."""
     return {items[(2 * k + 1) * len(items) // (2 * count)] for k in range(count)}
 
 
-def _planned(costs: Sequence[LayerCost], layers: Iterable[LayerPlan], fetch_early: bool, machine: Machine) -> Plan:
-    chosen = tuple(layers)
-    return Plan(chosen, fetch_early, predict(costs, chosen, fetch_early, machine))
-
-
-def _fits(plan: Plan, machine: Machine) -> bool:
-    has_room = machine.host_bytes is None or plan.prediction.host_bytes <= machine.host_bytes
-    return has_room and plan.prediction.peak_bytes <= machine.device_bytes
+def _last_of(items: Sequence[int], count: int) -> set[int]:
+    """So many of the items, evenly spread, the last of them among them."""
+    return {items[(k + 1) * len(items) // count - 1] for k in range(count)}
 
 
 def _seconds(plan: Plan) -> float:
