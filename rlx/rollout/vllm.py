@@ -105,8 +105,14 @@ class VLLMRollout:
         options = engine_options(rollout, model, device, context_length, seed)
         self._aliases: dict[str, list[str]] = {}
         if device.type == "cpu":
+            parameters = load_skeleton(model, "lm", torch.float32).state_dict(keep_vars=True)
+            if any(".experts." in name for name in parameters):
+                raise ValueError(
+                    f"{model.path}: on CPU vLLM keeps the experts of its first weights, whatever is sent later; set "
+                    "actor_rollout_ref.rollout.name=hf for a mixture of experts"
+                )
             # There vLLM packs the head's weight into a copy of its own, which new weights of the embedding do not reach.
-            self._aliases = tied_names(model)
+            self._aliases = tied_names(parameters)
             if self._aliases:
                 options["hf_overrides"] = {**options["hf_overrides"], "tie_word_embeddings": False}
         if device.type != "cpu":
@@ -193,10 +199,10 @@ class VLLMRollout:
                 self._asleep.discard(part)
 
 
-def tied_names(model: ModelConfig) -> dict[str, list[str]]:
+def tied_names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Each name of a weight that has several -> all of them."""
     names: dict[int, list[str]] = {}
-    for name, tensor in load_skeleton(model, "lm", torch.float32).state_dict(keep_vars=True).items():
+    for name, tensor in parameters.items():
         names.setdefault(id(tensor), []).append(name)
     return {name: group for group in names.values() if len(group) > 1 for name in group}
 

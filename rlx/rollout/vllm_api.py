@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -99,12 +100,8 @@ class Engine:
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        if on_cpu and self._engine.model_config.is_moe:
-            self.close()
-            raise ValueError(
-                "vLLM keeps the experts of its first weights on CPU, whatever is sent later; set "
-                "actor_rollout_ref.rollout.name=hf for a mixture of experts"
-            )
+        if on_cpu:
+            _unlink_shared_memory()
 
     @property
     def max_model_len(self) -> int:
@@ -171,6 +168,15 @@ class Engine:
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+def _unlink_shared_memory() -> None:
+    """Takes the names off the memory in which processes on CPU exchange tensors, which all have opened by now.
+
+    They are the same for every run on a machine, and stay behind when a process is killed.
+    """
+    for segment in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+        segment.unlink(missing_ok=True)
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -16,14 +16,14 @@ SMALL = {
 
 
 def _config(name):
-    if name == "qwen3":
-        return Qwen3Config(**COMMON, **SMALL, head_dim=32, tie_word_embeddings=True)
+    if name in ("qwen3", "qwen3 untied"):
+        return Qwen3Config(**COMMON, **SMALL, head_dim=32, tie_word_embeddings=name == "qwen3")
     if name == "llama":
         return LlamaConfig(**COMMON, **SMALL)
     return GPT2Config(**COMMON, n_embd=64, n_layer=2, n_head=2, n_positions=64)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model():
     """name -> a small causal model whose weights are large enough that its distributions are far from uniform."""
 
@@ -53,3 +53,12 @@ def make_rollout():
 def prompts():
     generator = torch.Generator().manual_seed(3)
     return [tuple(torch.randint(2, VOCAB, (length,), generator=generator).tolist()) for length in (3, 9, 1, 6)]
+
+
+@pytest.fixture(scope="session")
+def folders(make_model, tmp_path_factory) -> dict[str, str]:
+    """Models on disk: `tied` and `untied` embeddings."""
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("tied", "untied")}
+    make_model("qwen3").save_pretrained(paths["tied"])
+    make_model("qwen3 untied").save_pretrained(paths["untied"])
+    return {name: str(path) for name, path in paths.items()}

@@ -1,0 +1,215 @@
+"""vLLM beside the trainer's engine, as it lives in a worker: what the tests let each rank do."""
+
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+from dataclasses import dataclass, replace
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from rlx.config.schema import ActorConfig, EngineKwargsConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
+from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
+from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.objectives import PolicyObjective
+from rlx.rollout.batching import generate_batch
+from rlx.rollout.factory import build_rollout
+from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+
+CPU = torch.device("cpu")
+PROMPT, RESPONSE = 40, 12
+CONTEXT = PROMPT + RESPONSE
+ROWS = MicroBatchRule(rows=8)
+PAD = 0
+
+
+@dataclass
+class Setup:
+    """One configuration: the trainer's engine, a sampler to compare with and the one that is tested."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    engine: Engine
+    hf: Rollout
+    vllm: Rollout
+
+
+NOW: list[Setup] = []
+
+
+def trainer(model: ModelConfig, strategy: str) -> Engine:
+    return Engine(model, FSDPConfig(), strategy=strategy, device=CPU, optim=OptimConfig(lr=1e-2), total_steps=10)
+
+
+def start(folder, strategy, model, rollout):
+    """Builds all of it, without weights in the samplers; says what the process was like before vLLM and after."""
+    chosen = ModelConfig(path=folder, **model)
+    kwargs = EngineKwargsConfig(vllm={"block_size": 32})
+    settings = RolloutConfig(name="vllm", engine_kwargs=kwargs, **rollout)
+    engine, hf = trainer(chosen, strategy), build_rollout(replace(settings, name="hf"), chosen, CPU, CONTEXT)
+    before = process()
+    vllm = build_rollout(settings, chosen, CPU, CONTEXT, seed=3)
+    after = process()
+    NOW.append(Setup(chosen, settings, engine, hf, vllm))
+    return before, after
+
+
+def stop():
+    NOW.pop().vllm.close()
+
+
+def disturbed():
+    """What the process is like before and after it generates, takes new weights and generates again."""
+    before, temperature = process(), NOW[-1].rollout.temperature
+    for sampling in (Sampling(4, 0.0), Sampling(4, temperature), Sampling(4, temperature, with_log_probs=False)):
+        generate(sampling)
+        sync(NOW[-1].vllm.version)
+    return before, process()
+
+
+def sync(version):
+    """The engine's weights in both samplers."""
+    for rollout in (NOW[-1].hf, NOW[-1].vllm):
+        rollout.update_weights(NOW[-1].engine.weights(), version)
+    return NOW[-1].vllm.version
+
+
+def share() -> int:
+    """Number of the tensor-parallel group that this rank is in: its processes get the same requests."""
+    return dist.get_rank() // NOW[-1].rollout.tensor_model_parallel_size
+
+
+def requests(sampling: Sampling, seed: int = 0, vocabulary: int = 40) -> list[Request]:
+    """Prompts of many lengths, some of them equal or with the same beginning."""
+    g = torch.Generator().manual_seed(share())
+    first = torch.randint(2, vocabulary, (PROMPT,), generator=g).tolist()
+    others = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in (1, 3, 17, PROMPT)]
+    prompts = [first, first[:33], first, [*first[:35], 7], *others]
+    return [Request(tuple(prompt), seed + index, sampling) for index, prompt in enumerate(prompts)]
+
+
+def generate(sampling, name="vllm", seed=0, only=None) -> list[Completion]:
+    """Of all requests or those with these numbers; `only` may differ by rank."""
+    asked = requests(sampling, seed)
+    chosen = range(len(asked)) if only is None else only[dist.get_rank()] if isinstance(only, dict) else only
+    return getattr(NOW[-1], name).generate([asked[index] for index in chosen])
+
+
+def generate_from_other_random_states(sampling) -> list[Completion]:
+    torch.manual_seed(dist.get_rank())
+    return generate(sampling)
+
+
+def batch_of(sampling: Sampling) -> Batch:
+    """The same requests as a batch, completed by vLLM."""
+    asked = requests(sampling)
+    ids, mask = torch.zeros(len(asked), PROMPT, dtype=torch.int64), torch.zeros(len(asked), PROMPT, dtype=torch.bool)
+    for row, request in enumerate(asked):
+        ids[row, PROMPT - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+        mask[row, PROMPT - len(request.prompt_ids) :] = True
+    prompts = Batch.of({"prompt_ids": ids, "prompt_mask": mask, "seed": torch.tensor([r.seed for r in asked])})
+    return generate_batch(NOW[-1].vllm, prompts, sampling, PAD, RESPONSE)
+
+
+def log_probs(sampling):
+    """Of sampled tokens: the sampler's and the trainer's own."""
+    batch = batch_of(sampling)
+    own = NOW[-1].engine.log_probs(batch, ROWS, sampling.log_prob_temperature)["log_probs"]
+    mask = batch["response_mask"]
+    return batch["rollout_log_probs"][mask], own[mask]
+
+
+def learn():
+    """One optimizer step on samples of the sampler; the samplers keep their weights."""
+    sampling = Sampling(RESPONSE, NOW[-1].rollout.temperature)
+    batch = batch_of(sampling)
+    advantages = torch.linspace(-1, 1, len(batch))[:, None].expand(-1, RESPONSE).contiguous()
+    batch = batch.with_(advantages=advantages, old_log_probs=batch["rollout_log_probs"])
+    return step(NOW[-1].engine, batch)
+
+
+def step(engine: Engine, batch: Batch) -> dict[str, float]:
+    return engine.update(batch, ROWS, PolicyObjective(ActorConfig(), 0.7, RESPONSE))
+
+
+def trained(folder, strategy="fsdp2"):
+    """Weights and metrics after two steps of a fresh engine, on rows that nobody sampled."""
+    engine, g = trainer(ModelConfig(path=folder), strategy), torch.Generator().manual_seed(dist.get_rank())
+    mask = torch.ones(6, PROMPT + RESPONSE, dtype=torch.bool)
+    batch = Batch.of(
+        {
+            "input_ids": torch.randint(2, 40, mask.shape, generator=g),
+            "attention_mask": mask,
+            "response_mask": mask[:, PROMPT:],
+            "advantages": torch.randn(6, RESPONSE, generator=g),
+            "old_log_probs": torch.full((6, RESPONSE), -3.0),
+        }
+    )
+    metrics = [step(engine, batch) for _ in range(2)]
+    return metrics, dict(engine.weights())
+
+
+def refusal(action, *args):
+    """The error that another function of this module ends with, as its class and message; collective if that is."""
+    try:
+        globals()[action](*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def too_long(prompt_tokens, response_tokens):
+    longer = Request((5,) * prompt_tokens, 0, Sampling(response_tokens))
+    NOW[-1].vllm.generate([Request((5,), 0, Sampling(2)), longer])
+
+
+def build(folder, options):
+    rollout = RolloutConfig(name="vllm", engine_kwargs=EngineKwargsConfig(vllm=options))
+    build_rollout(rollout, ModelConfig(path=folder), CPU, 32)
+
+
+def require(memory, utilization):
+    from rlx.rollout.vllm import DeviceMemory, require_memory
+
+    require_memory(DeviceMemory(*memory), utilization)
+
+
+def expandable(environment):
+    from rlx.rollout.vllm import refuse_expandable_segments
+
+    refuse_expandable_segments(environment)
+
+
+def process():
+    """What training and vLLM share in a process, as text by name."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    told = {
+        "torch's random state": torch.get_rng_state().tolist(),
+        "numpy's random state": numpy.random.get_state()[1].tolist(),
+        "Python's random state": random.getstate(),
+        "set_num_threads": (torch.set_num_threads, torch.get_num_threads(), torch.get_num_interop_threads()),
+        "types and modes": (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "determinism": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
+        "precision": (torch.get_float32_matmul_precision(), cuda.matmul.allow_tf32, cudnn.allow_tf32),
+        "attention kernels": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "root logger": (logging.root.level, logging.root.handlers, logging.root.manager.disable),
+        "rlx's logger": (logging.getLogger("rlx").level, logging.getLogger("rlx").handlers),
+        "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.callbacks),
+        "standard streams": (sys.stdout, sys.stderr),
+        "affinity": os.sched_getaffinity(0),
+        "process group": (dist.is_initialized(), dist.get_backend(), dist.get_world_size()),
+    }
+    environment = {f"variable {name}": value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return {name: str(value) for name, value in {**told, **environment}.items()}

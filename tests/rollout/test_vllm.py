@@ -1,0 +1,240 @@
+"""vLLM on two processes, beside the trainer's engine: data parallel and tensor parallel, with real weights that change."""
+
+import importlib.util
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import CTRLConfig, Qwen3MoeConfig
+
+from rlx.config.schema import ModelConfig, RolloutConfig
+from rlx.rollout.factory import build_rollout
+from rlx.rollout.protocol import Sampling
+
+RESPONSE = 12
+GREEDY = Sampling(RESPONSE, temperature=0.0)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+# name -> model folder, strategy of the trainer's engine, keys of the model, keys of the rollout
+SETUPS = {
+    "data parallel": ("tied", "fsdp2", {}, {"temperature": 0.7}),
+    "tensor parallel": (
+        "untied",
+        "fsdp",
+        {"override_config": {"rms_norm_eps": 0.5}},
+        {"tensor_model_parallel_size": 2, "top_p": 0.8, "top_k": 20},
+    ),
+    "LoRA, few at once": (
+        "tied",
+        "fsdp2",
+        {"lora_rank": 4},
+        {
+            "tensor_model_parallel_size": 2,
+            "temperature": 0.7,
+            "seed_requests": False,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 16,
+        },
+    ),
+}
+
+FIRST = pytest.mark.parametrize("started", ["data parallel"], indirect=True)  # for what one configuration says as well
+
+
+class Started(NamedTuple):
+    """A configuration that runs: its name, the processes before and after vLLM was built, what it said without weights."""
+
+    name: str
+    processes: list[tuple[dict[str, str], dict[str, str]]]
+    without_weights: list[tuple[str, str]]
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return RolloutConfig(**SETUPS[self.name][3])
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(RESPONSE, self.rollout.temperature, self.rollout.top_p, self.rollout.top_k)
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def started(request, vllm_ranks, folders):
+    folder, *rest = SETUPS[request.param]
+    processes = vllm_ranks("vllm", "start", folders[folder], *rest)
+    without_weights = vllm_ranks("vllm", "refusal", "generate", GREEDY)
+    vllm_ranks("vllm", "sync", 0)
+    yield Started(request.param, processes, without_weights)
+    vllm_ranks("vllm", "stop")
+
+
+@pytest.fixture
+def ranks(started, vllm_ranks):
+    return vllm_ranks
+
+
+def assert_greedy_as_hf(ranks):
+    pairs = list(zip(ranks("vllm", "generate", GREEDY, "hf"), ranks("vllm", "generate", GREEDY), strict=True))
+    for hf, vllm in pairs:
+        for expected, found in zip(hf, vllm, strict=True):
+            assert found.token_ids == expected.token_ids and found.finish_reason == "length"
+            assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+    return [vllm for _, vllm in pairs]
+
+
+def assert_log_probs_are_the_trainers(ranks, sampling):
+    for said, own in ranks("vllm", "log_probs", sampling):
+        assert said.min() < -0.5, "some tokens are unlikely: equal numbers say something"
+        torch.testing.assert_close(said, own, atol=1e-4, rtol=0)
+
+
+def test_tokens_and_log_probs_are_those_of_hf_and_trainer_before_and_after_an_optimizer_step(started, ranks):
+    before = assert_greedy_as_hf(ranks)
+    assert_log_probs_are_the_trainers(ranks, started.sampling)
+    assert all(metrics["grad_norm"] > 0 for metrics in ranks("vllm", "learn"))
+    assert ranks("vllm", "generate", GREEDY) == before, "the sampler keeps its weights"
+    assert ranks("vllm", "sync", 1) == [1, 1]
+    after = assert_greedy_as_hf(ranks)
+    assert all(new != old for new, old in zip(after, before, strict=True)), "also where the prompt was in the cache"
+    assert_log_probs_are_the_trainers(ranks, started.sampling)
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def test_samples_come_from_seeds_alone(started, ranks):
+    sampling = started.sampling
+    together = ranks("vllm", "generate_from_other_random_states", sampling)
+    assert together == ranks("vllm", "generate", sampling)
+    if started.rollout.tensor_model_parallel_size > 1:
+        assert together[0] == together[1]
+    others = ranks("vllm", "generate", sampling, "vllm", 1000)
+    for samples, other in zip(together, others, strict=True):
+        assert all(a != b for a, b in zip(tokens(samples), tokens(other), strict=True))
+        assert samples[0].token_ids != samples[2].token_ids, "equal prompts, other seeds"
+    if started.rollout.seed_requests:
+        for order in ([7, 2, 5], [1], list(range(8))[::-1]):
+            some = ranks("vllm", "generate", sampling, "vllm", 0, order)
+            for samples, own in zip(together, some, strict=True):
+                assert tokens(own) == [samples[index].token_ids for index in order]
+
+
+def test_a_stop_token_ends_a_response_and_is_part_of_it(ranks):
+    unstopped = ranks("vllm", "generate", GREEDY)
+    stops = tuple({samples[0].token_ids[5] for samples in unstopped})
+    for length in (6, RESPONSE):
+        answers = ranks("vllm", "generate", Sampling(length, 0.0, stop_token_ids=stops))
+        for samples, whole in zip(answers, unstopped, strict=True):
+            for completion, free in zip(samples, whole, strict=True):
+                ends = [at + 1 for at, token in enumerate(free.token_ids[:length]) if token in stops]
+                expected = (free.token_ids[: ends[0]], "stop") if ends else (free.token_ids[:length], "length")
+                assert (completion.token_ids, completion.finish_reason) == expected
+                assert len(completion.log_probs) == len(completion.token_ids)
+    assert any(samples[0].finish_reason == "stop" for samples in answers)
+
+
+def test_one_token_no_log_probs_and_no_requests_at_all(started, ranks):
+    for samples, whole in zip(
+        ranks("vllm", "generate", Sampling(1, 0.0)), ranks("vllm", "generate", GREEDY), strict=True
+    ):
+        assert tokens(samples) == [completion.token_ids[:1] for completion in whole]
+    silent = ranks("vllm", "generate", Sampling(RESPONSE, 0.0, with_log_probs=False))
+    assert all(completion.log_probs is None for samples in silent for completion in samples)
+    assert ranks("vllm", "generate", GREEDY, "vllm", 0, []) == [[], []]
+    if started.rollout.tensor_model_parallel_size == 1:
+        first, second = ranks("vllm", "generate", GREEDY, "vllm", 0, {0: [1, 2], 1: []})
+        assert len(first) == 2 and second == []
+
+
+def test_nothing_else_in_the_process_is_changed(started, ranks):
+    for before, after in [*started.processes, *ranks("vllm", "disturbed")]:
+        assert before == after
+
+
+@FIRST
+def test_training_beside_vllm_gives_the_same_bits(ranks, two_ranks, folders):
+    for (metrics, weights), (plain_metrics, plain) in zip(
+        ranks("vllm", "trained", folders["tied"]), two_ranks("vllm", "trained", folders["tied"]), strict=True
+    ):
+        assert metrics == plain_metrics and metrics[0]["grad_norm"] > 0
+        assert weights.keys() == plain.keys()
+        assert all(torch.equal(weights[name], plain[name]) for name in plain)
+
+
+def test_requests_that_cannot_be_completed_are_named(started, ranks):
+    assert all("no complete set of weights" in text for _, text in started.without_weights)
+    for kind, text in ranks("vllm", "refusal", "too_long", 45, 8):
+        assert kind == "ValueError" and "request 1 has a prompt of 45 tokens and asks for 8 more" in text
+        assert "max_model_len is 52" in text and "data.max_prompt_length" in text
+    if started.rollout.temperature == 1:
+        for kind, text in ranks("vllm", "refusal", "generate", Sampling(2, 0.7)):
+            assert kind == "ValueError" and "log-probs at temperature 0.7" in text
+
+
+@FIRST
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block_sizes": 32}, ["engine_kwargs.vllm: block_sizes is no option of vLLM", "did you mean block_size"]),
+        ({"kv_cache_dtype": "fp7"}, ["could not start", "kv_cache_dtype", "fp7", "'max_num_seqs': 1024"]),
+    ],
+)
+def test_options_that_vllm_does_not_take_are_named(ranks, folders, options, said):
+    for kind, text in ranks("vllm", "refusal", "build", folders["tied"], options):
+        assert kind == "ValueError" and all(part in text for part in said), text
+
+
+@FIRST
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (CTRLConfig(architectures=["CTRLLMHeadModel"]), "has no model CTRLLMHeadModel; set .*rollout.name=hf"),
+        (
+            Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=1),
+            "on CPU .* experts.*rollout.name=hf",
+        ),
+    ],
+    ids=["lacking", "experts"],
+)
+def test_a_model_that_vllm_cannot_sample_is_named(ranks, config, said, tmp_path):
+    config.save_pretrained(tmp_path)
+    for kind, text in ranks("vllm", "refusal", "build", str(tmp_path), {}):
+        assert kind == "ValueError" and re.search(said, text) and str(tmp_path) in text
+
+
+@FIRST
+def test_memory_is_counted_before_it_is_taken(ranks):
+    memory = (140_000_000_000, 60_000_000_000, 70_000_000_000)  # all, free, of this process
+    for kind, text in ranks("vllm", "refusal", "require", memory, 0.5):
+        assert kind == "ValueError"
+        for part in (
+            "=0.5 asks for 70.0 GB",
+            "of 140.0 GB 60.0 are free",
+            "hold 70.0",
+            "other processes and CUDA itself 10.0",
+        ):
+            assert part in text
+        assert "at most 0.42" in text and "param_offload" in text
+    assert ranks("vllm", "refusal", "require", memory, 0.42) == [None, None]
+
+
+@FIRST
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_that_sleep_does_not_work_with_is_refused(ranks, name):
+    for kind, text in ranks("vllm", "refusal", "expandable", {name: "max_split_size_mb:64, expandable_segments: True"}):
+        assert kind == "ValueError" and name in text and "free_cache_engine=False" in text
+    assert ranks("vllm", "refusal", "expandable", {name: "expandable_segments:False"}) == [None, None]
+
+
+def build_here(folder):
+    build_rollout(RolloutConfig(name="vllm"), ModelConfig(path=folder), torch.device("cpu"), 32)
+
+
+def test_a_version_that_rlx_does_not_know_is_refused_before_it_is_imported(folders, monkeypatch, tmp_path):
+    (tmp_path / "vllm-0.99.1.dist-info").mkdir()
+    (tmp_path / "vllm-0.99.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"found version 0\.99\.1, expected >=0\.26,<0\.33; .*name=hf"):
+        build_here(folders["tied"])
