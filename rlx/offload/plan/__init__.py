@@ -1,1 +1,28 @@
 """What becomes of each layer: the planner, what it knows of machines and models, and its command."""
+
+from rlx.offload.plan.planner import Plan, make_plan
+from rlx.offload.plan.step import (
+    LayerCost,
+    LayerPlan,
+    Machine,
+    Operation,
+    Prediction,
+    held_bytes,
+    predict,
+    recompute_s,
+    sent_bytes,
+)
+
+__all__ = [
+    "LayerCost",
+    "LayerPlan",
+    "Machine",
+    "Operation",
+    "Plan",
+    "Prediction",
+    "held_bytes",
+    "make_plan",
+    "predict",
+    "recompute_s",
+    "sent_bytes",
+]

@@ -1,0 +1,262 @@
+"""One training step of a plan, played through: how long it takes and how much device memory it needs at most.
+
+Without torch: numbers in, numbers out.
+
+Note [the step that is played through]
+Three things take turns or run side by side: the device computes, one direction of the link sends, the other fetches.
+*Forward.* A layer's input leaves when the layer begins, the result of an operation when it has run; the link sends them in
+order. A layer begins once what the layer two before it sent has left.
+*Backward.* Layers come in reverse order. A layer's bytes are asked for while the layer behind it runs: after half of that
+layer's backward, when its widest part has given its memory back, or with `fetch_early` when its backward begins. Recomputation
+goes as far as what has arrived lets it; a saved operation takes no time in it. What the last layer sent is still there.
+*Memory* for backward, above weights and gradients: what kept layers and operations hold on the device, what is on its way,
+and what the layer at work needs for itself. The peak stands where backward is in one of the last layers, or in the widest.
+The last layer can therefore be kept at no price in memory, unless something wider follows it.
+
+Note [a layer as two lines]
+What a layer does to the clock is the later of two: it computes without a break from where it begins, or it waits for the
+link, which works without a break, and then has left what comes after the piece that it waited for. So each layer is a
+handful of numbers, worked out once for each choice (`Part`), and playing a step through is a few additions a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a layer whose result can be saved, so that recomputation need not run it.
+
+    Args:
+        name: of it, for people.
+        at: where in the layer's forward it ends, as a share of the time of that, in [0, 1].
+        seconds: to run it again.
+        nbytes: of its result and of what its backward reads beside its arguments.
+    """
+
+    name: str
+    at: float
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs. Layers with equal costs are planned as one kind, so that a model should have few of them.
+
+    Args:
+        forward_s, backward_s: time of either, without recomputation [s].
+        recompute_s: time of recomputing all that backward needs, the operations among it [s].
+        boundary_bytes: of its inputs, which leave, or stay where `boundary_leaves` is False.
+        saved_bytes: all that plain autograd keeps of it.
+        working_bytes: that its backward holds at most where it was recomputed, what it recomputes included.
+        late_bytes: the same in the second half of it.
+        operations: in the order in which they run.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    boundary_bytes: int
+    saved_bytes: int
+    working_bytes: int
+    late_bytes: int
+    operations: tuple[Operation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to spend.
+
+    Args:
+        out_bytes_per_s, in_bytes_per_s: of the link from the device and to it, while training computes; 0: there is none.
+        device_bytes: that may be held for backward at once, above weights, gradients and optimizer states.
+        host_bytes: off the device; None: no limit.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    device_bytes: int
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer.
+
+    Args:
+        keep: all that autograd saves stays on the device, and nothing is recomputed. The rest says nothing then.
+        boundary_leaves: its inputs leave the device; else they stay.
+        on_device: which operations' results stay on the device.
+        off_device: which operations' results leave it.
+    """
+
+    keep: bool = False
+    boundary_leaves: bool = True
+    on_device: frozenset[int] = frozenset()
+    off_device: frozenset[int] = frozenset()
+
+
+class Prediction(NamedTuple):
+    """One step of a plan: its time, that in which compute waits for the link, the peak, what lies off the device, and forward's time."""
+
+    step_s: float
+    stall_s: float
+    peak_bytes: int
+    host_bytes: int
+    forward_s: float
+
+
+def held_bytes(cost: LayerCost, plan: LayerPlan) -> int:
+    """What a layer holds on the device from forward to backward."""
+    if plan.keep:
+        return cost.saved_bytes
+    boundary = 0 if plan.boundary_leaves else cost.boundary_bytes
+    return boundary + sum(cost.operations[i].nbytes for i in plan.on_device)
+
+
+def sent_bytes(cost: LayerCost, plan: LayerPlan) -> int:
+    """What of a layer leaves the device."""
+    return sum(nbytes for _, nbytes, _ in _sent(cost, plan))
+
+
+def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
+    """Time in which a layer's recomputation computes."""
+    return 0.0 if plan.keep else _recomputed_until(cost, plan, 1.0, len(cost.operations))
+
+
+def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early: bool, machine: Machine) -> Prediction:
+    """Plays one step through (Note [the step that is played through]).
+
+    Args:
+        costs, layers: of each layer, from the first to the last.
+        fetch_early: see there.
+        machine: link and budgets; the budgets are not looked at.
+    """
+    return play([part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)], fetch_early)
+
+
+class Part(NamedTuple):
+    """What a step needs to know of one layer (Note [a layer as two lines]).
+
+    Args:
+        forward_s, recompute_s, backward_s: compute.
+        out_s: the link's time for what leaves.
+        left_s: from the layer's begin until all has left, where the link is free.
+        in_s: the link's time for what is fetched.
+        ready_s: from the fetch's begin until recomputation is over, where the device waits for every piece.
+        held_bytes, sent_bytes, working_bytes, late_bytes: memory.
+    """
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    out_s: float
+    left_s: float
+    in_s: float
+    ready_s: float
+    held_bytes: int
+    sent_bytes: int
+    working_bytes: int
+    late_bytes: int
+
+
+def part_of(cost: LayerCost, plan: LayerPlan, machine: Machine) -> Part:
+    """What a step needs to know of a layer under a plan."""
+    again_s = recompute_s(cost, plan)
+    out_s = left_s = in_s = ready_s = 0.0
+    for at, nbytes, end in _sent(cost, plan):
+        seconds = _over(nbytes, machine.out_bytes_per_s)
+        out_s, left_s = out_s + seconds, max(left_s, at * cost.forward_s) + seconds
+        in_s += _over(nbytes, machine.in_bytes_per_s)
+        ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
+    return Part(
+        forward_s=cost.forward_s,
+        recompute_s=again_s,
+        backward_s=cost.backward_s,
+        out_s=out_s,
+        left_s=left_s,
+        in_s=in_s,
+        ready_s=ready_s,
+        held_bytes=held_bytes(cost, plan),
+        sent_bytes=sent_bytes(cost, plan),
+        working_bytes=max(cost.working_bytes, cost.saved_bytes) if plan.keep else cost.working_bytes,
+        late_bytes=cost.late_bytes,
+    )
+
+
+def _sent(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int]]:
+    """What leaves, in order: where in forward, how much, and at which operation it is needed again."""
+    if plan.keep:
+        return []
+    pieces = [(cost.operations[i].at, cost.operations[i].nbytes, i) for i in sorted(plan.off_device)]
+    return [(0.0, cost.boundary_bytes, 0), *pieces] if plan.boundary_leaves else pieces
+
+
+def _recomputed_until(cost: LayerCost, plan: LayerPlan, at: float, end: int) -> float:
+    """Time of recomputing a layer before its operation `end`: those not saved, and as much of the rest as lies before `at`."""
+    saved = plan.on_device | plan.off_device
+    rest_s = max(0.0, cost.recompute_s - sum(op.seconds for op in cost.operations))
+    return rest_s * at + sum(op.seconds for i, op in enumerate(cost.operations[:end]) if i not in saved)
+
+
+def _over(nbytes: int, rate: float) -> float:
+    return nbytes / rate if rate else inf if nbytes else 0.0
+
+
+def play(parts: Sequence[Part], fetch_early: bool) -> Prediction:
+    """What is expected of a step of these layers."""
+    forward_s, leaving = _forward(parts)
+    step_s = _backward(parts, fetch_early, forward_s)
+    busy_s = sum(part.forward_s + part.recompute_s + part.backward_s for part in parts)
+    return Prediction(
+        step_s,
+        max(0.0, step_s - busy_s),
+        _peak(parts, fetch_early, len(parts) > 1 and leaving[-2] > forward_s),
+        sum(part.sent_bytes for part in parts),
+        forward_s,
+    )
+
+
+def _forward(parts: Sequence[Part]) -> tuple[float, list[float]]:
+    """When forward ends, and for each layer when all that it sends has left."""
+    now = link_free = 0.0
+    leaving: list[float] = []
+    for index, part in enumerate(parts):
+        if index > 1:
+            now = max(now, leaving[index - 2])
+        link_free = max(link_free + part.out_s, now + part.left_s)
+        now += part.forward_s
+        leaving.append(link_free)
+    return now, leaving
+
+
+def _backward(parts: Sequence[Part], fetch_early: bool, now: float) -> float:
+    """When backward ends that begins now."""
+    link_free = asked = now
+    is_here = True
+    for part in reversed(parts):
+        began = now + part.recompute_s
+        if not is_here:
+            link_free = max(link_free, asked)
+            began = max(began, link_free + part.ready_s)
+            link_free += part.in_s
+        is_here = False
+        now = began + part.backward_s
+        asked = began if fetch_early else (began + now) / 2
+    return now
+
+
+def _peak(parts: Sequence[Part], fetch_early: bool, is_leaving: bool) -> int:
+    """The most that is held for backward at once; `is_leaving`: the last but one's bytes are on their way when it begins."""
+    peak = held = coming = 0
+    for index, part in enumerate(parts, 1):
+        early = coming if fetch_early or (is_leaving and index == len(parts)) else 0
+        peak = max(peak, held + part.working_bytes + early, held + part.late_bytes + coming)
+        held += part.held_bytes
+        coming = part.sent_bytes
+    return peak
