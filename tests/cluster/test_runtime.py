@@ -17,7 +17,7 @@ from rlx.cluster.runtime import session
 from rlx.config.schema import PPOConfig
 
 STUCK = """
-    import ctypes, ray
+    import ctypes, ray, signal
     from rlx.cluster.runtime import session
     from rlx.config.schema import PPOConfig
 
@@ -30,6 +30,8 @@ STUCK = """
         def ready(self):
             return True
 
+    # A shell lets what it starts in the background ignore Ctrl-C, and so whatever that starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with session(PPOConfig()):
         workers = [Worker.options(num_cpus=0.1).remote() for _ in range(2)]
         ray.get([worker.ready.remote() for worker in workers])
