@@ -85,12 +85,13 @@ class _Search:
             yield self._improved(self._improved(begin, ("off_device",)), ("off_device", "on_device", "nowhere"))
 
     def _leanest(self) -> Plan:
-        """As many inputs off the device as the host has room for, and nothing else."""
+        """As many inputs off the device as the host has room for, those of the last layer after all others, and nothing else."""
         everyone = range(len(self.costs))
+        room = self.machine.host_bytes if self.machine.out_bytes_per_s and self.machine.in_bytes_per_s else 0
         for count in reversed(range(len(self.costs) + 1)):
-            leave = _middle_of(everyone, count)
+            leave = everyone if count == len(everyone) else _middle_of(everyone[:-1], count)
             plan = self.planned([LayerPlan(boundary_leaves=i in leave) for i in everyone], False)
-            if self.machine.host_bytes is None or plan.prediction.host_bytes <= self.machine.host_bytes:
+            if room is None or plan.prediction.host_bytes <= room:
                 break
         return plan
 

@@ -1,0 +1,290 @@
+"""Plans: what is chosen in cases that can be thought through, what holds for every plan, and the best of all plans."""
+
+import itertools
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.offload.plan import LayerCost, LayerPlan, Machine, Operation, make_plan, planner, predict, sent_bytes
+
+KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
+NO_LINK = Machine(0, 0, 0)
+
+
+def simple(operations=(), working=40):
+    return LayerCost(1.0, 2.0, 0.8, 10, saved_bytes=30, working_bytes=working, late_bytes=20, operations=operations)
+
+
+def plain_s(costs):
+    return sum(cost.forward_s + cost.backward_s for cost in costs)
+
+
+def boundary(costs, machine):
+    return predict(costs, [BOUNDARY] * len(costs), False, machine)
+
+
+def names(cost, indices):
+    return {cost.operations[i].name for i in indices}
+
+
+# What is chosen
+
+
+def test_where_everything_fits_nothing_leaves(decoder_layer):
+    costs = [decoder_layer()] * 4
+    plan = make_plan(costs, Machine(1e9, 1e9, 4 * 300 + 430))
+    assert plan.layers == (KEPT,) * 4
+    assert plan.prediction.step_s == pytest.approx(plain_s(costs))
+    assert plan.prediction.host_bytes == 0
+
+
+def test_the_last_layer_is_kept_because_it_costs_nothing():
+    plan = make_plan([simple()] * 3, Machine(1e9, 1e9, 40))
+    assert plan.layers == (BOUNDARY, BOUNDARY, KEPT)
+    assert plan.prediction.peak_bytes == 40
+
+
+def test_a_wide_layer_behind_it_changes_that():
+    head = LayerCost(0.5, 1.0, 0.0, 0, 0, working_bytes=100, late_bytes=100)
+    assert make_plan([simple()] * 3 + [head], Machine(1e9, 1e9, 100)).layers[2] != KEPT
+
+
+def test_as_many_as_fit_are_kept():
+    plan = make_plan([simple()] * 6, Machine(1e9, 1e9, 2 * 30 + 45))
+    assert [layer.keep for layer in plan.layers].count(True) == 3
+
+
+def test_the_link_carries_what_saves_the_most_for_its_bytes():
+    dear, cheap = Operation("dear", 0.4, 0.3, 10), Operation("cheap", 0.9, 0.1, 10)
+    costs = [simple((dear, cheap), working=60)] * 8
+    # In the second between two layers the input and one result can leave.
+    plan = make_plan(costs, Machine(20, 1e9, 60))
+    assert all(0 in layer.off_device for layer in plan.layers[:-1])
+    assert sum(1 in layer.off_device for layer in plan.layers) == 2  # the rest of what 8 s can carry
+    assert plan.prediction.stall_s < 0.1
+
+
+def test_the_device_takes_what_the_link_cannot():
+    wide, narrow = Operation("wide", 0.4, 0.3, 30), Operation("narrow", 0.9, 0.3, 3)
+    costs = [replace(simple((wide, narrow), working=200), saved_bytes=150)] * 8
+    plan = make_plan(costs, Machine(10, 1e9, 200 + 7 * 3))
+    assert [layer.on_device | layer.off_device for layer in plan.layers[:-1]] == [{1}] * 7
+    assert sum(1 in layer.on_device for layer in plan.layers) >= 3
+    assert plan.prediction.stall_s < 0.1
+
+
+def test_more_device_memory_takes_load_off_a_slow_link(decoder_layer):
+    costs = [decoder_layer()] * 12
+    slow = Machine(5, 10, 430)  # a disk: the inputs alone take twice a layer's time to leave
+    stalled = make_plan(costs, slow)
+    assert stalled.prediction.stall_s > 1
+    free = make_plan(costs, replace(slow, device_bytes=430 + 12 * 10))
+    assert free.prediction.step_s < 0.95 * stalled.prediction.step_s
+
+
+def test_an_asymmetric_link_is_only_as_good_as_its_slow_side(decoder_layer):
+    costs = [decoder_layer()] * 10
+    both = make_plan(costs, Machine(200, 200, 430)).prediction
+    out, back = (make_plan(costs, Machine(*rates, 430)).prediction for rates in ((20, 200), (200, 20)))
+    assert both.step_s < min(out.step_s, back.step_s) <= boundary(costs, Machine(20, 20, 430)).step_s
+
+
+def test_without_a_link_the_inputs_stay():
+    costs = [simple()] * 4
+    plan = make_plan(costs, replace(NO_LINK, device_bytes=3 * 10 + 40))
+    assert plan.layers == (STAYS, STAYS, STAYS, KEPT)
+    assert plan.prediction.stall_s == pytest.approx(0)
+
+
+def test_two_kinds_of_layers_without_a_link():
+    costs = [simple(), simple(working=35)] * 3
+    assert make_plan(costs, replace(NO_LINK, device_bytes=1000)).prediction.step_s == pytest.approx(plain_s(costs))
+    assert make_plan(costs, replace(NO_LINK, device_bytes=100)).prediction.stall_s == pytest.approx(0)
+
+
+@pytest.mark.parametrize("rates", [(0, 0), (0, 50), (50, 0)])
+def test_what_could_not_leave_and_come_back_stays_whatever_the_budget(rates):
+    plan = make_plan([simple()] * 4, Machine(*rates, 0))
+    assert plan.prediction.peak_bytes == 3 * 10 + 40
+    assert plan.prediction.host_bytes == 0
+    assert plan.prediction.stall_s == pytest.approx(0)
+
+
+def test_without_a_host_nothing_leaves(decoder_layer):
+    costs = [decoder_layer()] * 6
+    for device_bytes in (0, 500, 1500):
+        plan = make_plan(costs, Machine(1e9, 1e9, device_bytes, host_bytes=0))
+        assert plan.prediction.host_bytes == sum(map(sent_bytes, costs, plan.layers)) == 0
+    assert plan.prediction.peak_bytes <= 1500
+
+
+def test_a_host_with_room_for_some_inputs_takes_as_many():
+    plan = make_plan([simple()] * 6, Machine(1e9, 1e9, 0, host_bytes=35))
+    assert plan.prediction.host_bytes == 30
+    assert plan.prediction.peak_bytes == 2 * 10 + 40  # of the five layers below the last
+
+
+def test_no_budget_at_all_still_does_the_best_at_the_least_memory(decoder_layer):
+    costs = [decoder_layer()] * 5
+    machine = Machine(1e9, 1e9, 0)
+    plan = make_plan(costs, machine)
+    assert plan.prediction.peak_bytes == boundary(costs, machine).peak_bytes
+    assert plan.prediction.step_s < 0.9 * boundary(costs, machine).step_s
+
+
+def test_layers_without_operations():
+    plan = make_plan([simple()] * 5, Machine(1e9, 1e9, 1000))
+    assert plan.layers == (KEPT,) * 5
+    assert make_plan([simple()] * 5, Machine(1e9, 1e9, 75)).prediction.peak_bytes <= 75
+
+
+def test_kinds_are_planned_apart(decoder_layer):
+    # Full attention is worth the link, a sliding window's is not worth as much; both take the same room.
+    full, sliding = decoder_layer(0.5), decoder_layer(0.05)
+    costs = [sliding, sliding, full] * 4
+    plan = make_plan(costs, Machine(30, 1e9, 430))
+    assert all("attention" in names(full, layer.off_device) for layer in plan.layers[2:-1:3])
+    assert not all("attention" in names(sliding, plan.layers[i].off_device) for i in (0, 1, 3, 4, 6, 7, 9))
+
+
+def test_layers_of_other_operations_beside_each_other(decoder_layer):
+    expert = Operation("experts", 0.6, 0.5, 80)
+    costs = [decoder_layer(), replace(simple((expert,), working=430), saved_bytes=300), simple(working=430)] * 3
+    plan = make_plan(costs, Machine(60, 60, 500))
+    assert plan.prediction.peak_bytes <= 500
+    assert plan.prediction.step_s < boundary(costs, Machine(60, 60, 500)).step_s
+
+
+def test_no_layers():
+    assert make_plan([], NO_LINK).layers == ()
+
+
+# What holds for every plan
+
+
+@st.composite
+def cases(draw):
+    """Layers of one to three kinds that follow each other in turn, and a machine."""
+    seed, count = draw(st.integers(0, 10**6)), draw(st.integers(1, 10))
+    random_ = random.Random(seed)
+    kinds = [random_cost(random_, random_.randint(0, 4)) for _ in range(draw(st.integers(1, 3)))]
+    costs = [kinds[i % len(kinds)] for i in range(count)]
+    whole = sum(cost.saved_bytes for cost in costs)
+    least = max(cost.working_bytes for cost in costs)
+    out, back = (draw(st.sampled_from([0, 5, 20, 50, 200])) for _ in range(2))
+    host = draw(st.none() | st.integers(0, whole))
+    return costs, Machine(out, back, draw(st.sampled_from([0, least])) + draw(st.integers(0, whole)), host)
+
+
+def random_cost(random_, operations):
+    shares = [random_.random() for _ in range(operations + 1)]
+    found, at = [], 0.0
+    for name, share in enumerate(shares[:-1]):
+        at += share / sum(shares)
+        seconds = share / sum(shares) * random_.uniform(0.5, 1)
+        found.append(Operation(str(name), at, seconds, random_.randint(1, 40)))
+    inputs = random_.randint(1, 10)
+    saved = inputs + sum(op.nbytes for op in found) + random_.randint(0, 30)
+    working = saved + random_.randint(0, 60)
+    recompute = sum(op.seconds for op in found) + random_.uniform(0, 0.2)
+    late = random_.randint(inputs, working)
+    return LayerCost(1.0, random_.uniform(1, 3), recompute, inputs, saved, working, late, tuple(found))
+
+
+def leanest_peak(costs, machine):
+    """The least device memory that plans of inputs alone need: as many off the device as the host takes, in the planner's order."""
+    return make_plan(costs, replace(machine, device_bytes=0)).prediction.peak_bytes
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_every_plan_keeps_to_the_budgets_and_pays_off(case):
+    costs, machine = case
+    plan = make_plan(costs, machine)
+    found = plan.prediction
+    assert found == predict(costs, plan.layers, plan.fetch_early, machine)
+    assert found.stall_s >= 0
+    assert found.step_s >= plain_s(costs) * (1 - 1e-12)
+    assert found.peak_bytes <= max(machine.device_bytes, leanest_peak(costs, machine))
+    assert machine.host_bytes is None or found.host_bytes <= machine.host_bytes
+    inputs_alone = boundary(costs, machine)
+    is_possible = machine.out_bytes_per_s and machine.in_bytes_per_s
+    if is_possible and (machine.host_bytes is None or inputs_alone.host_bytes <= machine.host_bytes):
+        assert found.step_s <= inputs_alone.step_s
+        assert found.peak_bytes <= max(machine.device_bytes, inputs_alone.peak_bytes)
+    assert make_plan(list(costs), machine) == plan
+
+
+@settings(max_examples=30)
+@given(cases())
+def test_more_of_anything_is_hardly_ever_slower(case):
+    costs, machine = case
+    now = make_plan(costs, machine).prediction.step_s
+    for more in (
+        replace(machine, device_bytes=machine.device_bytes * 3 // 2),
+        replace(machine, host_bytes=None),
+        replace(machine, out_bytes_per_s=1.5 * machine.out_bytes_per_s, in_bytes_per_s=1.5 * machine.in_bytes_per_s),
+    ):
+        assert make_plan(costs, more).prediction.step_s <= 1.03 * now
+
+
+# The best of all plans
+
+
+def every_layer_plan(cost):
+    yield KEPT
+    for places in itertools.product(range(3), repeat=len(cost.operations)):
+        on, off = (frozenset(i for i, p in enumerate(places) if p == place) for place in (1, 2))
+        yield LayerPlan(False, True, on, off)
+        yield LayerPlan(False, False, on, off)
+
+
+def best_step_s(costs, machine):
+    options = [list(every_layer_plan(cost)) for cost in costs]
+    found = (predict(costs, plans, early, machine) for plans in itertools.product(*options) for early in (False, True))
+    return min(
+        one.step_s for one in found if one.peak_bytes <= machine.device_bytes and one.host_bytes <= machine.host_bytes
+    )
+
+
+def small_case(seed):
+    """Two to four layers whose inputs alone fit."""
+    random_ = random.Random(seed)
+    count = random_.choice([2, 3, 4])
+    kinds = [random_cost(random_, 2 if count == 2 else 1) for _ in range(random_.choice([1, 2]))]
+    costs = [kinds[i % len(kinds)] for i in range(count)]
+    whole = sum(cost.saved_bytes for cost in costs)
+    out = random_.choice([5, 20, 50, 100])
+    machine = Machine(out, out * random_.choice([0.5, 1, 2]), 0, random_.randint(50, whole + 50))
+    least = boundary(costs, machine).peak_bytes
+    return costs, replace(machine, device_bytes=least + random_.randint(0, whole))
+
+
+def test_close_to_the_best_of_all_plans():
+    ratios = []
+    for seed in range(25):
+        costs, machine = small_case(seed)
+        ratios.append(make_plan(costs, machine).prediction.step_s / best_step_s(costs, machine))
+    assert min(ratios) >= 1 - 1e-12
+    assert max(ratios) <= 1.05
+    assert statistics.mean(ratios) <= 1.005
+
+
+@pytest.mark.parametrize(("count", "kinds"), [(28, 1), (80, 2)])
+@pytest.mark.parametrize("room", [1.0, 20.0])
+def test_the_search_stays_short(decoder_layer, monkeypatch, count, kinds, room):
+    played = 0
+
+    def counted(parts, fetch_early, play=planner.play):
+        nonlocal played
+        played += 1
+        return play(parts, fetch_early)
+
+    monkeypatch.setattr(planner, "play", counted)
+    costs = [decoder_layer(0.2 + 0.2 * (i % kinds)) for i in range(count)]
+    make_plan(costs, Machine(50, 50, int(430 * room)))
+    assert played < 12_000  # of a tenth of a millisecond or two

@@ -1,0 +1,195 @@
+"""One step played through: cases worked out by hand, and the same played naively, piece by piece."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.offload.plan import LayerCost, LayerPlan, Machine, Operation, held_bytes, predict, recompute_s, sent_bytes
+
+# A layer of 1 s forward and 2 s backward, half of whose recomputation of 0.8 s are two operations.
+FIRST, SECOND = Operation("first", 0.5, 0.3, 4), Operation("second", 1.0, 0.1, 2)
+LAYER = LayerCost(1.0, 2.0, 0.8, 10, saved_bytes=30, working_bytes=40, late_bytes=20, operations=(FIRST, SECOND))
+FAST = Machine(1e9, 1e9, 0)
+KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
+
+
+def saving(off=(), on=(), leaves=True):
+    return LayerPlan(boundary_leaves=leaves, on_device=frozenset(on), off_device=frozenset(off))
+
+
+def play(plans, machine=FAST, early=False, cost=LAYER):
+    return predict([cost] * len(plans), plans, early, machine)
+
+
+@pytest.mark.parametrize(
+    ("plan", "held", "sent", "seconds"),
+    [
+        (KEPT, 30, 0, 0),
+        (BOUNDARY, 0, 10, 0.8),
+        (STAYS, 10, 0, 0.8),
+        (saving(off=[0]), 0, 14, 0.5),
+        (saving(on=[0, 1]), 6, 10, 0.4),
+        (saving(off=[1], on=[0], leaves=False), 14, 2, 0.4),
+    ],
+)
+def test_what_a_layer_holds_sends_and_computes_again(plan, held, sent, seconds):
+    assert (held_bytes(LAYER, plan), sent_bytes(LAYER, plan)) == (held, sent)
+    assert recompute_s(LAYER, plan) == pytest.approx(seconds)
+
+
+def test_operations_measured_longer_than_their_layer_do_not_make_time():
+    cost = LayerCost(1, 2, 0.3, 10, 30, 40, 20, (FIRST, SECOND))
+    assert recompute_s(cost, saving(on=[0, 1])) == 0
+    assert recompute_s(cost, saving(on=[0])) == pytest.approx(0.1)
+
+
+def test_with_a_fast_link_a_step_is_what_its_layers_compute():
+    step = play([BOUNDARY, KEPT, saving(off=[0])])
+    assert step.step_s == pytest.approx(3 * 3 + 0.8 + 0.5)
+    assert step.forward_s == 3
+    assert step.stall_s == pytest.approx(0, abs=1e-6)
+    assert step.host_bytes == 10 + 14
+
+
+def test_forward_waits_for_the_layer_before_the_last():
+    # 10 bytes at 4 B/s take 2.5 s: the inputs leave from 0, 2.5, 5 and 7.5 s on. The third layer begins at 2.5, the fourth at 5.
+    step = play([BOUNDARY] * 4, Machine(4, 1e9, 0))
+    assert step.forward_s == pytest.approx(6)
+    assert step.stall_s == pytest.approx(2)
+
+
+def test_a_result_leaves_when_it_is_there():
+    # The first layer's 4 bytes are there at 0.5 s and take 8 s: gone at 8.5, before which the third layer cannot begin.
+    step = play([saving(off=[0], leaves=False), STAYS, STAYS], Machine(0.5, 1e9, 0))
+    assert step.forward_s == pytest.approx(8.5 + 1)
+
+
+def test_bytes_are_asked_for_in_the_middle_of_the_backward_behind_or_at_its_begin():
+    # Backward of the last layer runs from 2.8 to 4.8 s. The first layer's input takes 2 s: from 3.8 to 5.8, or 2.8 to 4.8.
+    machine = Machine(1e9, 5, 0)
+    assert play([BOUNDARY, BOUNDARY], machine).stall_s == pytest.approx(1)
+    assert play([BOUNDARY, BOUNDARY], machine, early=True).stall_s == pytest.approx(0)
+
+
+def test_the_last_layer_fetches_nothing():
+    assert play([KEPT, BOUNDARY], Machine(1e9, 1e-9, 0)).stall_s == 0
+
+
+def test_recomputation_goes_as_far_as_what_has_arrived():
+    # Asked for at 3.8 s, backward behind it ends at 4.8. At 4 B/s `second` (2 bytes) would be there at 3.8 + 2.5 + 0.5 = 6.8,
+    # the input at 6.3. From there 0.4 s of the rest and 0.3 s of `first` take until 7.0: it has arrived by then.
+    in_time = play([saving(off=[1]), BOUNDARY], Machine(1e9, 4, 0))
+    assert in_time.step_s == pytest.approx(7.0 + 2)
+    # With both away `first` is there at 7.3, later than 6.3 + 0.2 of the rest, and `second` at 7.8, later than 7.5.
+    late = play([saving(off=[0, 1]), BOUNDARY], Machine(1e9, 4, 0))
+    assert late.step_s == pytest.approx(7.8 + 2)
+    assert late.stall_s == pytest.approx(7.8 - 4.8 - 0.4)
+
+
+def test_work_behind_a_late_piece_comes_after_it():
+    # `first` arrives 4 s after the middle of backward; 0.2 s of the rest and `second` are still to be computed then.
+    step = play([saving(off=[0], leaves=False), BOUNDARY], Machine(1e9, 1, 0))
+    assert step.step_s == pytest.approx(3.8 + 4 + 0.2 + 0.1 + 2)
+
+
+def test_without_a_link_nothing_can_leave():
+    none = Machine(0, 0, 0)
+    assert play([BOUNDARY] * 3, none).step_s == math.inf
+    assert play([BOUNDARY] * 3, none).stall_s == math.inf
+    assert play([STAYS, KEPT, STAYS], none).stall_s == 0
+
+
+def test_the_peak_stands_in_the_last_layers():
+    assert play([BOUNDARY] * 3).peak_bytes == 40
+    assert play([STAYS] * 3).peak_bytes == 2 * 10 + 40
+    assert play([saving(on=[0])] * 3).peak_bytes == 2 * 4 + 40
+    assert play([KEPT] * 3).peak_bytes == 2 * 30 + 40
+
+
+def test_a_last_layer_that_is_kept_costs_no_memory():
+    assert play([BOUNDARY, BOUNDARY, KEPT]).peak_bytes == play([BOUNDARY] * 3).peak_bytes
+    assert play([BOUNDARY, KEPT, BOUNDARY]).peak_bytes == 30 + 40
+
+
+def test_what_is_on_its_way_counts():
+    sends = saving(off=[0, 1])
+    assert play([sends] * 3, early=True).peak_bytes == 16 + 40
+    wide = LayerCost(1.0, 2.0, 0.8, 30, 30, 40, 20)
+    assert play([BOUNDARY] * 3, cost=wide).peak_bytes == 30 + 20  # in the second half of a backward
+    # Of two layers the first's input takes 5 s to leave, and is there when backward begins.
+    assert play([BOUNDARY, KEPT], Machine(2, 1e9, 0)).peak_bytes == 10 + 40
+
+
+def test_no_layers_no_step():
+    assert predict([], [], False, FAST) == (0, 0, 0, 0, 0)
+
+
+# The same, naively
+
+SIZES, TIMES = st.integers(0, 100), st.integers(0, 40).map(lambda n: n / 10)
+
+
+@st.composite
+def layers(draw):
+    """Costs and plans of a few layers."""
+    costs, plans = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        places = sorted(draw(st.lists(st.integers(0, 10).map(lambda n: n / 10), max_size=3)))
+        operations = tuple(Operation("", at, draw(TIMES) / 4, draw(SIZES)) for at in places)
+        rest = draw(TIMES) / 4
+        recompute = rest + sum(op.seconds for op in operations)
+        costs.append(LayerCost(draw(TIMES), draw(TIMES), recompute, *(draw(SIZES) for _ in range(4)), operations))
+        place = [draw(st.integers(0, 2)) for _ in operations]
+        on, off = ([i for i, p in enumerate(place) if p == which] for which in (1, 2))
+        plans.append(KEPT if draw(st.integers(0, 3)) == 0 else saving(off, on, draw(st.booleans())))
+    return costs, plans
+
+
+def naive_step_s(costs, plans, early, machine):
+    now = link = 0.0
+    gone = []
+    for index, (cost, plan) in enumerate(zip(costs, plans, strict=True)):
+        now = max([now, *gone[: index - 1]]) if index > 1 else now
+        for at, nbytes in pieces(cost, plan):
+            link = max(link, now + at * cost.forward_s) + nbytes / machine.out_bytes_per_s
+        now += cost.forward_s
+        gone.append(link if pieces(cost, plan) else 0.0)
+    link = asked = now
+    for index in reversed(range(len(costs))):
+        cost, plan = costs[index], plans[index]
+        link = max(link, asked)
+        arrivals = {}
+        if index < len(costs) - 1 and not plan.keep:
+            names = (["inputs"] if plan.boundary_leaves else []) + sorted(plan.off_device)
+            for name, (_, nbytes) in zip(names, pieces(cost, plan), strict=True):
+                link += nbytes / machine.in_bytes_per_s
+                arrivals[name] = link
+        if not plan.keep:
+            now = max(now, arrivals.get("inputs", 0.0))
+            rest, before = cost.recompute_s - sum(op.seconds for op in cost.operations), 0.0
+            for i, op in enumerate(cost.operations):
+                now, before = now + rest * (op.at - before), op.at
+                now = max(now, arrivals.get(i, 0.0)) if i in plan.on_device | plan.off_device else now + op.seconds
+            now += rest * (1 - before)
+        began, now = now, now + cost.backward_s
+        asked = began if early else (began + now) / 2
+    return now
+
+
+def pieces(cost, plan):
+    if plan.keep:
+        return []
+    inputs = [(0.0, cost.boundary_bytes)] if plan.boundary_leaves else []
+    return inputs + [(cost.operations[i].at, cost.operations[i].nbytes) for i in sorted(plan.off_device)]
+
+
+@settings(max_examples=200)
+@given(layers(), st.booleans(), st.integers(1, 100), st.integers(1, 100))
+def test_the_same_as_piece_by_piece(drawn, early, out, back):
+    machine = Machine(out, back, 0)
+    step = predict(*drawn, early, machine)
+    assert step.step_s == pytest.approx(naive_step_s(*drawn, early, machine), abs=1e-9)
+    assert step.stall_s >= 0
+    assert step.step_s >= step.forward_s
