@@ -204,7 +204,9 @@ class RolloutRole:
             self.sync(self._synced)
             samples, error = self._attempt(batch, purpose)
             if _on_any_rank(error is not None):
-                raise error or EngineError("the sampler of another process failed again after it was started anew")
+                self.sampler.close()
+                what = error or "in another process"
+                raise EngineError(f"the sampler failed again after it was started anew: {what}") from error
         assert samples is not None
         return samples
 

@@ -1,0 +1,60 @@
+"""The sampler's role with a vLLM engine that fails on demand: what the tests let each rank do."""
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from rlx.models.loading import load_tokenizer
+from rlx.workers.roles import ActorRole, RolloutRole
+
+CPU = torch.device("cpu")
+ROLES: dict[str, ActorRole | RolloutRole] = {}
+
+
+def start(config):
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, False)
+    actor = ROLES["actor"] = ActorRole(config, CPU, tokenizer)
+    rollout = ROLES["rollout"] = RolloutRole(config, CPU, tokenizer, actor)
+    rollout.sync(0)
+
+
+def stop():
+    ROLES.pop("rollout").sampler.close()
+    ROLES.clear()
+
+
+def generate(shares, purpose, fails=None):
+    """This rank's samples of its share; `fails` maps ranks to the calls that raise. The error instead, if there is one.
+
+    Returns:
+        samples or (class, message) of the error; the warnings of rlx; how often the plug-in was called.
+    """
+    from failing_plugin import Failing  # vLLM comes with it, and rlx imports that in its own way first
+
+    Failing.calls, Failing.raises_at = 0, (fails or {}).get(dist.get_rank(), ())
+    warnings = _Warnings()
+    logging.getLogger("rlx").addHandler(warnings)
+    try:
+        result = ROLES["rollout"].generate(shares[dist.get_rank()], purpose)
+    except Exception as error:
+        result = type(error).__name__, str(error)
+    finally:
+        logging.getLogger("rlx").removeHandler(warnings)
+    return result, warnings.texts, Failing.calls
+
+
+def rest_and_save(folder):
+    """What lies between two generations of a run that saves."""
+    ROLES["rollout"].rest()
+    ROLES["actor"].save(folder)
+    ROLES["actor"].rest()
+
+
+class _Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
