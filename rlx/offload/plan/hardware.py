@@ -1,0 +1,97 @@
+"""What accelerators and the machines around them can do: data sheets, and the share of it that training gets.
+
+Peaks are for dense bf16 with fp32 sums. The shares are those of one H200 (torch 2.11, `sdpa`), fitted to the steps of
+docs/planning.md; for all other machines they are an assumption, and nothing there has been measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rlx.offload.plan.step import Machine
+
+MATMUL_SHARE = 0.61  # of the peak, in linear layers
+ATTENTION_SHARE = 0.59  # of the peak, in attention's forward
+ATTENTION_BACKWARD_SHARE = 0.53
+MEMORY_SHARE = 0.75  # of the memory's bandwidth, in elementwise kernels
+LINK_SHARE = 0.87  # of PCIe's, with page-locked memory, one direction at a time
+LINK_BOTH_SHARE = 0.79  # of each direction's, both at once
+DEVICE_SHARE = 0.94  # of device memory that tensors may take; the rest is CUDA's, NCCL's and the allocator's slack
+
+_PCIE_4, _PCIE_5 = 31.5e9, 63.0e9  # x16 in each direction: 16 or 32 GT/s, 16 lanes, 128 of 130 bits
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator and its share of the machine.
+
+    Args:
+        name: of the profile.
+        peak_flops: dense bf16 [1/s].
+        memory_bytes_per_s: of device memory.
+        device_bytes: of device memory.
+        link_bytes_per_s: to the host or back, one at a time, as training gets it.
+        link_both_bytes_per_s: to the host and back at once, each; forward only sends and backward only fetches, so that
+            plans count on `link_bytes_per_s`.
+        host_bytes: of host memory that goes with one accelerator in a usual machine.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bytes_per_s: float
+    device_bytes: float
+    link_bytes_per_s: float
+    link_both_bytes_per_s: float
+    host_bytes: float
+
+    @property
+    def matmul_flops(self) -> float:
+        """What linear layers reach [1/s]."""
+        return self.peak_flops * MATMUL_SHARE
+
+    @property
+    def attention_flops(self) -> float:
+        """What attention's forward reaches [1/s]."""
+        return self.peak_flops * ATTENTION_SHARE
+
+    @property
+    def attention_backward_flops(self) -> float:
+        """What attention's backward reaches [1/s]."""
+        return self.peak_flops * ATTENTION_BACKWARD_SHARE
+
+    @property
+    def elementwise_bytes_per_s(self) -> float:
+        """What elementwise kernels read and write."""
+        return self.memory_bytes_per_s * MEMORY_SHARE
+
+    def machine(self, held_bytes: float = 0) -> Machine:
+        """What there is to spend on activations where so much of the device is taken by other things."""
+        room = self.device_bytes * DEVICE_SHARE - held_bytes
+        return Machine(self.link_bytes_per_s, self.link_bytes_per_s, max(0, int(room)), int(self.host_bytes))
+
+
+def _on_pcie(pcie: float, name: str, tflops: float, tb_per_s: float, device_gb: float, host_gb: float) -> Hardware:
+    link, both = pcie * LINK_SHARE, pcie * LINK_BOTH_SHARE
+    return Hardware(name, tflops * 1e12, tb_per_s * 1e12, device_gb * 1e9, link, both, host_gb * 1e9)
+
+
+# Peaks and memory: NVIDIA's data sheets "A100" (2021), "H100" (2023), "H200" (2024), "DGX B200" and "GB200 NVL72" (2024) and
+# its white papers on GA102, Ada and RTX Blackwell. Sheets with sparse figures are halved. Host memory: DGX A100 (1 and 2 TB),
+# DGX H100, H200 and B200 (2 TB) for eight accelerators; 64 GB beside a consumer card is an assumption.
+# GB200: figures of half a superchip, since two GPUs share one Grace: 480 GB, 512 GB/s of memory, and 900 GB/s of NVLink-C2C
+# in both directions together. The link's shares are assumed to be PCIe's; both at once cannot exceed the memory's 512 GB/s.
+_GB200 = replace(_on_pcie(225e9, "gb200", 2500, 8.0, 186, 240), link_both_bytes_per_s=512e9 / 4)
+PROFILES = {
+    hardware.name: hardware
+    for hardware in (
+        _on_pcie(_PCIE_4, "a100-40", 312, 1.555, 40, 128),
+        _on_pcie(_PCIE_4, "a100-80", 312, 2.039, 80, 256),
+        _on_pcie(_PCIE_5, "h100", 989, 3.35, 80, 256),
+        _on_pcie(_PCIE_5, "h200", 989, 4.8, 141, 256),
+        _on_pcie(_PCIE_5, "b200", 2250, 8.0, 180, 256),
+        _GB200,
+        _on_pcie(_PCIE_4, "rtx3090", 71, 0.936, 24, 64),
+        _on_pcie(_PCIE_4, "rtx4090", 165, 1.008, 24, 64),
+        _on_pcie(_PCIE_5, "rtx5090", 209.5, 1.792, 32, 64),
+    )
+}
