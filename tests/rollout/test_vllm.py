@@ -1,6 +1,5 @@
 """vLLM on two processes, beside the trainer's engine: data parallel and tensor parallel, with real weights that change."""
 
-import importlib.util
 import re
 from typing import NamedTuple
 
@@ -14,8 +13,6 @@ from rlx.rollout.protocol import Sampling
 
 RESPONSE = 12
 GREEDY = Sampling(RESPONSE, temperature=0.0)
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 # name -> model folder, strategy of the trainer's engine, keys of the model, keys of the rollout
 SETUPS = {

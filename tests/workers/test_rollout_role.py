@@ -1,14 +1,11 @@
 """The sampler's role in two processes: an engine that fails in the middle, rests and checkpoints between generations."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rlx.config.schema import EngineKwargsConfig, RolloutConfig
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 FIRST, SECOND = 3, 6  # calls of the plug-in: in the middle of a generation, and of the one after the restart
 
