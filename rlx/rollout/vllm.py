@@ -14,7 +14,7 @@ from rlx.rollout.vllm_api import Engine, lacking_model, unknown_options
 
 # On CPU vLLM's share of memory would be one of the whole machine for each process.
 CPU_KV_CACHE_BYTES = 1 << 30
-DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class DeviceMemory(NamedTuple):
@@ -47,7 +47,7 @@ def engine_options(
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "model_impl": "vllm",  # its other one is a subclass of transformers' model class, which it changes under the trainer
-        "dtype": "float32" if on_cpu and rollout.dtype == "auto" else DTYPES[rollout.dtype],
+        "dtype": DTYPES.get(rollout.dtype, "float32" if on_cpu else "bfloat16"),
         "max_model_len": context_length,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
