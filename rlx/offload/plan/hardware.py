@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlx.offload.plan.step import Machine
-
 MATMUL_SHARE = 0.61  # of the peak, in linear layers
 ATTENTION_SHARE = 0.59  # of the peak, in attention's forward
 ATTENTION_BACKWARD_SHARE = 0.53
@@ -63,11 +61,6 @@ class Hardware:
     def elementwise_bytes_per_s(self) -> float:
         """What elementwise kernels read and write."""
         return self.memory_bytes_per_s * MEMORY_SHARE
-
-    def machine(self, held_bytes: float = 0) -> Machine:
-        """What there is to spend on activations where so much of the device is taken by other things."""
-        room = self.device_bytes * DEVICE_SHARE - held_bytes
-        return Machine(self.link_bytes_per_s, self.link_bytes_per_s, max(0, int(room)), int(self.host_bytes))
 
 
 def _on_pcie(pcie: float, name: str, tflops: float, tb_per_s: float, device_gb: float, host_gb: float) -> Hardware:

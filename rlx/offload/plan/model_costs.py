@@ -37,11 +37,12 @@ class Decoder:
 
     Args:
         width, heads, kv_heads, head_width: of attention.
-        mlp_width: of a dense MLP, and of what experts share with all tokens; 0: there is none.
+        mlp_width: of a dense MLP.
         vocabulary: tokens of it.
         tied: head and embedding are one.
         qk_norm: q and k go through norms.
         experts, active_experts, expert_width: how many, how many a token goes to, and how wide.
+        shared_width: of the MLP that all tokens go through beside the experts; 0: there is none.
         windows: of each layer, tokens that a query sees, None for all.
         sparse: of each layer, whether it has experts.
     """
@@ -95,17 +96,15 @@ def read_decoder(config: Any, layers: int | None = None) -> Decoder:
         return default if found is None else found
 
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [name for name in needed if get(name) is None]
-    kind = str(get("model_type", ""))
-    types = get("layer_types", [])
-    foreign = set(types) - {"full_attention", "sliding_attention"} | (
-        {"latent attention"} if get("kv_lora_rank") else set()
-    )
-    if missing or foreign:
-        what = f"no {', '.join(missing)}" if missing else f"{', '.join(sorted(foreign))}"
+    kind, types = str(get("model_type", "")), get("layer_types", [])
+    faults = [f"no {name}" for name in needed if get(name) is None]
+    faults += sorted(set(types) - {"full_attention", "sliding_attention"})
+    faults += ["latent attention"] if get("kv_lora_rank") else []
+    faults += ["norms of its own"] if kind.startswith("gemma") else []
+    if faults:
         raise ValueError(
-            f"the configuration of a {kind or 'model'} has {what}; formulas exist for decoders of attention, full or "
-            "sliding, and gated MLPs or experts: measure this one instead"
+            f"the configuration of a {kind or 'model'} has {', '.join(faults)}, which the formulas do not cover: they are for "
+            "decoders like Llama, Qwen and Mistral with attention, full or sliding, and gated MLPs or experts"
         )
     count, window = get("num_hidden_layers"), get("sliding_window") if get("use_sliding_window", True) else None
     if not types:
@@ -126,7 +125,7 @@ def read_decoder(config: Any, layers: int | None = None) -> Decoder:
         mlp_width=get("intermediate_size"),
         vocabulary=get("vocab_size"),
         tied=bool(get("tie_word_embeddings", False)),
-        qk_norm=kind.startswith(("qwen3", "gemma3")),
+        qk_norm=kind.startswith("qwen3"),
         experts=experts,
         active_experts=get("num_experts_per_tok", 0),
         expert_width=expert_width,

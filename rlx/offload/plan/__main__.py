@@ -1,0 +1,188 @@
+"""Plan activations for a model and a machine that need not be at hand: what is kept, sent off and recomputed, time and memory.
+
+Times and sizes come from formulas (docs/planning.md). Communication between accelerators is taken to be hidden behind
+compute. Examples:
+
+    python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --gpus 8
+    python -m rlx.offload.plan --model llama3-70b --tokens 32768 --gpus 64 --hardware h100 --longest
+    python -m rlx.offload.plan --model ./my_model --tokens 8192 --hardware rtx4090 --states-gb 16 --weight-bytes 2 --host-gb 48
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.explain import aligned, explain
+from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.model_costs import read_decoder
+from rlx.offload.plan.planner import Plan
+from rlx.offload.plan.setting import MODES, Setting
+from rlx.offload.plan.step import LayerCost
+
+_GB = 1e9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status: 1 if not even the plan fits."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        setting = _setting(given)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    plans = {mode: setting.plan(mode, given.tokens) for mode in MODES}
+    longest = {mode: setting.longest(mode) for mode in MODES} if given.longest else {}
+    at_longest = {mode: setting.plan(mode, tokens) for mode, tokens in longest.items() if tokens}
+    print(_text(given, setting, plans))
+    if given.longest:
+        print("\n" + _longest(longest, at_longest))
+    if given.out is not None:
+        about = {"longest_tokens": longest, "longest_steps_s": {m: p.prediction.step_s for m, p in at_longest.items()}}
+        try:
+            given.out.write_text(json.dumps({**_figures(given, setting, plans), **about}, indent=2) + "\n")
+        except OSError as error:
+            parser.error(f"--out: {given.out} cannot be written: {error.strerror}; name another file")
+    return int(not setting.fits(plans["auto"]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlx.offload.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
+    add("--tokens", type=_positive, required=True, help="of a micro-batch on one GPU")
+    add("--sequences", type=_positive, default=1, help="of equal length in the micro-batch; default 1")
+    add("--logit-tokens", type=_count, help="for how many tokens logits are computed; default all, 0: no output head")
+    add("--layers", type=_positive, help="as many layers instead of the model's own")
+    add("--gpus", type=_positive, default=1, help="over which FSDP cuts the model; default 1")
+    add("--weight-bytes", type=int, choices=(2, 4), default=4, help="of a stored weight, gradient and state; default 4")
+    add("--states-gb", type=_number, help="of all these on a GPU, where some are frozen (LoRA) or wait on the host")
+    add("--hardware", choices=PROFILES, default="h200", help="default h200")
+    add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
+    add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
+    add("--link-gb-per-s", type=_number, help="between device and host, each way, instead of the profile's")
+    add("--longest", action="store_true", help="also the longest context that fits")
+    add("--out", type=Path, metavar="FILE", help="write all of it to a file as JSON")
+    return parser
+
+
+def _setting(given: argparse.Namespace) -> Setting:
+    named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
+    hardware = replace(PROFILES[given.hardware], **{k: v * _GB for k, v in named.items() if v is not None})
+    decoder = read_decoder(_config(given.model), given.layers)
+    states = None if given.states_gb is None else given.states_gb * _GB
+    setting = Setting(decoder, hardware, given.gpus, given.weight_bytes, given.sequences, given.logit_tokens, states)
+    if setting.memory_parts["activations"] <= 0:
+        parts = ", ".join(f"{name} {nbytes / _GB:.1f}" for name, nbytes in setting.memory_parts.items())
+        raise ValueError(
+            f"{given.model} leaves no room for activations on {given.gpus} x {given.hardware} of "
+            f"{hardware.device_bytes / _GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or say what is there with --states-gb"
+        )
+    return setting
+
+
+def _config(model: str) -> Any:
+    if model in SHAPES:
+        return SHAPES[model]
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).get_text_config()
+
+
+def _text(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]) -> str:
+    hardware, costs = setting.hardware, setting.costs(given.tokens)
+    parts = setting.memory_parts
+    peak = plans["auto"].prediction.peak_bytes
+    rows: list[tuple[str, ...]] = [("mode", "fits", "step s", "x plain", "tokens/s", "peak GB", "host GB")]
+    for mode, plan in plans.items():
+        step_s, _, peak_bytes, host_bytes, _ = plan.prediction
+        ratio = step_s / plans["plain"].prediction.step_s
+        figures = (f"{step_s:.3f}", f"{ratio:.3f}", f"{given.tokens / step_s:.0f}", *map(_gb, (peak_bytes, host_bytes)))
+        rows.append((mode, "yes" if setting.fits(plan) else "no", *figures))
+    head = f"; layer {len(costs) - 1} is the output head" if len(costs) > len(setting.decoder.windows) else ""
+    return "\n".join(
+        [
+            f"{given.model}, {setting.decoder.parameters / 1e9:.2f} billion weights, {len(setting.decoder.windows)} layers, "
+            f"{given.tokens} tokens a GPU and step, {given.gpus} x {hardware.name}",
+            f"{hardware.name}: {hardware.peak_flops / 1e12:.0f} TFLOP/s, memory {_gb(hardware.device_bytes)} GB at "
+            f"{hardware.memory_bytes_per_s / 1e12:.2f} TB/s, host {_gb(hardware.host_bytes)} GB at "
+            f"{hardware.link_bytes_per_s / _GB:.1f} GB/s each way ({hardware.link_both_bytes_per_s / _GB:.1f} both at once)",
+            "memory, GB: " + ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in parts.items()) + " at most "
+            f"({_gb(peak)} used)",
+            "",
+            *aligned(rows, texts=2),
+            "",
+            f"auto, by layers from 0{head}:",
+            explain(costs, plans["auto"], setting.machine),
+        ]
+    )
+
+
+def _longest(longest: dict[str, int], plans: dict[str, Plan]) -> str:
+    rows: list[tuple[str, ...]] = [("longest context that fits", "tokens", "step s", "tokens/s")]
+    for mode, tokens in longest.items():
+        step_s = plans[mode].prediction.step_s if tokens else None
+        figures = ("-", "-") if step_s is None else (f"{step_s:.2f}", f"{tokens / step_s:.0f}")
+        rows.append((mode, str(tokens), *figures))
+    return "\n".join(aligned(rows, texts=1))
+
+
+def _figures(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]) -> dict[str, Any]:
+    layers = zip(setting.costs(given.tokens), plans["auto"].layers, strict=True)
+    return {
+        "arguments": {name: value for name, value in vars(given).items() if name != "out"},
+        "hardware": asdict(setting.hardware),
+        "decoder": asdict(setting.decoder),
+        "memory_bytes": setting.memory_parts,
+        "modes": {mode: {**plan.prediction._asdict(), "fits": setting.fits(plan)} for mode, plan in plans.items()},
+        "fetch_early": plans["auto"].fetch_early,
+        "layers": [
+            {
+                "keep": layer.keep,
+                "boundary_leaves": layer.boundary_leaves,
+                "on_device": _names(cost, layer.on_device),
+                "off_device": _names(cost, layer.off_device),
+            }
+            for cost, layer in layers
+        ],
+    }
+
+
+def _names(cost: LayerCost, indices: frozenset[int]) -> list[str]:
+    return [cost.operations[i].name for i in sorted(indices)]
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / _GB:.2f}"
+
+
+def _positive(text: str, least: int = 1) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return _positive(text, least=0)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 0")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

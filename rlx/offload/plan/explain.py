@@ -1,0 +1,120 @@
+"""A plan as one table: what becomes of which layers, what that brings, and what stands in the way of more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from rlx.offload.plan.planner import Plan, make_plan
+from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, held_bytes, predict, recompute_s, sent_bytes
+
+WORTH_SAYING = 2e-3  # of the step's time
+_GB = 1e9
+_COLUMNS = ("layers", "kept on the device", "leaves", "recomputed", "GB kept", "GB sent", "s saved")
+
+
+def explain(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> str:
+    """The plan as text.
+
+    Args:
+        costs: of each layer.
+        plan: of `make_plan` for them.
+        machine: that it was made for.
+    """
+    groups: dict[tuple[LayerCost, LayerPlan], list[int]] = {}
+    for index, key in enumerate(zip(costs, plan.layers, strict=True)):
+        groups.setdefault(key, []).append(index)
+    rows = [_row(cost, layer, members) for (cost, layer), members in groups.items()]
+    return "\n".join([*aligned([_COLUMNS, *rows], texts=4), "", *_summary(costs, plan, machine)])
+
+
+def _row(cost: LayerCost, layer: LayerPlan, members: Sequence[int]) -> tuple[str, ...]:
+    names = [op.name for op in cost.operations]
+    inputs = ["inputs"] * (cost.boundary_bytes > 0 and not layer.keep)
+    stays = inputs * (not layer.boundary_leaves) + [names[i] for i in sorted(layer.on_device)]
+    leaves = inputs * layer.boundary_leaves + [names[i] for i in sorted(layer.off_device)]
+    saved = layer.on_device | layer.off_device
+    again = [name for i, name in enumerate(names) if i not in saved] + ["rest"]
+    saved_s = recompute_s(cost, LayerPlan()) - recompute_s(cost, layer)
+    return (
+        f"{_ranges(members)} ({len(members)})",
+        "all" if layer.keep else ", ".join(stays) or "-",
+        ", ".join(leaves) or "-",
+        ", ".join(again) if recompute_s(cost, layer) else "-",
+        f"{len(members) * held_bytes(cost, layer) / _GB:.2f}",
+        f"{len(members) * sent_bytes(cost, layer) / _GB:.2f}",
+        f"{len(members) * saved_s:.3f}",
+    )
+
+
+def _ranges(numbers: Sequence[int], longest: int = 4) -> str:
+    """`0-2, 5` for 0, 1, 2, 5; the middle left out where there are many."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    texts = ["-".join(map(str, run)) for run in runs]
+    return ", ".join(texts if len(texts) <= longest else [*texts[: longest - 1], "...", texts[-1]])
+
+
+def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> Iterable[str]:
+    found = plan.prediction
+    plain = predict(costs, [LayerPlan(keep=True)] * len(costs), False, machine)
+    boundary = predict(costs, [LayerPlan()] * len(costs), False, machine)
+    yield (
+        f"step {found.step_s:.3f} s, {found.step_s / plain.step_s:.3f} x plain ({plain.step_s:.3f} s, {_gb(plain.peak_bytes)}), "
+        f"{found.step_s / boundary.step_s:.3f} x inputs alone ({boundary.step_s:.3f} s, {_gb(boundary.peak_bytes)}); "
+        f"compute waits {found.stall_s:.3f} s"
+    )
+    out_s, in_s = _link_seconds(costs, plan, machine)
+    yield (
+        f"link busy {out_s / found.forward_s:.0%} of forward, {in_s / (found.step_s - found.forward_s):.0%} of backward; "
+        f"fetched {'early' if plan.fetch_early else 'late'}"
+    )
+    host = "no limit" if machine.host_bytes is None else _gb(machine.host_bytes)
+    too_much = " (DOES NOT FIT)" if found.peak_bytes > machine.device_bytes else ""
+    yield f"peak {_gb(found.peak_bytes)} of {_gb(machine.device_bytes)}{too_much}, host {_gb(found.host_bytes)} of {host}"
+    yield _limits(costs, plan, machine, plain.step_s)
+
+
+def _link_seconds(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> tuple[float, float]:
+    """The link's time in forward and in backward; the last layer fetches nothing."""
+    sent = [sent_bytes(cost, layer) for cost, layer in zip(costs, plan.layers, strict=True)]
+    if not any(sent):
+        return 0.0, 0.0
+    return sum(sent) / machine.out_bytes_per_s, sum(sent[:-1]) / machine.in_bytes_per_s
+
+
+def limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> dict[str, float]:
+    """What keeps the plan from being faster, in words, and the step's time with more of it [s]."""
+    out, back = 2 * machine.out_bytes_per_s, 2 * machine.in_bytes_per_s
+    more = {
+        "link full (twice as fast": replace(machine, out_bytes_per_s=out, in_bytes_per_s=back),
+        "device full (twice the room": replace(machine, device_bytes=2 * machine.device_bytes),
+        "host full (without a limit": replace(machine, host_bytes=None),
+    }
+    seconds = {words: make_plan(costs, other).prediction.step_s for words, other in more.items()}
+    return {words: step_s for words, step_s in seconds.items() if step_s < plan.prediction.step_s * (1 - WORTH_SAYING)}
+
+
+def _limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine, plain_s: float) -> str:
+    if not any(recompute_s(cost, layer) for cost, layer in zip(costs, plan.layers, strict=True)):
+        return "nothing is left to recompute"
+    found = limits(costs, plan, machine)
+    texts = [f"{words}: {step_s / plain_s:.3f} x plain)" for words, step_s in found.items()]
+    return "limit: " + (", ".join(texts) or "what is left to recompute saves too little time")
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: int) -> list[str]:
+    """Cells as lines; so many columns of text to the left, the numbers behind them to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.ljust(w) if i < texts else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / _GB:.2f} GB"

@@ -1,0 +1,134 @@
+"""`python -m rlx.offload.plan`: what it prints, writes and refuses."""
+
+import json
+import re
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.__main__ import main
+from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.model_costs import read_decoder
+from rlx.offload.plan.setting import MODES, STEP_TOKENS, Setting
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """`plan(*arguments)`: what is printed and written, and the exit status."""
+
+    def run(*arguments):
+        file = tmp_path / "plan.json"
+        status = main([*arguments, "--out", str(file)])
+        return capsys.readouterr().out, json.loads(file.read_text()), status
+
+    return run
+
+
+@pytest.fixture
+def refusal(capsys):
+    """`refusal(*arguments)`: the message with which the command ends."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+def test_a_small_model_fits_as_it_is(plan):
+    printed, written, status = plan("--model", "tiny", "--tokens", "512")
+    assert status == 0
+    assert written["modes"]["auto"]["step_s"] == written["modes"]["plain"]["step_s"]
+    assert [layer["keep"] for layer in written["layers"]] == [True] * 9
+    assert "nothing is left to recompute" in printed
+
+
+def test_seventy_billion_weights_on_sixty_four(plan):
+    printed, written, status = plan("--model", "llama3-70b", "--tokens", "16384", "--gpus", "64", "--hardware", "h100")
+    modes, memory = written["modes"], written["memory_bytes"]
+    assert status == 0
+    assert not modes["plain"]["fits"]
+    assert modes["auto"]["step_s"] < modes["inputs to the host"]["step_s"]
+    assert modes["auto"]["peak_bytes"] <= memory["activations"]
+    assert sum(memory.values()) == pytest.approx(80e9)
+    assert memory["optimizer"] == pytest.approx(70.55e9 * 8 / 64, rel=0.001)
+    assert "layer 80 is the output head" in printed
+    sent = [layer for layer in written["layers"] if layer["off_device"]]
+    assert sent and all(set(layer["off_device"]) <= {"q", "k", "v", "attention", "o", "gate", "up"} for layer in sent)
+
+
+def test_what_does_not_fit_is_said(plan):
+    printed, written, status = plan(
+        *("--model", "qwen2-7b", "--tokens", "100000", "--hardware", "rtx4090", "--host-gb", "8", "--states-gb", "16")
+    )
+    assert status == 1
+    assert "DOES NOT FIT" in printed
+    assert not any(mode["fits"] for mode in written["modes"].values())
+
+
+def test_arguments_change_the_machine_and_the_steps(plan):
+    base = ("--model", "qwen2-7b", "--layers", "6", "--tokens", "16384", "--weight-bytes", "2", "--logit-tokens", "0")
+    _, usual, _ = plan(*base)
+    assert len(usual["layers"]) == 6
+    _, fast, _ = plan(*base, "--device-gb", "40", "--link-gb-per-s", "400", "--host-gb", "30")
+    assert (fast["hardware"]["device_bytes"], fast["hardware"]["link_bytes_per_s"]) == (40e9, 400e9)
+    _, shorter, _ = plan(*base, "--sequences", "8")
+    assert shorter["modes"]["plain"]["step_s"] < usual["modes"]["plain"]["step_s"]
+    assert shorter["modes"]["plain"]["peak_bytes"] == usual["modes"]["plain"]["peak_bytes"]
+    _, with_head, _ = plan(*base[:-2])
+    assert with_head["modes"]["plain"]["step_s"] > usual["modes"]["plain"]["step_s"]
+
+
+def test_the_longest_context_fits_and_one_step_more_does_not(plan):
+    arguments = ("--model", "qwen2-7b", "--tokens", "1024", "--hardware", "a100-40", "--gpus", "8")
+    printed, written, _ = plan(*arguments, "--longest")
+    setting = Setting(read_decoder(SHAPES["qwen2-7b"]), PROFILES["a100-40"], gpus=8)
+    longest = written["longest_tokens"]
+    assert list(longest) == list(MODES)
+    for mode, tokens in longest.items():
+        assert setting.fits(setting.plan(mode, tokens))
+        assert not setting.fits(setting.plan(mode, tokens + STEP_TOKENS))
+        assert re.search(rf"^{mode} +{tokens} ", printed, re.MULTILINE)
+    assert longest["plain"] < longest["checkpointing"] < longest["inputs to the host"] <= longest["auto"]
+
+
+def test_a_folder_of_transformers(plan, tmp_path):
+    LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
+    ).save_pretrained(tmp_path / "model")
+    _, written, _ = plan("--model", str(tmp_path / "model"), "--tokens", "64")
+    assert written["decoder"]["width"] == 64
+    assert len(written["layers"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "llama3-70b", "--tokens", "1024"), ("no room for activations", "more --gpus")),
+        (("--model", "/nowhere", "--tokens", "1024"), ("/nowhere",)),
+        (("--model", "tiny", "--tokens", "0"), ("got '0'", "at least 1")),
+        (("--model", "tiny", "--tokens", "1", "--host-gb", "-1"), ("got '-1'", "at least 0")),
+        (("--model", "tiny", "--tokens", "1", "--host-gb", "nan"), ("got 'nan'",)),
+        (("--model", "tiny", "--tokens", "1", "--hardware", "h900"), ("invalid choice",)),
+        (("--model", "tiny", "--tokens", "1", "--out", "/nowhere/plan.json"), ("cannot be written",)),
+    ],
+)
+def test_bad_input_is_refused(refusal, arguments, words):
+    message = refusal(*arguments)
+    assert all(word in message for word in words), message
+
+
+def test_a_model_of_another_kind_is_refused(refusal, tmp_path):
+    GPT2Config().save_pretrained(tmp_path)
+    assert "do not cover" in refusal("--model", str(tmp_path), "--tokens", "8")
+
+
+def test_without_a_link_and_without_a_host(plan):
+    for change in (("--host-gb", "0"), ("--link-gb-per-s", "0")):
+        _, written, _ = plan(
+            "--model", "qwen2-7b", "--layers", "4", "--tokens", "32768", "--weight-bytes", "2", *change
+        )
+        assert written["modes"]["auto"]["host_bytes"] == 0

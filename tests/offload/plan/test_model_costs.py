@@ -1,0 +1,144 @@
+"""Formulas of a decoder's layers against what torch computes and keeps, against published sizes, and against measured steps."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rlx.offload.benchmark.shapes import SHAPES, Case, build
+from rlx.offload.plan import LayerPlan, Machine, make_plan, predict, sent_bytes
+from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.model_costs import head_cost, layer_cost, read_decoder, state_bytes
+
+H200 = PROFILES["h200"]
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 64,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+KINDS = [
+    {"model_type": "qwen2"},
+    {"model_type": "llama"},
+    {"model_type": "qwen3"},
+    {"model_type": "qwen3_moe", **EXPERTS},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["model_type"])
+def test_a_layer_saves_as_many_bytes_as_the_formula_says(kind):
+    shape, tokens = {**SMALL, **kind}, 512
+    model = build(shape, Case(tokens, 1), torch.device("cpu"), torch.bfloat16)
+    of_model = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    found, alive, layer = {}, [], model.layers[0]
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        alive.append(storage)  # so that no address is used twice
+        if storage.data_ptr() not in of_model:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    begin = layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    end = layer.register_forward_hook(lambda *_: hooks.__exit__())
+    inputs = torch.randn(1, tokens, shape["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+    model(inputs_embeds=inputs, use_cache=False)
+    begin.remove()
+    end.remove()
+    # Rotary tables and single numbers for each token and norm are not counted.
+    assert sum(found.values()) == pytest.approx(layer_cost(read_decoder(shape), 0, tokens, H200).saved_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3], ids=lambda kind: kind["model_type"])
+def test_linear_maps_compute_as_much_as_the_formula_says(kind):
+    shape, tokens = {**SMALL, **kind}, 512
+    model = build(shape, Case(tokens, 1), torch.device("cpu"), torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        inputs = torch.randn(1, tokens, shape["hidden_size"], dtype=torch.bfloat16)
+        model(inputs_embeds=inputs, use_cache=False)
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    cost = layer_cost(read_decoder(shape), 0, tokens, H200)
+    down = 2 * tokens * shape["hidden_size"] * shape["intermediate_size"]
+    linear_s = sum(op.seconds for op in cost.operations if op.name != "attention")
+    assert linear_s * H200.matmul_flops == pytest.approx(counted - down)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen2-7b", 7.62), ("qwen3-8b", 8.19), ("llama3-8b", 8.03), ("llama3-70b", 70.55), ("qwen3-30b-a3b", 30.53)],
+)
+def test_weights_are_as_many_as_published(name, billions):
+    assert read_decoder(SHAPES[name]).parameters / 1e9 == pytest.approx(billions, abs=0.006)
+
+
+def test_what_is_read_of_a_configuration():
+    with_objects = read_decoder(build(SMALL | KINDS[3], Case(8, 4), torch.device("meta"), torch.bfloat16).config)
+    assert with_objects == read_decoder(SMALL | KINDS[3])
+    sliding = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert read_decoder(SMALL | sliding).windows == (128, None, 128, None)
+    assert read_decoder(SMALL | sliding, layers=3).windows == (128, None, 128)
+    assert read_decoder(SMALL | {"sliding_window": 128}).windows == (128,) * 4
+    assert read_decoder(SMALL | {"sliding_window": 128, "use_sliding_window": False}).windows == (None,) * 4
+    dense_first = {**EXPERTS, "first_k_dense_replace": 1, "mlp_only_layers": [2], "n_shared_experts": 2}
+    assert read_decoder(SMALL | dense_first).sparse == (False, True, False, True)
+    assert read_decoder(SMALL | dense_first).shared_width == 2 * 96
+    assert read_decoder(SMALL | EXPERTS | {"decoder_sparse_step": 2}).sparse == (False, True, False, True)
+    assert not read_decoder(SMALL).tied
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"model_type": "gemma3_text"}, "norms of its own"),
+    ],
+)
+def test_what_the_formulas_do_not_cover_is_refused(change, what):
+    with pytest.raises(ValueError, match=what):
+        read_decoder({**SMALL, **change})
+
+
+def attention_s(tokens, sequences=1, **change):
+    cost = layer_cost(read_decoder({**SMALL, **change}), 0, tokens, H200, sequences)
+    return next(op.seconds for op in cost.operations if op.name == "attention")
+
+
+def test_attention_grows_with_the_keys_that_are_seen():
+    assert attention_s(2048) == pytest.approx(4 * attention_s(1024))
+    assert attention_s(2048, sequences=2) == pytest.approx(2 * attention_s(1024))
+    by_token = sum(min(position, 128) for position in range(2048)) / sum(range(2048))
+    assert attention_s(2048, sliding_window=128) == pytest.approx(by_token * attention_s(2048), rel=0.01)
+    assert attention_s(128, sliding_window=128) == attention_s(128)
+
+
+def test_layers_of_experts_offer_their_products():
+    cost = layer_cost(read_decoder(SMALL | EXPERTS | {"n_shared_experts": 1}), 0, 64, H200)
+    shared = ["gate", "up", "down"]
+    assert [op.name for op in cost.operations][5:] == [*shared, "experts' gate and up", "experts' down"]
+    assert all(0 < a.at < b.at <= 1 for a, b in zip(cost.operations, cost.operations[1:], strict=False))
+
+
+def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
+    decoder = read_decoder(SHAPES["qwen2-7b"], layers=3)
+    head = head_cost(decoder, 1000, H200)
+    costs = [layer_cost(decoder, i, 1000, H200) for i in range(3)] + [head]
+    logits = 2 * 1000 * decoder.vocabulary
+    machine = Machine(1e9, 1e9, 2 * logits)
+    on_its_way = costs[0].boundary_bytes
+    assert predict(costs, [LayerPlan()] * 4, False, machine).peak_bytes == 2 * logits + on_its_way
+    assert sent_bytes(head, make_plan(costs, machine).layers[-1]) == 0
+
+
+def test_states_are_cut_and_gathered():
+    decoder = read_decoder(SHAPES["llama3-70b"])
+    one, many = state_bytes(decoder, 1), state_bytes(decoder, 64)
+    assert sum(one[:3]) == 16 * decoder.parameters
+    assert sum(many[:3]) == pytest.approx(sum(one[:3]) / 64)
+    assert many.gathered == one.gathered == 2 * (decoder.root_parameters + 3 * decoder.layer_parameters(0))
+    assert state_bytes(decoder, 1, weight_bytes=2).gathered == 0
