@@ -9,7 +9,7 @@ import difflib
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,9 +141,22 @@ class Engine:
         return call
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes a complete set of weights, as loading a checkpoint would, and forgets cached prefixes."""
+        """Takes a complete set of weights, as loading a checkpoint would, and forgets cached prefixes.
+
+        Raises:
+            ValueError: vLLM's model has other weights. Nothing comes of the engine any more.
+        """
+        stream = _Stream(weights)
         with undisturbed():
-            self._engine.collective_rpc(_reload, args=(weights,))
+            try:
+                self._engine.collective_rpc(_reload, args=(stream,))
+            except Exception as error:
+                if stream.has_failed or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ValueError(
+                    f"vLLM {_version} cannot take this model's weights ({reason}); set actor_rollout_ref.rollout.name=hf"
+                ) from error
         if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM kept its prefix cache, made by the weights before: requests are still running")
 
@@ -179,15 +192,30 @@ def _unlink_shared_memory() -> None:
         segment.unlink(missing_ok=True)
 
 
+class _Stream:
+    """Weights on their way, which know whether it was they that failed."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self.has_failed = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self._weights
+        except Exception:
+            self.has_failed = True
+            raise
+
+
 def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     model = worker.get_model()
-    expected = {name for name, _ in model.named_parameters()}
+    missing = {name for name, _ in model.named_parameters()}
     load = model.load_weights
 
     def load_and_note(pairs: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         arrived = load(pairs)
         # A model that does not say what it took is taken at its word.
-        expected.intersection_update(() if arrived is None else expected - arrived)
+        missing.difference_update(missing if arrived is None else arrived)
         return arrived
 
     model.load_weights = load_and_note
@@ -195,9 +223,10 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         worker.reload_weights(weights_iterator=iter(weights))
     finally:
         del model.load_weights
-    if expected:
-        some = ", ".join(sorted(expected)[:3])
-        raise ValueError(f"{len(expected)} weights of vLLM's {type(model).__name__} did not arrive, among them {some}")
+    # Quantisation has parameters of its own, which no checkpoint brings.
+    if missing and worker.vllm_config.model_config.quantization is None:
+        some = ", ".join(sorted(missing)[:3])
+        raise ValueError(f"{len(missing)} weights of vLLM's {type(model).__name__} did not arrive, among them {some}")
 
 
 def _sampling_params(request: Request, seeded: bool) -> SamplingParams:

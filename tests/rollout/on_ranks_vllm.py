@@ -63,6 +63,14 @@ def stop():
     NOW.pop().vllm.close()
 
 
+def restart():
+    """A new vLLM engine in place of the one there is."""
+    setup = NOW[-1]
+    setup.vllm.close()
+    setup.vllm = build_rollout(setup.rollout, setup.model, CPU, CONTEXT, seed=3)
+    sync(0)
+
+
 def disturbed():
     """What the process is like before and after it generates, takes new weights and generates again."""
     before, temperature = process(), NOW[-1].rollout.temperature
@@ -166,6 +174,24 @@ def refusal(action, *args):
 def too_long(prompt_tokens, response_tokens):
     longer = Request((5,) * prompt_tokens, 0, Sampling(response_tokens))
     NOW[-1].vllm.generate([Request((5,), 0, Sampling(2)), longer])
+
+
+def without(name):
+    """All weights but one."""
+    NOW[-1].vllm.update_weights((pair for pair in list(NOW[-1].engine.weights()) if pair[0] != name), 7)
+
+
+def with_more(name):
+    weights = list(NOW[-1].engine.weights())
+    NOW[-1].vllm.update_weights([*weights, (name, weights[0][1])], 7)
+
+
+def while_gathering_fails():
+    def weights():
+        yield next(iter(list(NOW[-1].engine.weights())))
+        raise RuntimeError("another process is gone")
+
+    NOW[-1].vllm.update_weights(weights(), 7)
 
 
 def build(folder, options):

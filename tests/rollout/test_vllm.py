@@ -172,6 +172,31 @@ def test_requests_that_cannot_be_completed_are_named(started, ranks):
 
 @FIRST
 @pytest.mark.parametrize(
+    ("action", "name", "said"),
+    [
+        ("without", "model.norm.weight", "1 weights of vLLM's Qwen3ForCausalLM did not arrive, among them model.norm"),
+        ("with_more", "model.layers.9.mlp.gate_proj.weight", "layers.9"),
+    ],
+)
+def test_weights_of_another_model_are_refused(ranks, action, name, said):
+    before = ranks("vllm", "generate", GREEDY)
+    for kind, text in ranks("vllm", "refusal", action, name):
+        assert kind == "ValueError" and said in text and "rollout.name=hf" in text
+    assert all("no complete set of weights" in text for _, text in ranks("vllm", "refusal", "generate", GREEDY))
+    assert ranks("vllm", "sync", 2) == [2, 2]
+    assert ranks("vllm", "generate", GREEDY) == before
+
+
+@FIRST
+def test_an_error_of_the_trainer_while_weights_are_gathered_stays_what_it_is(ranks):
+    before = ranks("vllm", "generate", GREEDY)
+    assert ranks("vllm", "refusal", "while_gathering_fails") == [("RuntimeError", "another process is gone")] * 2
+    ranks("vllm", "restart")  # vLLM waits for the rest of these weights
+    assert ranks("vllm", "generate", GREEDY) == before
+
+
+@FIRST
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"block_sizes": 32}, ["engine_kwargs.vllm: block_sizes is no option of vLLM", "did you mean block_size"]),
