@@ -1,5 +1,9 @@
 """From a batch of prompts to a batch of samples: the adapter between the batch layout and single requests."""
 
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,9 +38,11 @@ def generate_batch(
     empty = (~masks.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise BatchError(f"row {empty[0]} has an empty prompt; expected at least one token")
+    # Lists and arrays of the whole batch: row by row this would take as long as some steps of decoding.
+    starts = (prompts.shape[1] - masks.sum(dim=1)).tolist()
     requests = [
-        Request(tuple(ids[mask].tolist()), seed, sampling)
-        for ids, mask, seed in zip(prompts, masks, seeds.tolist(), strict=True)
+        Request(tuple(ids[start:]), seed, sampling)
+        for ids, start, seed in zip(prompts.tolist(), starts, seeds.tolist(), strict=True)
     ]
     completions = rollout.generate(requests)
     responses, response_mask = _padded(completions, pad_token_id, response_length)
@@ -49,16 +55,19 @@ def generate_batch(
     if not sampling.with_log_probs:
         return samples
     log_probs = torch.zeros(response_mask.shape)
-    log_probs[response_mask] = torch.tensor([value for c in completions for value in c.log_probs or ()])
+    log_probs[response_mask] = _joined([c.log_probs or () for c in completions], np.float32)
     return samples.with_(rollout_log_probs=log_probs)
 
 
 def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
     """Tokens and mask, each (B, width)."""
-    responses = torch.full((len(completions), width), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros(len(completions), width, dtype=torch.bool)
-    for row, completion in enumerate(completions):
-        length = len(completion.token_ids)
-        responses[row, :length] = torch.tensor(completion.token_ids)
-        mask[row, :length] = True
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
+    mask = torch.arange(width) < lengths[:, None]
+    responses = torch.full(mask.shape, pad_token_id, dtype=torch.int64)
+    responses[mask] = _joined([completion.token_ids for completion in completions], np.int64)
     return responses, mask
+
+
+def _joined(lists: Sequence[Sequence[float]], kind: "type[np.number]") -> Tensor:
+    """The numbers of all lists, one after the other."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), kind))

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from rlx.config.compose import compose
 from rlx.config.faults import numbered
@@ -28,6 +26,8 @@ from rlx.config.machine import inspect_machine
 from rlx.config.schema import PPOConfig, RolloutConfig
 from rlx.config.validate import check
 from rlx.data.batch import SEQUENCE, Batch
+from rlx.models.loading import load_model
+from rlx.models.log_probs import token_log_probs
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request
@@ -68,10 +68,8 @@ def main(arguments: list[str]) -> int:
         if config is None:
             return 2
         figures = measure(config, options.requests, options.cycles, options.rounds)
-    if os.environ["RANK"] == "0":
-        show(figures)
-        if options.out:
-            options.out.write_text(json.dumps({"arguments": arguments, **figures}, indent=1))
+    if os.environ["RANK"] == "0" and options.out:
+        options.out.write_text(json.dumps({"arguments": arguments, **figures}, indent=1))
     torch.distributed.destroy_process_group()
     return 0
 
@@ -81,7 +79,11 @@ def configured(overrides: list[str]) -> PPOConfig | None:
     world_size = int(os.environ["WORLD_SIZE"])
     fixed = ["trainer.total_training_steps=1", f"trainer.n_gpus_per_node={world_size}", "algorithm.adv_estimator=grpo"]
     # Weights that training leaves as they are must give the same samples again.
-    fixed += ["actor_rollout_ref.actor.optim.lr=0.0", "actor_rollout_ref.actor.optim.weight_decay=0.0"]
+    fixed += [
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.optim.lr=0.0",
+        "actor_rollout_ref.actor.optim.weight_decay=0.0",
+    ]
     composed = compose([*fixed, *overrides])
     faults = check(composed, inspect_machine()).faults
     if faults:
@@ -116,17 +118,18 @@ def write_shape(folder: Path, name: str) -> None:
 
 
 def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figures:
-    """All figures; every rank calls it."""
+    """All figures, shown as they come; every rank calls it."""
     settings, start = config.actor_rollout_ref.rollout, time.perf_counter()
     worker = Worker(config, ["actor", "rollout"])
-    figures: Figures = {"start_s": time.perf_counter() - start}
-    figures |= measure_sync(worker, settings, rounds)
+    figures: Figures = {}
+    show(figures, {"start_s": time.perf_counter() - start})
+    show(figures, measure_sync(worker, settings, rounds))
     rank, prompts = int(os.environ["RANK"]), make_prompts(config, requests)
     together = settings.tensor_model_parallel_size
     mine = prompts.rows(list(range(rank // together, requests, int(os.environ["WORLD_SIZE"]) // together)))
-    figures |= measure_throughput(worker, settings, mine, rounds)
-    figures |= measure_mismatch(worker, mine)
-    figures |= measure_cycles(worker, mine, cycles)
+    show(figures, measure_throughput(worker, settings, mine, rounds))
+    show(figures, measure_mismatch(worker, config, mine))
+    show(figures, measure_cycles(worker, mine, cycles))
     roles(worker)[1].sampler.close()
     return figures
 
@@ -177,9 +180,10 @@ def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, 
     samples = ways["rlx"]()
     tokens = int(samples["response_mask"].sum())
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            seconds[name].append(timed(way))
+    for turn in range(rounds):
+        order = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
+        for name in order:
+            seconds[name].append(timed(ways[name]))
     figures = {f"{name}_tokens_per_s": tokens / statistics.median(each) for name, each in seconds.items()}
     if "vllm" in ways:
         ratios = [a / b for a, b in zip(seconds["vllm"], seconds["rlx"], strict=True)]
@@ -187,12 +191,37 @@ def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, 
     return figures
 
 
-def measure_mismatch(worker: Worker, prompts: Batch) -> Figures:
-    """How far the sampler's log-probs are from the trainer's."""
-    samples = worker.call("rollout", "generate", prompts, "train")
-    trained = worker.call("actor", "log_probs", samples.select(*SEQUENCE))
-    gap = (trained["old_log_probs"] - samples["rollout_log_probs"]).abs()[samples["response_mask"]]
-    return {"log_prob_gap_mean": gap.mean().item(), "log_prob_gap_max": gap.max().item()}
+def measure_mismatch(worker: Worker, config: PPOConfig, prompts: Batch) -> Figures:
+    """How far the sampler's log-probs are from the trainer's, and both from those of the same weights in fp32.
+
+    Two forwards that round to bf16 in different places cannot agree better than each agrees with the exact one.
+    """
+    samples = worker.call("rollout", "generate", prompts.rows(range(min(len(prompts), 64))), "train")
+    trained = worker.call("actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
+    worker.roles["actor"].rest()
+    worker.roles["rollout"].rest()
+    exact, mask = exact_log_probs(config, samples, worker.device), samples["response_mask"]
+    pairs = {"": (trained, samples["rollout_log_probs"])}
+    pairs |= {"_trainer_to_fp32": (trained, exact), "_sampler_to_fp32": (samples["rollout_log_probs"], exact)}
+    gaps = {name: (one - other).abs()[mask] for name, (one, other) in pairs.items()}
+    means = {f"log_prob_gap_mean{name}": gap.mean().item() for name, gap in gaps.items()}
+    return {**means, "log_prob_gap_max": gaps[""].max().item()}
+
+
+@torch.no_grad()
+def exact_log_probs(config: PPOConfig, samples: Batch, device: torch.device) -> torch.Tensor:
+    """Log-probs (B, R) of the responses under the first weights, which training has left as they were, in fp32."""
+    policy = config.actor_rollout_ref
+    model = load_model(policy.model, "lm", torch.float32).to(device)
+    responses, rows = samples.responses(), []
+    for row in range(len(samples)):
+        taken = samples["attention_mask"][row]
+        logits = model(input_ids=samples["input_ids"][row, taken][None].to(device)).logits[0]
+        count = int(samples["response_mask"][row].sum())
+        ids = responses[row, :count].to(device)
+        log_probs, _ = token_log_probs(logits[-count - 1 : -1], ids, policy.rollout.temperature, False)
+        rows.append(torch.nn.functional.pad(log_probs.cpu(), (0, responses.shape[1] - count)))
+    return torch.stack(rows)
 
 
 def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
@@ -203,27 +232,25 @@ def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
     old = worker.call("actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
     noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
     batch = samples.select(*SEQUENCE).with_(old_log_probs=old, advantages=noise)
-    used_gb, others, seconds = [], 0, []
+    used_gb: list[float] = []
+    training_gb: list[float] = []
+    seconds: list[float] = []
+    others = 0
     for cycle in range(cycles):
         start = time.perf_counter()
         worker.call("actor", "update", batch)
-        asleep_gb = device_gb(worker.device)
+        training_gb.append(device_gb(worker.device))
         worker.call("rollout", "sync", 2 + cycle)
         again = worker.call("rollout", "generate", prompts, "val")["input_ids"]
         others += not torch.equal(again, greedy)
         used_gb.append(device_gb(worker.device))
         seconds.append(time.perf_counter() - start)
-        if cycle == 0:
-            first_asleep_gb = asleep_gb
     return {
         "cycles": cycles,
         "cycles_with_other_tokens": others,
         "cycle_s": statistics.median(seconds),
-        "first_cycle_gb": used_gb[0],
-        "second_cycle_gb": used_gb[min(1, cycles - 1)],
-        "last_cycle_gb": used_gb[-1],
-        "first_training_gb": first_asleep_gb,
-        "last_training_gb": asleep_gb,
+        **{f"cycle_{1 + n}_gb": used_gb[n] for n in {0, min(1, cycles - 1), cycles - 1}},
+        **{f"training_{1 + n}_gb": training_gb[n] for n in {0, min(1, cycles - 1), cycles - 1}},
     }
 
 
@@ -255,12 +282,12 @@ def device_gb(device: torch.device) -> float:
     return (total - free) / 1e9
 
 
-def show(figures: Figures) -> None:
-    """The table."""
-    table = Table("figure", "value", title="generation beside training")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.6g}")
-    Console().print(table)
+def show(figures: Figures, more: Figures) -> None:
+    """Adds figures, and prints them on the first rank."""
+    figures |= more
+    if os.environ["RANK"] == "0":
+        for name, value in more.items():
+            print(f"{name:>34} {value:.6g}", flush=True)
 
 
 if __name__ == "__main__":
