@@ -1,5 +1,4 @@
 import logging
-import os
 import time
 
 import pytest
@@ -18,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 @pytest.fixture(scope="module")
 def group(ray_session, worker_class):
     meshes = {"pair": Mesh.of(2, 2)}
-    with WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, "x", meshes=meshes) as group:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)  # set, it would be taken as it is
+        started = WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, "x", meshes=meshes)
+    with started as group:
         yield group
 
 
@@ -29,7 +31,7 @@ def batch(rows):
 
 def test_each_process_knows_its_place_before_torch_starts(group):
     answers = group.broadcast("any", "environment")
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, int(ray.cluster_resources()["CPU"]) // 2))
+    threads = str(max(1, int(ray.cluster_resources()["CPU"]) // 2))
     for rank, (environment, torch_threads, torch_came_early) in enumerate(answers):
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == "2"

@@ -1,7 +1,9 @@
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlx.cluster.runtime import session
 from rlx.config.roles import critic_settings
@@ -29,6 +31,17 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 9, 6
 def ray_session():
     with session(PPOConfig()):
         yield
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a worker finds in the process that Ray made for it: one rank of one."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Two steps of actor, reference and critic in one process: with each way of offloading not a bit differs from without."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,17 +38,6 @@ WHOLE = [
 ]
 
 Run = Callable[..., tuple[list[Any], list[dict[str, float]]]]
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a worker finds in the process that Ray made for it: one rank of one."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def sequences() -> Batch:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlx.cluster.errors import WorkerFailure
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Pool
 from rlx.data.batch import Batch
@@ -137,14 +136,13 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
         ("cuda", ["actor"], "trainer.device is cuda, but torch"),
     ],
 )
-def test_a_worker_that_cannot_be_built_says_why(config, device, roles, cause):
+def test_a_worker_that_cannot_be_built_says_why(environment, config, device, roles, cause):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    changed = replace(config, trainer=replace(config.trainer, device=device))
-    with pytest.raises(WorkerFailure, match=cause):
-        start(changed, 1, roles)
+    with pytest.raises(ValueError, match=cause):
+        Worker(replace(config, trainer=replace(config.trainer, device=device)), roles)
 
 
-def test_a_role_that_the_process_does_not_host_is_named(config):
-    with start(config, 1, ["actor"]) as group, pytest.raises(WorkerFailure, match=r"got 'critic', expected one of"):
-        group.broadcast("critic", "save", "/nowhere")
+def test_a_role_that_the_process_does_not_host_is_named(environment, config):
+    with pytest.raises(ValueError, match=r"got 'critic', expected one of"):
+        Worker(config, ["actor"]).call("critic", "save", "/nowhere")
