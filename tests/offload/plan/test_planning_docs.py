@@ -1,0 +1,109 @@
+"""docs/planning.md says what the code does."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan import LayerPlan, Machine, predict
+from rlx.offload.plan.__main__ import main
+from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.model_costs import layer_cost, read_decoder
+
+PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+ATTENTION, ALL = frozenset(range(5)), frozenset(range(7))  # q, k, v, attention, o; and gate, up
+
+
+def section(title):
+    return re.split(r"^## ", PAGE.split(f"\n## {title}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(title, columns):
+    """Cells of the tables under a title that have so many columns."""
+    bodies = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", section(title), re.MULTILINE)
+    lines = [[cell.strip() for cell in line[1:-1].split("|")] for body in bodies for line in body.splitlines()]
+    return [line for line in lines if len(line) == columns]
+
+
+def expected(case, mode):
+    """The prediction for a line of the tables, and that of plain."""
+    tokens, layers = (int(part.replace(",", "")) for part in case.split(" x "))
+    every = re.search(r"every (\d)", mode)
+    plans = {
+        "plain": LayerPlan(keep=True),
+        "checkpointing": LayerPlan(boundary_leaves=False),
+        "boundary": LayerPlan(),
+        "attention": LayerPlan(off_device=ATTENTION),
+    }
+    chosen = [plans[mode.split(",")[0]]] * layers
+    if every:
+        chosen = [LayerPlan(off_device=ATTENTION if i % int(every[1]) else ALL) for i in range(layers)]
+    hardware = PROFILES["h200"]
+    machine = Machine(hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0)
+    costs = [layer_cost(read_decoder(SHAPES["qwen2-7b"]), 0, tokens, hardware)] * layers
+    return predict(costs, chosen, "early" in mode, machine), predict(costs, [plans["plain"]] * layers, False, machine)
+
+
+def percent(predicted, measured):
+    return f"{(predicted / measured - 1) * 100:+.1f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def test_predictions_are_those_of_the_code_and_close_to_what_was_measured():
+    table = rows("Predicted against measured", 8)
+    assert len(table) == 12
+    for case, mode, seconds, predicted, error, gb, predicted_gb, error_gb in table:
+        found, _ = expected(case, mode)
+        assert (predicted, error) == (f"{found.step_s:.3f}", percent(found.step_s, float(seconds)))
+        assert found.step_s == pytest.approx(float(seconds), rel=0.015)
+        if gb:
+            assert (predicted_gb, error_gb) == (
+                f"{found.peak_bytes / 1e9:.2f}",
+                percent(found.peak_bytes / 1e9, float(gb)),
+            )
+            assert found.peak_bytes / 1e9 == pytest.approx(float(gb), rel=0.025)
+
+
+def test_so_are_those_that_nothing_was_fitted_to():
+    table = rows("Predicted against measured", 7)
+    assert len(table) == 11
+    plain_s = {case: float(seconds) for case, mode, seconds, *_ in table if mode == "plain"}
+    for case, mode, seconds, predicted, error, ratio, predicted_ratio in table:
+        found, plain = expected(case, mode)
+        assert (predicted, error) == (f"{found.step_s:.3f}", percent(found.step_s, float(seconds)))
+        assert (ratio, predicted_ratio) == (
+            f"{float(seconds) / plain_s[case]:.3f}",
+            f"{found.step_s / plain.step_s:.3f}",
+        )
+        assert found.step_s == pytest.approx(float(seconds), rel=0.05)
+
+
+def test_every_machine_stands_there():
+    table = {name.strip("`"): [float(cell) for cell in cells] for name, *cells in rows("Machines", 7)}
+    assert list(table) == list(PROFILES)
+    for name, hardware in PROFILES.items():
+        rates = (hardware.link_bytes_per_s, hardware.link_both_bytes_per_s)
+        known = (hardware.peak_flops / 1e12, hardware.memory_bytes_per_s / 1e12, hardware.device_bytes / 1e9)
+        assert table[name] == pytest.approx(
+            [*known, *(rate / 1e9 for rate in rates), hardware.host_bytes / 1e9], abs=0.05
+        )
+        assert hardware.link_both_bytes_per_s <= hardware.link_bytes_per_s
+
+
+def test_the_example_prints_what_it_says(capsys):
+    command, printed = re.search(
+        r"```bash\n(.*?)\n```\n\n```text\n(.*?)\n```", section("An example"), re.DOTALL
+    ).groups()
+    assert main(shlex.split(command)[3:]) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == printed.splitlines()
+
+
+def test_the_code_runs(capsys):
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {})
+    assert "x plain" in capsys.readouterr().out
+
+
+def test_the_note_stands_where_the_page_says():
+    note, file = re.search(r"Note\s+\[(.*?)\] in\s+`(.*?)`", PAGE).groups()
+    assert f"Note [{note}]\n" in (Path(__file__).parents[3] / file).read_text()
