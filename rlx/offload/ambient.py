@@ -30,9 +30,10 @@ _KERNELS = (
 )
 
 
-class _OfThread(threading.local):
-    running = 0
-    begun = 0
+# The flags hold for the CPU's kernels as well. These functions carry no types.
+_cuda: Any = torch.backends.cuda
+_flash, _mem_efficient = _cuda.flash_sdp_enabled, _cuda.mem_efficient_sdp_enabled
+_cudnn, _math = _cuda.cudnn_sdp_enabled, _cuda.math_sdp_enabled
 
 
 class _Sections:
@@ -45,31 +46,31 @@ class _Sections:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mine = _OfThread()
-        self._running = 0
-        self._begun = 0
+        self._running: dict[int, int] = {}  # how many, by thread
+        self._last_thread = 0  # that began one
+        self._switches = 0  # from one thread to another
         self._sets = 0  # of a generator's state, which may look as if nothing had been drawn
 
     def begin(self) -> tuple[bool, int, int]:
         """Begin a section; returns what `end` takes."""
-        mine = self._mine
+        thread, running = threading.get_ident(), self._running
         with self._lock:
-            is_alone, others_begun = self._running == mine.running, self._begun - mine.begun
-            self._running += 1
-            self._begun += 1
-            sets = self._sets
-        mine.running += 1
-        mine.begun += 1
-        return is_alone, others_begun, sets
+            if thread != self._last_thread:
+                self._last_thread = thread
+                self._switches += 1
+            mine = running.get(thread, 0)
+            running[thread] = mine + 1
+            return len(running) == 1, self._switches, self._sets
 
     def end(self, begun: tuple[bool, int, int]) -> tuple[bool, bool]:
         """End a section; returns whether no other thread has run one meanwhile, and whether no state was set meanwhile."""
-        is_alone, others_begun, sets = begun
-        mine = self._mine
-        mine.running -= 1
+        was_alone, switches, sets = begun
+        thread, running = threading.get_ident(), self._running
         with self._lock:
-            self._running -= 1
-            return is_alone and self._begun - mine.begun == others_begun, self._sets == sets
+            running[thread] -= 1
+            if not running[thread]:
+                del running[thread]
+            return was_alone and self._switches == switches, self._sets == sets
 
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
@@ -91,10 +92,16 @@ class Ambient:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
+        self._kinds: tuple[str, ...] = ()
+        if self._devices:
+            self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
         self._surroundings = _surroundings(self._kinds)
         self._section = _sections.begin()
-        self._random: tuple[Tensor, ...] | None = self.random_state()
+        try:
+            self._random: tuple[Tensor, ...] | None = self.random_state()
+        except BaseException:
+            _sections.end(self._section)
+            raise
 
     def leave_forward(self) -> None:
         """Note that an exception has ended forward."""
@@ -116,10 +123,10 @@ class Ambient:
         elif not is_alone:
             raise RuntimeError(_SEVERAL_THREADS)
 
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Run a block as forward ran; the caller's state comes back after it, also after an exception."""
+    def restored(self) -> contextlib.AbstractContextManager[None] | None:
+        """Run a block as forward ran; the caller's state comes back after it. None where nothing has to be restored."""
         if self._random is None and self._surroundings == _surroundings(self._kinds):
-            return contextlib.nullcontext()
+            return None
         return self._restored()
 
     @contextlib.contextmanager
@@ -163,8 +170,10 @@ class Ambient:
 
     def random_state(self) -> tuple[Tensor, ...]:
         """The state of the generators on this thread now."""
-        states = [_backend(device.type).get_rng_state(device) for device in self._devices]
-        return (torch.default_generator.get_state(), *states)
+        state = torch.default_generator.get_state()
+        if not self._devices:
+            return (state,)
+        return (state, *[_backend(device.type).get_rng_state(device) for device in self._devices])
 
     def _set_random_state(self, states: tuple[Tensor, ...]) -> None:
         with _sections.setting():
@@ -178,10 +187,9 @@ def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
 
     Read twice for each layer and step, hence the plain tuple.
     """
-    cuda: Any = torch.backends.cuda  # whose functions carry no types; the flags hold for the CPU's kernels as well
     return (
         torch.empty(0).device,  # a fifth of the time of torch.get_default_device
-        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()),
+        (_flash(), _mem_efficient(), _cudnn(), _math()),
         torch.is_autocast_cache_enabled(),
         (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],

@@ -21,11 +21,12 @@ _MAX_SAVED_RATIO = 2.0
 class Recording(Protocol):
     """What a watch needs of the layer call whose forward it sees."""
 
-    seen: list[Tensor] | None
-
     @property
     def slot_count(self) -> int:
         """How many tensors autograd has saved so far."""
+
+    def saved_since(self, slot: int) -> list[Tensor]:
+        """The tensors of the slots from `slot` on."""
 
     def store(self, tensor: Tensor) -> Stored | None:
         """Send a tensor off, or keep it if it is small; None where the host has no room."""

@@ -109,6 +109,8 @@ class HostArena:
         self.returned: deque[tuple[Account, Block, Event | None]] = deque()
         self.allocations = 0
         self._cooling: deque[tuple[Block, Event]] = deque()
+        # Free blocks by length, not joined with what is free beside them: a step that repeats takes the same lengths again.
+        self._idle: dict[int, list[Block]] = {}
         self._ranges = RangeAllocator()
         self._slabs: dict[int, Pages] = {}
         self._accounts: weakref.WeakSet[Account] = weakref.WeakSet()
@@ -151,6 +153,7 @@ class HostArena:
         """Bytes of the blocks that are held, alignment included, and of those that a copy still works on."""
         with self._lock:
             self._settle()
+            self._join_idle()
             return self._reserved_bytes - self._ranges.free_bytes
 
     def holders(self) -> dict[str, int]:
@@ -169,18 +172,12 @@ class HostArena:
             self._settle()
             if account.max_bytes is not None and account._reserved_bytes + needed > account.max_bytes:
                 return None
-            pieces = self._ranges.take(needed)
-            while pieces is None and self._cooling:
-                self._wait_for_oldest()
-                pieces = self._ranges.take(needed)
-            if pieces is None:
-                self._grow(needed)
-                pieces = self._ranges.take(needed)
-            if pieces is None:
-                return None
-            account._held_bytes += nbytes
-            account._reserved_bytes += needed
-            return Block(nbytes, pieces, self._views(pieces, nbytes))
+            idle = self._idle.get(nbytes)
+            block = idle.pop() if idle else self._new_block(nbytes, needed)
+            if block is not None:
+                account._held_bytes += nbytes
+                account._reserved_bytes += needed
+            return block
 
     def settle(self) -> None:
         """Put what was given back in the books."""
@@ -193,6 +190,7 @@ class HostArena:
             self._settle()
             while self._cooling:
                 self._wait_for_oldest()
+            self._join_idle()
             freed = 0
             for slab in self._ranges.remove_free_slabs():
                 pages = self._slabs.pop(slab)
@@ -209,15 +207,33 @@ class HostArena:
             account._held_bytes -= block.nbytes
             account._reserved_bytes -= block.reserved_bytes
             if after is None:
-                self._ranges.give(block.pieces)
+                self._idle.setdefault(block.nbytes, []).append(block)
             else:
                 self._cooling.append((block, after))
         while self._cooling and self._cooling[0][1].query():
-            self._ranges.give(self._cooling.popleft()[0].pieces)
+            block = self._cooling.popleft()[0]
+            self._idle.setdefault(block.nbytes, []).append(block)
 
     def _wait_for_oldest(self) -> None:
         self._cooling[0][1].synchronize()  # before it is taken out: a wait that fails loses no block
         self._ranges.give(self._cooling.popleft()[0].pieces)
+
+    def _join_idle(self) -> None:
+        for blocks in self._idle.values():
+            for block in blocks:
+                self._ranges.give(block.pieces)
+        self._idle.clear()
+
+    def _new_block(self, nbytes: int, needed: int) -> Block | None:
+        self._join_idle()
+        pieces = self._ranges.take(needed)
+        while pieces is None and self._cooling:
+            self._wait_for_oldest()
+            pieces = self._ranges.take(needed)
+        if pieces is None:
+            self._grow(needed)
+            pieces = self._ranges.take(needed)
+        return None if pieces is None else Block(nbytes, pieces, self._views(pieces, nbytes))
 
     def _views(self, pieces: list[Piece], nbytes: int) -> list[Tensor]:
         views, left = [], nbytes

@@ -1,7 +1,7 @@
 """`save="boundary"`: a layer keeps its inputs, off the device, and is recomputed when backward comes to it.
 
-Written on saved-tensor hooks alone. In forward every tensor that autograd saves is replaced by a `Slot` that holds
-nothing but its place in the order. The first slot that backward asks for runs the layer's forward again, under hooks that
+Written on saved-tensor hooks alone. In forward every tensor that autograd saves is replaced by a slot: nothing but its
+place in the order. The first slot that backward asks for runs the layer's forward again, under hooks that
 take its values in the same order and stop it after the last one: the operations behind it are not repeated. A value is
 given away once; asked for again (a retained graph) the layer is recomputed again.
 
@@ -10,7 +10,8 @@ The idea of filling numbered holders by a second forward that stops early is tha
 write to a saved tensor is an error as in plain autograd, and that one without randomness repeats no random state.
 
 Note [writes to saved tensors]
-Each slot watches the version counter of the tensor it stands for, of whose memory nothing is left. So a write after the
+Each slot watches the version counter of the tensor it stands for, of whose memory nothing is left when forward has ended:
+by a parameter itself, else by an alias without memory. So a write after the
 save raises whether it is done inside the layer, behind the operation with which recomputation stops, or outside on the
 layer's output. The layer's inputs are watched too: a layer that writes to its own input cannot be run twice, and says so
 at the end of forward. An input written to after the layer has ended is harmless if its bytes have left before.
@@ -26,14 +27,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
 from rlx.offload.ambient import Ambient
 from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves
-from rlx.offload.identity import is_parameter, is_plain, modified_in_place, size_bytes, span_bytes, without_memory
+from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_bytes
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.replay import Replay, Watch
+from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored, modified_input
 
@@ -46,31 +47,6 @@ class _EnoughRecomputedError(BaseException):
     """Ends a recomputation. Not an Exception, so that no layer that catches those can swallow it."""
 
 
-# What autograd holds instead of a tensor saved in a recomputed layer: the call, the tensor's place in the order, what watches
-# its version counter (a parameter itself, else an alias without memory; None: nothing can) and its version. A plain tuple,
-# because there are dozens in each layer.
-Slot = tuple["RecomputedCall", int, Tensor | None, int]
-
-
-def restore(slot: Slot) -> Tensor:
-    """The unpack hook: the tensor, recomputed; RuntimeError if the original was written to after the save."""
-    call, index, watched, version = slot
-    if watched is not None and watched._version != version:
-        shape, dtype, *_ = call.expected[index]
-        raise modified_in_place(shape or (), dtype, version, "but was written to after that")
-    values = call.values
-    value = values[index] if values else None
-    if value is None:
-        value = call.recompute(index)
-        values = call.values
-    if values:  # else another thread has moved on from this layer meanwhile
-        values[index] = None
-    if index < call.prefetch_below:
-        call.prefetch_below = 0
-        call.prefetch(1)
-    return value
-
-
 class Repeatable(NamedTuple):
     """A layer as recomputation needs it.
 
@@ -78,13 +54,13 @@ class Repeatable(NamedTuple):
         module: the layer.
         forward: its forward, bound.
         places: where it keeps parameters and buffers.
-        context: entered around each recomputation.
+        context: gives what is entered around a recomputation, None for nothing.
     """
 
     module: nn.Module
     forward: Callable[..., Any]
     places: Places
-    context: Callable[[], contextlib.AbstractContextManager[None]]
+    context: Callable[[], contextlib.AbstractContextManager[None] | None]
 
 
 class RecomputedCall(LayerCall):
@@ -108,63 +84,60 @@ class RecomputedCall(LayerCall):
         tensors: list[Tensor],
     ) -> None:
         super().__init__(engine, layer)
-        self.prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
-        self.seen: list[Tensor] | None = None
-        self.parameters: list[Tensor] = []  # those that autograd has saved
         self._repeatable = repeatable
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
-        # Of each slot: the tensor's shape (None: nested tensors have none) and dtype, the parameter that it looks at, version.
-        self.expected: list[tuple[torch.Size | None, torch.dtype, Tensor | None, int]] = []
-        self.values: list[Tensor | None] = []  # of each slot, recomputed and not asked for yet
+        self._slots = Slots()
+        self._values: list[Tensor | None] = []  # of each slot, recomputed and not asked for yet
+        self._prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self._attention_slots: int | None = None
-        self._has_ended = False
         self._lock = threading.Lock()
-        self._inputs: dict[int, Stored] = {}
         self._constants: list[tuple[Tensor, int]] = []  # inputs that want no gradient, and their versions
         self._answers: list[Answer | None] = []
-        accelerators = dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta"))
+        accelerators = {t.device: None for t in tensors if not t.is_cpu and t.device.type != "meta"}
         self._device = next(iter(accelerators), None)
-        self._args, self._kwargs = map_leaves(self._store_input, (args, kwargs))
-        self._inputs_in_order = tuple(self._inputs.values())
-        self._inputs.clear()  # its keys are ids of tensors that only the caller keeps alive
+        inputs: dict[int, Stored] = {}  # the same object stays the same object: layers ask `query is key`
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                self._keep(tensor)
+            elif id(tensor) not in inputs:
+                inputs[id(tensor)] = self._store_input(tensor)
+        self._inputs = tuple(inputs.values())
+        self._args, self._kwargs = map_leaves(lambda leaf: inputs.get(id(leaf), leaf), (args, kwargs))
         self._ambient = Ambient(accelerators)
 
-    def packer(self) -> Callable[[Tensor], Slot]:
-        """The pack hook of forward. Called for every saved tensor, so it is written for speed."""
-        expected, parameters = self.expected, self.parameters
+    def hooks(self) -> saved_tensors_hooks:
+        """What forward runs under. Both hooks are called for every saved tensor, so they are written for speed."""
+        slots, versions, watches = self._slots, self._slots.versions, self._slots.watches
 
-        def pack(tensor: Tensor) -> Slot:
-            watched: Tensor | None = None
-            parameter: Tensor | None = None
-            shape: torch.Size | None = None
-            version = 0
-            base = tensor._base
-            if base is None:
-                base = tensor
-            try:
-                shape = tensor.shape
-                if type(base) is Parameter:
-                    version = base._version
-                    watched = parameter = base
-                    parameters.append(base)
-                elif type(tensor) is Tensor:
-                    version = tensor._version
-                    watched = without_memory(tensor)
-            except RuntimeError:  # inference tensors, sparse and nested layouts
-                watched = None
-            slot = (self, len(expected), watched, version)
-            expected.append((shape, tensor.dtype, parameter, version))
-            if self.seen is not None:
-                self.seen.append(tensor)
-            return slot
+        def unpack(index: int) -> Tensor:
+            if not watches:
+                self._refuse_early()
+            watch = watches[index]
+            if watch is not None and watch._version != versions[index]:
+                raise slots.written(index)
+            values = self._values
+            value = values[index] if values else None
+            if value is None:
+                value = self._value(index)
+                values = self._values
+            if values:  # else another thread has moved on from this layer meanwhile
+                values[index] = None
+            if index < self._prefetch_below:
+                self._prefetch_below = 0
+                self.prefetch(1)
+            return value
 
-        return pack
+        return saved_tensors_hooks(slots.packer(), unpack)
 
     @property
     def slot_count(self) -> int:
         """How many tensors autograd has saved so far."""
-        return len(self.expected)
+        return len(self._slots.versions)
+
+    def saved_since(self, slot: int) -> list[Tensor]:
+        """The tensors of the slots from `slot` on, while forward runs."""
+        return self._slots.saved[slot:]
 
     def random_state(self) -> tuple[Tensor, ...]:
         """The state of the random generators."""
@@ -181,6 +154,7 @@ class RecomputedCall(LayerCall):
 
     def leave_forward(self) -> None:
         """Note that an exception has ended forward."""
+        self._slots.leave_forward()
         self._ambient.leave_forward()
 
     def end_forward(self, watch: Watch | None) -> None:
@@ -190,62 +164,60 @@ class RecomputedCall(LayerCall):
             RuntimeError: if the layer wrote to one of its inputs, of which recomputation would see the new value, or drew
                 random numbers that cannot be repeated.
         """
-        self._ambient.end_forward()
-        if watch is not None:
-            watch.end_forward()
-            self._answers = watch.answers
-            self._attention_slots = watch.attention_slots
-        self._has_ended = True
-        self._state.end_forward(self.parameters)
-        self.parameters.clear()
-        if self._written_constant() is not None or not all(stored.is_untouched for stored in self._inputs_in_order):
+        try:
+            if watch is not None:
+                watch.end_forward()
+                self._answers = watch.answers
+                self._attention_slots = watch.attention_slots
+            self._slots.end_forward()
+        finally:
+            self._slots.leave_forward()
+            self._ambient.end_forward()
+        self._state.end_forward(self._slots.parameters.values())
+        if self._written_constant() is not None or not all(stored.is_untouched for stored in self._inputs):
             raise RuntimeError(
                 f"layer {self.layer.name} modifies one of its inputs by an inplace operation and can therefore not be "
                 "recomputed; write out of place in the layer, or use enable_ckpt=False"
             )
 
-    def recompute(self, index: int) -> Tensor:
+    def unload(self, unless_parked_by: LayerCall | None = None) -> None:
+        """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
+        self._values = []
+        super().unload(unless_parked_by)
+
+    def _value(self, index: int) -> Tensor:
         """The tensor of a slot whose value is not there: recomputes the layer, which gives those of all slots."""
-        if not self._has_ended:
-            raise RecomputeError(
-                f"layer {self.layer.name} runs a backward pass inside its own forward, of which not everything is "
-                "known yet that has to be recomputed; use enable_ckpt=False, or leave the layer out of layers="
-            )
         with self._lock:
-            values = self.values
+            values = self._values
             value = values[index] if values else None
             if value is None:
                 value = self._recompute()[index]
             assert value is not None
             return value
 
-    def unload(self, unless_parked_by: LayerCall | None = None) -> None:
-        """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
-        self.values = []
-        super().unload(unless_parked_by)
+    def _keep(self, tensor: Tensor) -> None:
+        # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
+        if not tensor.is_inference():
+            self._constants.append((tensor, tensor._version))
+            self._slots.note_watch(tensor, tensor)
+        self.layer.counters.kept_bytes += size_bytes(tensor)
 
-    def _store_input(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not leaf.requires_grad:
-            # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
-            self._constants.append((leaf, 0 if leaf.is_inference() else leaf._version))
-            self.layer.counters.kept_bytes += size_bytes(leaf)
-            return leaf
-        # The same object stays the same object: layers ask `query is key`.
-        stored = self._inputs.get(id(leaf))
-        if stored is None:
-            parked = None
-            if not is_parameter(leaf):
-                parked = self.park(leaf) if self._may_leave(leaf) else None
-                if parked is None:
-                    self.layer.counters.kept_bytes += size_bytes(leaf)
-            stored = self._inputs[id(leaf)] = Stored(leaf, parked)
+    def _store_input(self, tensor: Tensor) -> Stored:
+        if is_parameter(tensor):
+            return Stored(tensor, None)
+        parked = self.park(tensor) if self._may_leave(tensor) else None
+        if parked is None:
+            self.layer.counters.kept_bytes += size_bytes(tensor)
+        stored = Stored(tensor, parked)
+        if not tensor.is_inference():
+            self._slots.note_watch(tensor, stored.watch)
         return stored
 
     def _written_constant(self) -> Tensor | None:
-        written = (t for t, version in self._constants if not t.is_inference() and t._version != version)
-        return next(written, None)
+        for tensor, version in self._constants:
+            if tensor._version != version:
+                return tensor
+        return None
 
     def _may_leave(self, tensor: Tensor) -> bool:
         if not is_plain(tensor) or tensor.device.type == "meta":
@@ -269,75 +241,75 @@ class RecomputedCall(LayerCall):
             raise modified_input(written)
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
-        tensors = {stored: stored.tensor() for stored in self._inputs_in_order}
-        args, kwargs = map_leaves(
-            lambda leaf: tensors[leaf] if type(leaf) is Stored else leaf, (self._args, self._kwargs)
-        )
+        tensors = {id(stored): stored.tensor() for stored in self._inputs}
+        args, kwargs = map_leaves(lambda leaf: tensors.get(id(leaf), leaf), (self._args, self._kwargs))
         layers = self.engine.options.prefetch_layers
         if layers is not None:
             self.prefetch(layers)
         elif self._attention_slots is not None:
-            self.prefetch_below = self._attention_slots
+            self._prefetch_below = self._attention_slots
         else:
-            self.prefetch_below = (len(self.expected) + 1) // 2
+            self._prefetch_below = (self.slot_count + 1) // 2
         start = mark(stream)
         values = self._save_again(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
         super().unload()
-        self.values = values
+        self._values = values
         return values
 
     def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None]:
-        """Run forward up to the last tensor that autograd saves; returns these."""
-        values: list[Tensor | None] = []
-        expected, count = self.expected, len(self.expected)
+        """Run forward up to the last tensor that autograd saves; returns these, looked at before any is handed out."""
+        saved: list[Tensor] = []
+        answered: set[int] = set()
+        count = self.slot_count
 
-        def collect(tensor: Tensor) -> Tensor:
-            shape, dtype, parameter, version = expected[len(values)]
-            base = tensor._base
-            if base is None:
-                base = tensor
-            if type(base) is Parameter or parameter is not None:
-                if base is not parameter:
-                    self._refuse(f"a parameter of shape {list(tensor.shape)} has been replaced")
-                if base._version != version:
-                    self._refuse(f"a parameter of shape {list(tensor.shape)} has been modified by an inplace operation")
-            return save(tensor, shape, dtype)
-
-        def save(tensor: Tensor, shape: torch.Size | None, dtype: torch.dtype) -> Tensor:
-            value = tensor.detach()
-            if dtype != value.dtype or (shape is not None and shape != value.shape):
-                self._fail(f"tensor {len(values)} was {dtype} {shape} and is {value.dtype} {value.shape} now")
-            values.append(value)
-            if len(values) == count:
+        def collect(tensor: Tensor) -> None:
+            saved.append(tensor)
+            if len(saved) >= count:
                 raise _EnoughRecomputedError
-            return value
 
         def answer(first_slot: int, tensors: list[Tensor]) -> None:
-            if first_slot != len(values):
-                self._fail(f"{first_slot} tensors were saved and {len(values)} are at this point")
-            for tensor in tensors:
-                shape, dtype, *_ = expected[len(values)]
-                save(tensor, shape, dtype)
+            if first_slot != len(saved):
+                self._fail(f"{first_slot} tensors were saved and {len(saved)} are at this point")
+            saved.extend(tensors)
+            answered.update(range(first_slot, len(saved)))
+            if len(saved) >= count:
+                raise _EnoughRecomputedError
 
-        with (
-            self._repeatable.context(),
-            self._ambient.restored(),
-            self._state.restored(),
-            torch.enable_grad(),
-            saved_tensors_hooks(collect, _same),
+        contexts = [self._repeatable.context(), self._ambient.restored(), self._state.restored()]
+        if self.engine.save == "attention":
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
-            Replay(self._answers, answer, self._ambient.skip_to, self._fail)
-            if self.engine.save == "attention"
-            else contextlib.nullcontext(),
-        ):
+            contexts.append(Replay(self._answers, answer, self._ambient.skip_to, self._fail))
+        try:
+            if any(contexts):
+                with contextlib.ExitStack() as stack:
+                    for context in filter(None, contexts):
+                        stack.enter_context(context)
+                    self._repeat(collect, args, kwargs)
+            else:
+                self._repeat(collect, args, kwargs)
+            changed = self._slots.changed_parameter(saved, answered)
+            if changed is not None:
+                self._refuse(changed)
+            difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
+            if difference is not None:
+                self._fail(difference)
+            return [tensor.detach() for tensor in saved]
+        finally:
+            saved.clear()  # Note [the work of hooks]
+
+    def _repeat(self, collect: Callable[[Tensor], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.enable_grad(), saved_tensors_hooks(collect, _unused):
             try:
                 self._repeatable.forward(*args, **kwargs)
             except _EnoughRecomputedError:
-                return values
-        if len(values) != count:  # else the layer has swallowed the exception
-            self._fail(f"{count} tensors were saved and {len(values)} are now")
-        return values
+                return
+
+    def _refuse_early(self) -> NoReturn:
+        raise RecomputeError(
+            f"layer {self.layer.name} runs a backward pass inside its own forward, of which not everything is "
+            "known yet that has to be recomputed; use enable_ckpt=False, or leave the layer out of layers="
+        )
 
     def _refuse(self, changed: str) -> NoReturn:
         raise RecomputeError(
@@ -364,14 +336,20 @@ def run_recomputed(
 
     `tensors` are those among the arguments.
     """
-    wants_gradient = any(tensor.requires_grad for tensor in tensors)
-    if not wants_gradient and not any(parameter.requires_grad for parameter in repeatable.module.parameters()):
+    if not any([tensor.requires_grad for tensor in tensors]) and not any(
+        parameter.requires_grad for parameter in repeatable.module.parameters()
+    ):
         return repeatable.forward(*args, **kwargs)
     call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors)
-    watch = Watch(call, layer.attention_count) if engine.save == "attention" else None
+    watch: Watch | None = None
     try:
-        with saved_tensors_hooks(call.packer(), restore), watch or contextlib.nullcontext():
-            outputs = repeatable.forward(*args, **kwargs)
+        if engine.save == "attention":
+            watch = Watch(call, layer.attention_count)
+            with call.hooks(), watch:
+                outputs = repeatable.forward(*args, **kwargs)
+        else:
+            with call.hooks():
+                outputs = repeatable.forward(*args, **kwargs)
     except BaseException:
         call.leave_forward()
         raise
@@ -384,5 +362,5 @@ def run_recomputed(
     return outputs
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _unused(packed: None) -> Tensor:
+    raise AssertionError("nothing is unpacked while a layer is recomputed")

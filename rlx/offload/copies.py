@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -99,6 +100,9 @@ class Copier:
 
     def off(self, source: Tensor, views: Sequence[Tensor]) -> torch.Event | None:
         """Copy bytes to the host, behind what compute has queued; returns the event that ends the copy."""
+        if self.on_host:
+            self._copy_now(source, views, to_host=True, is_waited_for=True)
+            return None
         compute = self.compute_stream()
         stream = self._leaving or compute
         if self._leaving is not None and compute is not None:
@@ -117,13 +121,15 @@ class Copier:
             after: an event to wait for on the device before host memory is read.
             is_ahead: whether a thread of its own issues this, so that nobody waits for it without an accelerator.
         """
+        target = arrival.buffer[first_byte:] if first_byte else arrival.buffer
+        if self.on_host:
+            self._copy_now(target, views, to_host=False, is_waited_for=not is_ahead)
+            return None
         stream = self._returning or arrival.home
         for event in (arrival.allocated, after):
             if stream is not None and event is not None:
                 stream.wait_event(event)  # on one stream for nothing, but layers may compute on several
-        is_waited_for = self._returning is None and not (is_ahead and self.on_host)
-        target = arrival.buffer[first_byte:] if first_byte else arrival.buffer
-        copied = self._copy(stream, target, views, to_host=False, is_waited_for=is_waited_for)
+        copied = self._copy(stream, target, views, to_host=False, is_waited_for=self._returning is None)
         if copied is not None:
             arrival.copies.append(copied)
         return copied
@@ -157,19 +163,40 @@ class Copier:
         to_host: bool,
         is_waited_for: bool,
     ) -> torch.Event | None:
-        # Without an accelerator there is no stream, and copies are done when they return.
-        start, first = mark(stream), 0
+        start = mark(stream)
         with stream if stream is not None else contextlib.nullcontext():
-            for view in views:
-                part = device_bytes[first : first + view.numel()]
-                whole = view if view.numel() == part.numel() else view[: part.numel()]
-                target, source = (whole, part) if to_host else (part, whole)
-                target.copy_(source, non_blocking=stream is not None)
-                first += part.numel()
+            copied_bytes = _copy_bytes(device_bytes, views, to_host, non_blocking=stream is not None)
         stop = mark(stream)
         with self._lock:
-            self._counters.copied_bytes += first
+            self._counters.copied_bytes += copied_bytes
         self._timeline.add("copy_ms", start, stop, self._counters)
         if is_waited_for:
             self._timeline.add("stall_ms", start, stop, self._counters)
         return stop if isinstance(stop, torch.Event) else None
+
+    def _copy_now(self, device_bytes: Tensor, views: Sequence[Tensor], to_host: bool, is_waited_for: bool) -> None:
+        """Without an accelerator there is no stream, and copies are done when they return."""
+        counters, start = self._counters, time.perf_counter()
+        copied_bytes = _copy_bytes(device_bytes, views, to_host, non_blocking=False)
+        ms = (time.perf_counter() - start) * 1e3
+        with self._lock:
+            counters.copied_bytes += copied_bytes
+            counters.copy_ms += ms
+            if is_waited_for:
+                counters.stall_ms += ms
+
+
+def _copy_bytes(device_bytes: Tensor, views: Sequence[Tensor], to_host: bool, non_blocking: bool) -> int:
+    """Copy between a buffer of the device and pieces of host memory that may be longer in all; returns the bytes copied."""
+    first, length = 0, len(device_bytes)
+    if len(views) == 1 and len(views[0]) == length:
+        target, source = (views[0], device_bytes) if to_host else (device_bytes, views[0])
+        target.copy_(source, non_blocking=non_blocking)
+        return length
+    for view in views:
+        nbytes = min(len(view), length - first)
+        part, whole = device_bytes[first : first + nbytes], view[:nbytes]
+        target, source = (whole, part) if to_host else (part, whole)
+        target.copy_(source, non_blocking=non_blocking)
+        first += nbytes
+    return first

@@ -8,11 +8,12 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rlx.offload.arena import host_arena
 from rlx.offload.copies import Copier
@@ -28,6 +29,7 @@ logger = logging.getLogger("rlx.offload")
 # How many layer calls back a source may still be leaving: a layer's inputs have the whole layer to leave in, but what
 # `save="all"` sends off at the end of a layer has not.
 _LAG = {"boundary": 1, "attention": 1, "all": 2}
+_LEAVES = frozenset({Tensor, Parameter, type(None), bool, int, float, str})  # types that hold nothing; the usual ones
 
 
 class Layer:
@@ -83,6 +85,8 @@ class LayerCall:
 
     def unload(self, unless_parked_by: LayerCall | None = None) -> None:
         """Let the device's copies of what this call has parked go; the host keeps its own."""
+        if not self.parked:
+            return
         still_used = unless_parked_by.parked if unless_parked_by is not None else []
         for reference in self.parked:
             parked = reference()
@@ -100,6 +104,13 @@ class LayerCall:
             if call is None:
                 return
             call.fetch()
+
+
+class _OfThread(threading.local):
+    """The calls that a thread was at last."""
+
+    last: weakref.ref[LayerCall] | None = None
+    in_backward: weakref.ref[LayerCall] | None = None
 
 
 class Engine:
@@ -124,7 +135,7 @@ class Engine:
         self._stores: dict[bool, tuple[Store, ...]] = {}
         self._table: weakref.WeakValueDictionary[Region, Parked] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._thread = threading.local()
+        self._thread = _OfThread()
         self._lock = threading.Lock()
         self._has_warned_full = False
         self._has_noted_fallback = False
@@ -132,16 +143,17 @@ class Engine:
     def begin_call(self, call: LayerCall) -> tuple[int, weakref.ref[LayerCall] | None]:
         """Number a layer call and link it to the one before it on this thread, unless a new forward has begun."""
         number = next(self._numbers)
-        last: weakref.ref[LayerCall] | None = getattr(self._thread, "last", None)
+        last = self._thread.last
         before = last() if last is not None else None
         self._thread.last = weakref.ref(call)
         for mover in tuple(self._movers.values()):
-            mover.begin_layer(number, _LAG[self.save])
+            if mover.is_in_flight:
+                mover.begin_layer(number, _LAG[self.save])
         return number, last if before is not None and before.layer.index <= call.layer.index else None
 
     def enter_backward(self, call: LayerCall) -> LayerCall | None:
         """Note the call that backward on this thread is at; returns the one it was at before."""
-        last: weakref.ref[LayerCall] | None = getattr(self._thread, "in_backward", None)
+        last = self._thread.in_backward
         before = last() if last is not None else None
         if before is not call:
             self._thread.in_backward = weakref.ref(call)
@@ -156,14 +168,15 @@ class Engine:
         parked = self._table.get(region)
         if parked is not None and parked.stands_for(tensor):
             return parked
-        parked = self._mover(tensor.device).park(tensor, region, call.number)
+        mover = self._movers.get(region.device) or self._mover(region.device)
+        parked = mover.park(tensor, region, call.number)
         if parked is None:
             self._warn_full(region.nbytes)
             return None
         self._table[region] = parked
         call.layer.counters.offloaded_bytes += region.nbytes
         if self.options.max_inflight_bytes is not None:
-            self._mover(tensor.device).bound(self.options.max_inflight_bytes)
+            mover.bound(self.options.max_inflight_bytes)
         return parked
 
     def note_fallback(self, layer: Layer, why: str) -> None:
@@ -248,11 +261,13 @@ class Engine:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """A copy of nested tuples, lists, mappings and dataclasses with `function` applied to what is in them."""
     kind = type(value)
+    if kind in _LEAVES:
+        return function(value)
     if kind is tuple or kind is list:
         return kind([map_leaves(function, item) for item in value])
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()}
-    if value is None or isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*(map_leaves(function, item) for item in value))
@@ -269,7 +284,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def leaves_of(value: Any) -> list[Any]:
+def leaves_of(values: Iterable[Any]) -> list[Any]:
     """What is in nested tuples, lists, mappings and dataclasses."""
     leaves: list[Any] = []
 
@@ -277,10 +292,19 @@ def leaves_of(value: Any) -> list[Any]:
         leaves.append(leaf)
         return leaf
 
-    map_leaves(note, value)
+    for value in values:
+        kind = type(value)
+        if kind in _LEAVES:
+            leaves.append(value)
+        elif kind is tuple or kind is list:
+            leaves += leaves_of(value)
+        elif kind is dict:
+            leaves += leaves_of(value.values())
+        else:
+            map_leaves(note, value)
     return leaves
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, mappings and dataclasses."""
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of((value,)) if isinstance(leaf, Tensor)]

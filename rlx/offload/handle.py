@@ -63,7 +63,7 @@ class LayerForward:
         engine = self.handle.engine
         if engine.save == "all":
             return run_saving(engine, self._layer, module, forward, args, kwargs)
-        leaves = leaves_of((args, kwargs))
+        leaves = [*leaves_of(args), *leaves_of(kwargs.values())]
         caches = [leaf for leaf in leaves if is_cache(leaf)]
         if caches:
             if not module.training:
@@ -106,12 +106,12 @@ class LayerForward:
             )
         self.handle.note_dropped_cache()
 
-    def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
+    def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
         module = self._module()
         # transformers' own checkpointing, on again after disable() or switched on since forward, must not nest.
         if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
             return CheckpointingFlags.cleared(module.modules())
-        return contextlib.nullcontext()
+        return None
 
 
 class ActivationOffloading:

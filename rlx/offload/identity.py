@@ -60,6 +60,8 @@ def span_bytes(tensor: Tensor) -> tuple[int, int]:
     """First byte and the one after the last that a tensor looks at; a stride of 0 adds nothing."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
     if tensor.numel() == 0:
         return start, start
     last = sum((int(length) - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -87,8 +89,9 @@ def is_plain(tensor: Tensor) -> bool:
     They do not for subclasses (DTensor, quantised weights), sparse and nested layouts, and for tensors whose conjugate
     or negative bit is set.
     """
+    kind = type(tensor)
     return (
-        type(tensor) in (Tensor, Parameter)
+        (kind is Tensor or kind is Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
@@ -121,16 +124,16 @@ class Probe:
     thing that is left of a tensor whose bytes have moved.
     """
 
-    __slots__ = ("_alias", "version")
+    __slots__ = ("alias", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version
-        self._alias = without_memory(tensor)
+        self.alias = without_memory(tensor)
 
     @property
     def is_untouched(self) -> bool:
         """Whether nothing has been written to the tensor or its views since."""
-        return self._alias._version == self.version
+        return self.alias._version == self.version
 
 
 def without_memory(tensor: Tensor) -> Tensor:

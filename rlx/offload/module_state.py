@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Places:
             self.parameters += [(reference, name) for name, _ in module.named_parameters(recurse=False)]
             self.buffers += [(reference, name) for name, _ in module.named_buffers(recurse=False)]
         self.unsaved = self.parameters
-        self.saved_ids: set[int] = set()
+        self.saved_ids: list[int] = []
 
 
 class _Seen(NamedTuple):
@@ -52,23 +52,26 @@ class ModuleState:
 
     def __init__(self, places: Places) -> None:
         self._all_places = places
-        self._places = list(places.unsaved)
-        self._parameters = [getattr(module(), name, None) for module, name in places.unsaved]
+        self._places = places.unsaved
+        self._parameters = [getattr(module(), name, None) for module, name in self._places]
         self._versions = _versions(self._parameters)
-        buffers = [_Seen(module, name, *_look(module, name), None) for module, name in places.buffers]
-        # Batch normalisation writes its statistics past the version counter: small buffers are copied in any case.
-        self._buffers = [
-            seen._replace(value=seen.tensor.detach().clone()) for seen in buffers if _is_small(seen.tensor)
-        ]
-        self._large_buffers = [seen for seen in buffers if not _is_small(seen.tensor)]
+        self._buffers: list[_Seen] = []
+        self._large_buffers: list[_Seen] = []
+        for module, name in places.buffers:
+            seen = _Seen(module, name, *_look(module, name), None)
+            if _is_small(seen.tensor):
+                # Batch normalisation writes its statistics past the version counter: copied in any case.
+                self._buffers.append(seen._replace(value=seen.tensor.detach().clone()))
+            else:
+                self._large_buffers.append(seen)
 
-    def end_forward(self, saved: list[Tensor]) -> None:
+    def end_forward(self, saved: Iterable[Parameter]) -> None:
         """Close forward, in which autograd has saved the parameters `saved`.
 
         Raises:
             RuntimeError: if it changed a buffer of which no copy was made.
         """
-        ids = {id(parameter) for parameter in saved}
+        ids = list(map(id, saved))
         if ids != self._all_places.saved_ids:
             self._watch_unsaved(ids)
         for seen in self._large_buffers:
@@ -80,14 +83,14 @@ class ModuleState:
                     "Leave the layer out of layers=, or use enable_ckpt=False"
                 )
 
-    def _watch_unsaved(self, saved_ids: set[int]) -> None:
+    def _watch_unsaved(self, saved_ids: list[int]) -> None:
         places = self._all_places
         watched = set(map(id, self._parameters))
         tensors = [getattr(module(), name, None) for module, name in places.parameters]
         unsaved = [(place, t) for place, t in zip(places.parameters, tensors, strict=True) if id(t) not in saved_ids]
         for place, tensor in unsaved:
             if id(tensor) not in watched:
-                self._places.append(place)
+                self._places = [*self._places, place]
                 self._parameters.append(tensor)
                 self._versions += _versions([tensor])
         places.unsaved, places.saved_ids = [place for place, _ in unsaved], saved_ids
@@ -109,9 +112,9 @@ class ModuleState:
                 return f"its buffer {seen.name!r} has been modified"
         return None
 
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Run a block with the small buffers as they were before forward."""
-        return self._restored() if self._buffers else contextlib.nullcontext()
+    def restored(self) -> contextlib.AbstractContextManager[None] | None:
+        """Run a block with the small buffers as they were before forward; None where there are none."""
+        return self._restored() if self._buffers else None
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
@@ -130,7 +133,10 @@ class ModuleState:
 
 
 def _versions(tensors: list[Any]) -> list[int]:
-    return [tensor._version if tensor is not None and not tensor.is_inference() else 0 for tensor in tensors]
+    try:
+        return [tensor._version for tensor in tensors]
+    except (AttributeError, RuntimeError):  # None, which has none, or a tensor made in inference mode
+        return [tensor._version if tensor is not None and not tensor.is_inference() else 0 for tensor in tensors]
 
 
 def _look(module: weakref.ref[nn.Module], name: str) -> tuple[Any, int]:

@@ -199,12 +199,8 @@ class Watch(_Watcher):
         """Run a call; returns its result and what is needed to answer it, None if it has to run again."""
         versions = _versions(arguments)
         first_slot = self._recording.slot_count
-        seen: list[Tensor] = []
-        self._recording.seen = seen
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            self._recording.seen = None
+        result = function(*args, **kwargs)
+        seen = self._recording.saved_since(first_slot)
         results = tensors_in(result)
         refused = why_no_answer((*arguments, *results))
         if not results or not all(map(is_plain, seen)):

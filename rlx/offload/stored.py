@@ -40,6 +40,11 @@ class Stored:
         return self._version is None or self._kept._version == self._version
 
     @property
+    def watch(self) -> Tensor:
+        """What shares the tensor's version counter for as long as this lives."""
+        return self._probe.alias if self._kept is None else self._kept
+
+    @property
     def is_whole(self) -> bool:
         """Whether the bytes are still those that were stored: what has left before a write is."""
         return self.is_untouched if self._parked is None else not self._parked.is_torn

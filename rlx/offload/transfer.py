@@ -53,18 +53,19 @@ class Parked:
     """One range of bytes off the device. Made by `Mover.park`; shared by all saved tensors that look at the range."""
 
     def __init__(self, mover: Mover, tensor: Tensor, region: Region, place: Place) -> None:
+        storage = tensor.untyped_storage()
         self._place = place
         self._mover = mover
-        self._storage_ref = weakref.ref(tensor.untyped_storage())
+        self._storage_ref = weakref.ref(storage)
         self._region = region
-        self._source: Tensor | None = tensor.detach()
+        self._source: Tensor | None = None
         self._arrival: Arrival | None = None
         self._was_torn = False
         self._home = mover.copier.compute_stream()
         self._left: torch.Event | None = None
-        self._left = place.write(mover.copier, _bytes_of(tensor.untyped_storage(), region))
-        if self._home is None:
-            self.release()
+        if self._home is not None:
+            self._source = tensor.detach()
+        self._left = place.write(mover.copier, _bytes_of(storage, region))
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether the storage the bytes came from still lives and is the tensor's (Note [identity of a saved tensor])."""
@@ -113,7 +114,7 @@ class Parked:
             DiskError: if the disk failed to write or to read them.
         """
         source = self._source
-        if self.is_torn:
+        if self._was_torn if source is None else self.is_torn:
             raise RuntimeError(
                 "activation offloading: a tensor was modified in place while it was copied to the host; "
                 "clone it before the write"
@@ -127,6 +128,8 @@ class Parked:
 
     def unload(self) -> None:
         """Let the bytes on the device go; a later use fetches anew. Call it on the thread that used them."""
+        if self._source is None and self._arrival is None:
+            return
         with self._mover.lock:
             self.release()  # where backward begins, the last layer's sources are still here: at the peak of the step
             self._arrival = None
@@ -168,9 +171,11 @@ class Mover:
             DiskError: if they go to disk and that is full.
         """
         with self.lock:
-            places = (store.take(region.nbytes) for store in self._stores)
-            place = next((place for place in places if place is not None), None)
-            if place is None:
+            for store in self._stores:
+                place = store.take(region.nbytes)
+                if place is not None:
+                    break
+            else:
                 return None
             parked = Parked(self, tensor, region, place)
             self._counters.offloaded_bytes += region.nbytes
@@ -178,6 +183,11 @@ class Mover:
                 self._in_flight.append(_Flight(layer_call, region.nbytes, weakref.ref(parked)))
                 self._in_flight_bytes += region.nbytes
             return parked
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether sources are held until they have left."""
+        return bool(self._in_flight)
 
     def begin_layer(self, layer_call: int, lag: int) -> None:
         """Release the sources sent off `lag` or more layer calls before `layer_call`."""

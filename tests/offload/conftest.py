@@ -98,6 +98,13 @@ def enable(request):
     return run
 
 
+@pytest.fixture
+def emptied_folder(tmp_path):
+    """After the test its folder is empty."""
+    yield
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(autouse=True)
 def nothing_left():
     """After each test no saved-tensor hook is active and the arena holds no more than before it."""
@@ -245,6 +252,15 @@ def toys():
         @staticmethod
         def read(model):
             return model(Toys.tokens())
+
+        @staticmethod
+        def wide(blocks=5):
+            """A stack of blocks whose saved tensors take several chunks of a disk and end in the middle of a page."""
+            return Stack(lambda: Block(72, dropout=0.1), blocks, 72)
+
+        @staticmethod
+        def read_wide(model):
+            return model(Toys.batch(1500, 72))
 
         @staticmethod
         def of(forward, blocks=3, width=8):

@@ -62,7 +62,7 @@ def test_a_probe_sees_writes_and_keeps_no_memory():
     x = torch.randn(100)
     probe = Probe(x)
     assert probe.is_untouched
-    assert probe._alias.untyped_storage().nbytes() == 0
+    assert probe.alias.untyped_storage().nbytes() == 0
     x.view(10, 10)[0].add_(1)
     assert not probe.is_untouched
     probe = Probe(x)

@@ -20,7 +20,7 @@ from rlx.offload.benchmark.shapes import Case, build, read_shape, share
 _CASE = Case(tokens=16, layers=8)
 _MODES = ("checkpointing", *OWN)
 _OPTIONS = {"min_bytes": 0}
-_WARM_UP_ROUNDS = 5
+_WARM_UP_ROUNDS = 2
 _REPEATS = (
     5  # of a run in each round: the first after another model's is slower, for the interpreter specialises its code
 )
