@@ -52,17 +52,13 @@ class Event(Protocol):
 class Block:
     """Host bytes taken from an arena, in one or several pieces."""
 
-    __slots__ = ("nbytes", "pieces", "views")
+    __slots__ = ("nbytes", "pieces", "reserved_bytes", "views")
 
     def __init__(self, nbytes: int, pieces: list[Piece], views: list[Tensor]) -> None:
         self.nbytes = nbytes
         self.pieces = pieces
         self.views = views  # uint8 tensors whose lengths add up to nbytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the pieces, alignment included."""
-        return sum(piece.length for piece in self.pieces)
+        self.reserved_bytes = sum(piece.length for piece in pieces)  # alignment included
 
 
 class Account:
