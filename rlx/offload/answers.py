@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from rlx.offload.stored import Stored
 # Attention that saves more than this many times its result beside its arguments is no fused kernel: it saves the scores.
 _MAX_SAVED_RATIO = 2.0
 
+Save = Callable[[Tensor], Stored | None]  # stores a tensor; None where there is no room for it
+
 
 class Recording(Protocol):
     """What a watch needs of the layer call whose forward it sees."""
@@ -30,6 +32,9 @@ class Recording(Protocol):
 
     def store(self, tensor: Tensor) -> Stored | None:
         """Send a tensor off, or keep it if it is small; None where the host has no room."""
+
+    def keep(self, tensor: Tensor) -> Stored:
+        """Keep a tensor on the device."""
 
     def random_state(self) -> tuple[Tensor, ...]:
         """The state of the random generators."""
@@ -95,15 +100,15 @@ class Answer:
         """How many tensors autograd had saved after the call."""
         return self.first_slot + len(self._saved)
 
-    def store_result(self, recording: Recording, result: Any) -> bool:
-        """Send the result off; False where the layer has written to it, or the host has no room."""
+    def store_result(self, save: Save, result: Any) -> bool:
+        """Send the result off or keep it; False where the layer has written to it, or there is no room."""
         has_room = True
 
         def store(leaf: Any) -> Any:
             nonlocal has_room
             if not isinstance(leaf, Tensor):
                 return leaf
-            stored = recording.store(leaf)
+            stored = save(leaf)
             has_room = has_room and stored is not None
             return stored
 
@@ -155,7 +160,7 @@ def sources_of(
     seen: Sequence[Tensor],
     arguments: Sequence[Tensor],
     results: Sequence[Tensor],
-    recording: Recording,
+    save: Save,
     is_attention: bool,
 ) -> list[_FromArgument | Stored] | None:
     """Where what autograd saved in a call will come from; None if it would cost too much room.
@@ -163,7 +168,7 @@ def sources_of(
     Args:
         seen: what it saved.
         arguments, results: tensors among those of the call.
-        recording: stores what looks at no argument.
+        save: stores what looks at no argument.
         is_attention: attention may save other tensors; a linear map may not, for those are copies of its arguments.
     """
     addresses = list(map(storage_address, arguments))
@@ -173,7 +178,7 @@ def sources_of(
         return None
     saved: list[_FromArgument | Stored] = []
     for tensor, source in zip(seen, sources, strict=True):
-        stored = source or recording.store(tensor)
+        stored = source or save(tensor)
         if stored is None:
             return None
         saved.append(stored)

@@ -32,11 +32,14 @@ from rlx.offload.ambient import Ambient
 from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_bytes
+from rlx.offload.kept import run_kept
 from rlx.offload.module_state import ModuleState, Places
-from rlx.offload.replay import Replay, Watch
+from rlx.offload.orders import Orders
+from rlx.offload.replay import Replay
 from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored, modified_input
+from rlx.offload.watch import AttentionWatch, PlannedWatch, Watch
 
 
 class RecomputeError(RuntimeError):
@@ -72,6 +75,7 @@ class RecomputedCall(LayerCall):
         repeatable: what to repeat.
         args, kwargs: the call's arguments; tensors in nested tuples, lists, mappings and dataclasses are found.
         tensors: those of the arguments.
+        orders: what the plan says of the layer; None: there is none.
     """
 
     def __init__(
@@ -82,8 +86,11 @@ class RecomputedCall(LayerCall):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[Tensor],
+        orders: Orders | None = None,
     ) -> None:
         super().__init__(engine, layer)
+        self._orders = orders or Orders()
+        self._is_watched = False
         self._repeatable = repeatable
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
@@ -152,12 +159,17 @@ class RecomputedCall(LayerCall):
             self.layer.counters.kept_bytes += size_bytes(tensor)
         return Stored(tensor, parked)
 
+    def keep(self, tensor: Tensor) -> Stored:
+        """Keep a tensor on the device."""
+        self.layer.counters.kept_bytes += size_bytes(tensor)
+        return Stored(tensor, None)
+
     def leave_forward(self) -> None:
         """Note that an exception has ended forward."""
         self._slots.leave_forward()
         self._ambient.leave_forward()
 
-    def end_forward(self, watch: Watch | None) -> None:
+    def end_forward(self, watch: Watch | None, outputs: Any) -> None:
         """Close forward.
 
         Raises:
@@ -166,7 +178,8 @@ class RecomputedCall(LayerCall):
         """
         try:
             if watch is not None:
-                watch.end_forward()
+                watch.end_forward(outputs)
+                self._is_watched = True
                 self._answers = watch.answers
                 self._attention_slots = watch.attention_slots
             self._slots.end_forward()
@@ -205,7 +218,7 @@ class RecomputedCall(LayerCall):
     def _store_input(self, tensor: Tensor) -> Stored:
         if is_parameter(tensor):
             return Stored(tensor, None)
-        parked = self.park(tensor) if self._may_leave(tensor) else None
+        parked = self.park(tensor) if self._orders.boundary_leaves and self._may_leave(tensor) else None
         if parked is None:
             self.layer.counters.kept_bytes += size_bytes(tensor)
         stored = Stored(tensor, parked)
@@ -244,8 +257,8 @@ class RecomputedCall(LayerCall):
         tensors = {id(stored): stored.tensor() for stored in self._inputs}
         args, kwargs = map_leaves(lambda leaf: tensors.get(id(leaf), leaf), (self._args, self._kwargs))
         layers = self.engine.options.prefetch_layers
-        if layers is not None:
-            self.prefetch(layers)
+        if layers is not None or self._orders.fetch_early:
+            self.prefetch(1 if layers is None else layers)
         elif self._attention_slots is not None:
             self._prefetch_below = self._attention_slots
         else:
@@ -277,7 +290,7 @@ class RecomputedCall(LayerCall):
                 raise _EnoughRecomputedError
 
         contexts = [self._repeatable.context(), self._ambient.restored(), self._state.restored()]
-        if self.engine.save == "attention":
+        if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
             contexts.append(Replay(self._answers, answer, self._ambient.skip_to, self._fail))
         try:
@@ -332,7 +345,7 @@ def run_recomputed(
     kwargs: dict[str, Any],
     tensors: list[Tensor],
 ) -> Any:
-    """Run a layer's forward so that only its inputs and, with `save="attention"`, answers are kept.
+    """Run a layer's forward so that only its inputs and the answers that `save` asks for are kept, or all by a plan.
 
     `tensors` are those among the arguments.
     """
@@ -340,25 +353,28 @@ def run_recomputed(
         parameter.requires_grad for parameter in repeatable.module.parameters()
     ):
         return repeatable.forward(*args, **kwargs)
-    call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors)
+    orders = engine.orders(layer, tensors)
+    if orders is not None and orders.keep:
+        return run_kept(engine, layer, repeatable.forward, args, kwargs, orders)
+    call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors, orders)
     watch: Watch | None = None
+    if engine.save == "attention":
+        watch = AttentionWatch(call, layer.attention_count)
+    elif orders is not None and orders.has_calls:
+        watch = PlannedWatch(call, orders)
     try:
-        if engine.save == "attention":
-            watch = Watch(call, layer.attention_count)
-            with call.hooks(), watch:
-                outputs = repeatable.forward(*args, **kwargs)
-        else:
-            with call.hooks():
-                outputs = repeatable.forward(*args, **kwargs)
+        with call.hooks(), contextlib.nullcontext() if watch is None else watch:
+            outputs = repeatable.forward(*args, **kwargs)
     except BaseException:
         call.leave_forward()
         raise
-    call.end_forward(watch)
-    if watch is None:
-        return outputs
-    layer.attention_count = watch.attention_count
-    if not any(watch.answers):
-        engine.note_fallback(layer, watch.refused or "calls no fused attention that is known")
+    call.end_forward(watch, outputs)
+    if isinstance(watch, AttentionWatch):
+        layer.attention_count = watch.attention_count
+        if not any(watch.answers):
+            engine.note_fallback(layer, watch.refused or "calls no fused attention that is known")
+    elif isinstance(watch, PlannedWatch) and watch.is_off_plan:
+        engine.note_off_plan(layer)
     return outputs
 
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rlx.offload.copies import Copier
 from rlx.offload.disk import extent_file
 from rlx.offload.identity import Region, region_of
 from rlx.offload.options import OffloadOptions
+from rlx.offload.orders import Orders
 from rlx.offload.places import DiskStore, HostStore, Staging, Store
 from rlx.offload.stats import Counters, LayerStats, OffloadStats, Timeline
 from rlx.offload.transfer import Mover, Parked
@@ -28,7 +29,7 @@ logger = logging.getLogger("rlx.offload")
 
 # How many layer calls back a source may still be leaving: a layer's inputs have the whole layer to leave in, but what
 # `save="all"` sends off at the end of a layer has not.
-_LAG = {"boundary": 1, "attention": 1, "all": 2}
+_LAG = {"boundary": 1, "attention": 1, "all": 2, "auto": 2}
 _LEAVES = frozenset({Tensor, Parameter, type(None), bool, int, float, str})  # types that hold nothing; the usual ones
 
 
@@ -118,7 +119,7 @@ class Engine:
 
     Args:
         options: the user's choice.
-        save: `"boundary"`, `"attention"` or `"all"`, as resolved from it.
+        save: `"boundary"`, `"attention"`, `"all"` or `"auto"`, as resolved from it.
 
     Raises:
         DiskError: if the disk tier is asked for and its directory cannot be used.
@@ -139,6 +140,8 @@ class Engine:
         self._lock = threading.Lock()
         self._has_warned_full = False
         self._has_noted_fallback = False
+        # What a layer is to do with these inputs: set where layers are planned.
+        self.orders: Callable[[Layer, Sequence[Tensor]], Orders | None] = lambda layer, tensors: None
 
     def begin_call(self, call: LayerCall) -> tuple[int, weakref.ref[LayerCall] | None]:
         """Number a layer call and link it to the one before it on this thread, unless a new forward has begun."""
@@ -157,6 +160,10 @@ class Engine:
         before = last() if last is not None else None
         if before is not call:
             self._thread.in_backward = weakref.ref(call)
+            if self.save == "auto" and (before is None or before.number < call.number):
+                # A backward begins. What is still leaving is not needed yet, and the plan counts it as gone.
+                for mover in tuple(self._movers.values()):
+                    mover.begin_layer(call.number, 1)
         return before
 
     def park(self, tensor: Tensor, call: LayerCall) -> Parked | None:
@@ -188,6 +195,16 @@ class Engine:
                 "and attention is recomputed. Use attn_implementation='sdpa', or register_attention. Said once",
                 layer.name,
                 why,
+            )
+
+    def note_off_plan(self, layer: Layer) -> None:
+        """Say once that a layer is not what it was when it was measured."""
+        if not self._has_noted_fallback:
+            self._has_noted_fallback = True
+            logger.info(
+                "activation offloading: layer %s calls other attention or linear maps than when it was measured: from there "
+                "on it is recomputed. Said once",
+                layer.name,
             )
 
     def stats(self, per_layer: bool) -> OffloadStats:

@@ -10,7 +10,12 @@ from rlx.offload.places import MIN_STAGING_BYTES, chunk_bytes
 
 logger = logging.getLogger("rlx.offload")
 
-_CHOICES = {"save": (None, "boundary", "attention", "all"), "tier": ("cpu", "disk")}
+_CHOICES = {"save": (None, "boundary", "attention", "all", "auto"), "tier": ("cpu", "disk")}
+_KEPT = {
+    "boundary": "the inputs of each layer",
+    "attention": "the inputs of each layer and its attention",
+    "auto": "what a plan says",
+}
 _SWITCHES = ("pin_memory", "use_streams")
 _COUNTS = ("prefetch_layers", "max_inflight_bytes", "min_bytes", "max_host_bytes", "max_device_bytes")
 
@@ -22,7 +27,8 @@ class OffloadOptions:
     Args:
         save: what is kept for backward outside the device: `"boundary"` (the inputs of each layer; the rest is
             recomputed), `"attention"` (also the results of attention and of its projections, which are not recomputed
-            then) or `"all"` (every tensor that autograd saves). None: boundary with recomputation, all without.
+            then), `"auto"` (planned from measurements: layers and operations of which results stay, leave or are
+            recomputed) or `"all"` (every tensor that autograd saves). None: boundary with recomputation, all without.
         tier: `"cpu"`, host memory, or `"disk"`, a file without a name in `directory`.
         directory: folder of that file; it must exist, be writable and have room where the engine is switched on. On the
             cpu tier it takes what `max_host_bytes` leaves no room for, and has no effect without that.
@@ -36,7 +42,8 @@ class OffloadOptions:
         max_host_bytes: hard cap of the host memory that this use of the engine takes, buffers for the disk included
             [bytes]; what does not fit stays on the device, or goes to disk if a directory is given. None: no cap, and
             384 MiB of buffers for the disk.
-        max_device_bytes: without effect but for `save="auto"`.
+        max_device_bytes: what `save="auto"` may hold on the device for backward at once, the working set of the layer at
+            work included [bytes]. None: what is free at the peak but for 5 %; without an accelerator as little as possible.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -54,10 +61,6 @@ class OffloadOptions:
     max_device_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.save == "auto":
-            raise ValueError(
-                f"OffloadOptions.save='auto' is not available in this version; choose one of {_CHOICES['save']}"
-            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"OffloadOptions.{name}: got {getattr(self, name)!r}, expected one of {allowed}")
@@ -95,12 +98,16 @@ class OffloadOptions:
             )
         if save != "all" and not enable_ckpt:
             raise ValueError(
-                f"save={save!r} keeps the inputs of each layer{' and its attention' if save == 'attention' else ''} and "
-                "recomputes the rest, but enable_ckpt is False; set enable_ckpt=True, or save='all'"
+                f"save={save!r} keeps {_KEPT[save]} and recomputes the rest, but enable_ckpt is False; set enable_ckpt=True, or save='all'"
             )
         return save
 
     def _check_disk(self) -> None:
+        if self.save == "auto" and self.tier == "disk":
+            raise ValueError(
+                "OffloadOptions.save: got 'auto' with tier='disk', expected tier='cpu': plans are made for the link to host "
+                "memory; use save='attention' or 'boundary' with the disk"
+            )
         if self.directory is not None and not isinstance(self.directory, (str, os.PathLike)):
             raise ValueError(f"OffloadOptions.directory: got {self.directory!r}, expected the path of a folder or None")
         if self.tier == "disk" and self.directory is None:
@@ -118,7 +125,11 @@ class OffloadOptions:
     def log_without_effect(self, on_accelerator: bool) -> None:
         """One log line that names the options set to no effect on this machine."""
         defaults = OffloadOptions()
-        unused = ("max_device_bytes",) if self.uses_disk else ("directory", "max_device_bytes")
+        unused = [
+            name
+            for name, is_used in (("directory", self.uses_disk), ("max_device_bytes", self.save == "auto"))
+            if not is_used
+        ]
         without_effect = [name for name in unused if getattr(self, name) is not None]
         if not on_accelerator:
             names = ("pin_memory", "use_streams", "max_inflight_bytes")

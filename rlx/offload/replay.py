@@ -1,13 +1,13 @@
-"""`save="attention"`: operations whose results leave the device, so that recomputation answers them instead of running them.
+"""Operations whose results are kept, so that recomputation answers them instead of running them.
 
-In forward a `Watch` sees each call of attention and of a linear map and what autograd saved in it. Of a call that can be
+In forward a watch sees each call of attention and of a linear map and what autograd saved in it. Of a call that can be
 answered there remains an `Answer`: its result, and for each tensor that autograd saved either where in the arguments it
 lies or its bytes off the device. In recomputation a `Replay` sees the same calls in the same order; one with an answer
 does not run: its slots are filled and its result is handed out.
 
-Which calls are answered: attention; the linear maps before it (the q, k and v projections) and the first one behind it (the
-output projection); and the layer's last linear map, if something behind it makes recomputation pass through it. Results of
-the linear maps behind attention are looked at when it is known what comes after them, so only one of them is held.
+Which calls leave one is said in `rlx.offload.watch`: with `save="attention"` attention, the linear maps before it (the q, k
+and v projections), the first one behind it (the output projection), and the layer's last linear map, if something behind it
+makes recomputation pass through it; with `save="auto"` those that the plan names, and what is kept of these may stay.
 
 Note [what makes an answer right]
 The forward of an answered call ran as in plain autograd, gradient mode on, whichever kernel was chosen: what its backward
@@ -29,13 +29,11 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from rlx.offload.answers import Answer, Recording, autocast_dtype, sources_of, why_no_answer
+from rlx.offload.answers import Answer, autocast_dtype
 from rlx.offload.engine import map_leaves, tensors_in
-from rlx.offload.identity import is_plain, storage_address
+from rlx.offload.identity import storage_address
 
 # The functions that are watched, and whether they are attention; attention is added by `register_attention`.
 _IS_ATTENTION: dict[Any, bool] = {
@@ -55,10 +53,6 @@ _FUNCTIONS = {
     "flash_attn_interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
     "flash_attn.cute.interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
 }
-# The last linear map is answered if repeating it takes at least this many operations for each byte of its result: on
-# current machines a link moves one byte in the time of some thousand operations, and has room left at this point.
-MIN_OPERATIONS_PER_BYTE = 1000
-
 _active = threading.local()
 
 
@@ -90,7 +84,7 @@ def register_attention(function: Any) -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         run = super(function, cls).apply
-        watch: _Watcher | None = getattr(_active, "watch", None)
+        watch: Watcher | None = getattr(_active, "watch", None)
         return run(*args, **kwargs) if watch is None else watch.run(run, args, kwargs, is_attention=True)
 
     function.apply = classmethod(apply)  # type: ignore[assignment]
@@ -106,7 +100,7 @@ def register_known_attention() -> None:
                     register_attention(function)
 
 
-class _Watcher(TorchFunctionMode):
+class Watcher(TorchFunctionMode):
     """Sees the calls of attention and linear maps on this thread; a call inside another one is part of it."""
 
     def __init__(self) -> None:
@@ -144,117 +138,7 @@ class _Watcher(TorchFunctionMode):
         raise NotImplementedError
 
 
-class Watch(_Watcher):
-    """Keeps answers while a layer's forward runs.
-
-    Args:
-        recording: the layer call.
-        expected: how many attention calls the layer made when it ran before; 0 where it has not.
-    """
-
-    def __init__(self, recording: Recording, expected: int) -> None:
-        super().__init__()
-        if not expected:
-            register_known_attention()  # libraries that load late
-        self.answers: list[Answer | None] = []
-        self.attention_count = 0
-        self.attention_slots: int | None = None  # how many slots there are up to the map behind the last attention
-        self.refused: str | None = None
-        self._recording = recording
-        self._expected = expected
-        # Place among the answers -> a result that may be stored, and the node of the graph that made it.
-        self._pending: dict[int, tuple[Any, Node | None]] = {}
-        self._wants_next = False
-
-    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        arguments = tensors_in((args, kwargs))
-        if is_attention:
-            self._store_pending(arguments)
-        place = len(self.answers)
-        self.answers.append(None)  # also where the call fails and the layer goes on
-        behind_attention = self.attention_count >= max(self._expected, 1) and not is_attention and not self._wants_next
-        if behind_attention:
-            self._drop_pending()
-            if not _is_worth(function, args):
-                return function(*args, **kwargs)
-        result, answer = self._watched(function, args, kwargs, arguments, is_attention)
-        self.answers[place] = answer
-        if is_attention:
-            self.attention_count += 1
-            if answer is not None:
-                answer.random_state = self._recording.random_state()
-                self._store(place, result)
-        elif self._wants_next:
-            self._store(place, result)
-            self.attention_slots = self._recording.slot_count
-        elif answer is not None:
-            node = result.grad_fn if isinstance(result, Tensor) else None
-            self._pending[place] = map_leaves(_detached, result), node
-        self._wants_next = is_attention
-        return result
-
-    def _watched(
-        self, function: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_attention: bool
-    ) -> tuple[Any, Answer | None]:
-        """Run a call; returns its result and what is needed to answer it, None if it has to run again."""
-        versions = _versions(arguments)
-        first_slot = self._recording.slot_count
-        result = function(*args, **kwargs)
-        seen = self._recording.saved_since(first_slot)
-        results = tensors_in(result)
-        refused = why_no_answer((*arguments, *results))
-        if not results or not all(map(is_plain, seen)):
-            refused = "gives or saves something else than tensors"
-        if versions != _versions(arguments):
-            refused = "writes to its arguments"
-        if refused is None:
-            saved = sources_of(seen, arguments, results, self._recording, is_attention)
-            if saved is not None:
-                return result, Answer(function, first_slot, arguments, saved, result)
-            refused = "saves more than a fused kernel of attention does: its scores, or copies"
-        if is_attention:
-            self.refused = refused
-        return result, None
-
-    def end_forward(self) -> None:
-        """Close the forward: settle the last linear map, and drop answers whose results were written to."""
-        if self._pending and self.attention_count:
-            place, (result, _) = next(reversed(self._pending.items()))
-            answer = self.answers[place]
-            if answer is not None and answer.next_slot < self._recording.slot_count:
-                self._store(place, result)
-                self._pending.pop(place)
-        self._drop_pending()
-        self.answers = [a if a is not None and a.is_result_untouched else None for a in self.answers]
-
-    def _store_pending(self, arguments: list[Tensor]) -> None:
-        """Store the results before attention, but for those that a kernel may have written to unseen.
-
-        Kernels that are an autograd Function may write in place past the version counter (Liger's rotary embedding does):
-        what attention gets lies where the result lay then, and there is more than views in between.
-        """
-        addresses = list(map(storage_address, arguments))
-        for place, (result, node) in self._pending.items():
-            here = [storage_address(tensor) for tensor in tensors_in(result)]
-            looks = [argument for argument, address in zip(arguments, addresses, strict=True) if address in here]
-            if all(_is_reached_by_views(argument.grad_fn, node) for argument in looks):
-                self._store(place, result)
-            else:
-                self.answers[place] = None
-        self._pending.clear()
-
-    def _store(self, place: int, result: Any) -> None:
-        answer = self.answers[place]
-        if answer is not None and not answer.store_result(self._recording, result):
-            self.answers[place] = None
-
-    def _drop_pending(self) -> None:
-        for place in self._pending:
-            self.answers[place] = None
-        self._pending.clear()
-
-
-class Replay(_Watcher):
+class Replay(Watcher):
     """Answers calls while a layer is recomputed.
 
     Args:
@@ -295,10 +179,6 @@ class Replay(_Watcher):
         return answer.result()
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def _cast_activations(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Cast arguments as autocast is about to, but for those whose casts it shares."""
     tensors = tensors_in((args, kwargs))
@@ -312,27 +192,3 @@ def _cast_activations(args: Any, kwargs: Any) -> tuple[Any, Any]:
         return leaf if leaf.is_leaf and leaf.requires_grad else leaf.to(dtype)
 
     return map_leaves(cast, (args, kwargs))  # type: ignore[no-any-return]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _is_reached_by_views(start: Node | None, node: Node | None) -> bool:
-    """Whether the way back from one node to another passes no autograd Function."""
-    for _ in range(32):
-        if start is None or isinstance(start, BackwardCFunction):
-            return False
-        if start is node:
-            return True
-        start = start.next_functions[0][0] if start.next_functions else None
-    return False
-
-
-def _is_worth(function: Any, args: Sequence[Any]) -> bool:
-    """Whether repeating a linear map is dearer than bringing its result back: by operations for each byte of it."""
-    place = 1 if function is torch.addmm else 0  # behind the bias
-    if len(args) <= place or not isinstance(args[place], Tensor) or not args[place].dim():
-        return False
-    tensor: Tensor = args[place]
-    return 2 * tensor.shape[-1] >= MIN_OPERATIONS_PER_BYTE * tensor.element_size()

@@ -33,9 +33,11 @@ def test_a_value_out_of_range_is_named_with_what_was_got(wrong):
     assert repr(value) in str(error.value)
 
 
-def test_what_this_version_lacks_is_refused():
-    with pytest.raises(ValueError, match="not available in this version"):
-        OffloadOptions(save="auto")
+def test_plans_are_for_host_memory(tmp_path):
+    with pytest.raises(ValueError, match="tier='cpu'"):
+        OffloadOptions(save="auto", tier="disk", directory=tmp_path)
+    with pytest.raises(ValueError, match="enable_ckpt=True"):
+        OffloadOptions(save="auto").resolve_save(False)
 
 
 def test_the_disk_tier_needs_a_folder_which_a_driver_may_lack():
@@ -80,6 +82,8 @@ def test_options_without_effect_are_named_in_one_line(caplog):
     OffloadOptions(pin_memory=False, max_device_bytes=1).log_without_effect(on_accelerator=False)
     (record,) = caplog.records
     assert "max_device_bytes, pin_memory" in record.getMessage()
+    OffloadOptions(save="auto", max_device_bytes=1).log_without_effect(on_accelerator=False)
+    assert len(caplog.records) == 1
 
 
 def test_options_are_values():

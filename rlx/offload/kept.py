@@ -1,0 +1,68 @@
+"""Layers that a plan keeps whole: they run as they are. Backward that comes to one fetches what the layer before has sent off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from rlx.offload.engine import Engine, Layer, LayerCall, tensors_in
+from rlx.offload.orders import Orders
+from rlx.offload.replay import Watcher
+
+
+class KeptCall(LayerCall):
+    """One forward call of a layer that keeps all that autograd saves."""
+
+    def __init__(self, engine: Engine, layer: Layer, orders: Orders) -> None:
+        super().__init__(engine, layer)
+        layer.counters.kept_bytes += orders.saved_bytes
+        layers = engine.options.prefetch_layers
+        self.prefetch_layers = 1 if layers is None else layers
+        self.fetches_early = layers is not None or orders.fetch_early
+
+    def enter(self, gradient: Tensor) -> None:
+        """Hook of the layer's outputs: backward begins."""
+        self.begin_backward()
+        if self.fetches_early:
+            self.prefetch(self.prefetch_layers)
+
+    def pass_attention(self, gradient: Tensor) -> None:
+        """Hook of what follows attention: backward is through with the rest."""
+        self.begin_backward()
+        self.prefetch(self.prefetch_layers)
+
+
+class _LateHook(Watcher):
+    """Hooks the results of the linear maps behind attention."""
+
+    def __init__(self, call: KeptCall) -> None:
+        super().__init__()
+        self._call = call
+        self._wants_next = False
+
+    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
+        result = function(*args, **kwargs)
+        if self._wants_next:
+            _hook(result, self._call.pass_attention)
+        self._wants_next = is_attention
+        return result
+
+
+def run_kept(engine: Engine, layer: Layer, forward: Callable[..., Any], args: Any, kwargs: Any, orders: Orders) -> Any:
+    """Run a layer's forward as it is."""
+    call = KeptCall(engine, layer, orders)
+    if call.fetches_early or call.previous is None:
+        outputs = forward(*args, **kwargs)
+    else:
+        with _LateHook(call):
+            outputs = forward(*args, **kwargs)
+    _hook(outputs, call.enter)
+    return outputs
+
+
+def _hook(value: Any, hook: Callable[[Tensor], None]) -> None:
+    for tensor in tensors_in(value):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]

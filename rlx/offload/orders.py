@@ -1,0 +1,35 @@
+"""What is to become of a layer's inputs and of the calls that it makes, when a plan says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Orders:
+    """For one layer; calls are those of attention and of linear maps, counted from 0 in the order in which it makes them.
+
+    Args:
+        keep: run the layer as it is, without recomputation. The rest says nothing then.
+        boundary_leaves: its inputs leave the device; else they stay.
+        on_device: calls whose results stay on the device, so that they do not run again.
+        off_device: calls whose results leave it.
+        names: of all its calls, from `call_name`; where a layer calls something else, the calls from there on run again.
+            None: whatever it calls.
+        fetch_early: what the layer before has sent off is fetched when this one's recomputation begins; else when
+            backward is through with what follows attention.
+        saved_bytes: what autograd saves of it, where that is known [bytes].
+    """
+
+    keep: bool = False
+    boundary_leaves: bool = True
+    on_device: frozenset[int] = frozenset()
+    off_device: frozenset[int] = frozenset()
+    names: tuple[str, ...] | None = None
+    fetch_early: bool = False
+    saved_bytes: int = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the results of calls are wanted."""
+        return bool(self.on_device or self.off_device)
