@@ -36,6 +36,7 @@ from rlx.offload.kept import run_kept
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.orders import Orders
 from rlx.offload.replay import Replay
+from rlx.offload.sample import MeasuringWatch
 from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored, modified_input
@@ -133,6 +134,8 @@ class RecomputedCall(LayerCall):
             if index < self._prefetch_below:
                 self._prefetch_below = 0
                 self.prefetch(1)
+                if self._orders.sample is not None:
+                    self._orders.sample.pass_middle()
             return value
 
         return saved_tensors_hooks(slots.packer(), unpack)
@@ -252,6 +255,9 @@ class RecomputedCall(LayerCall):
         written = self._written_constant()
         if written is not None:
             raise modified_input(written)
+        sample = self._orders.sample
+        if sample is not None:
+            sample.begin_recompute()
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
         tensors = {id(stored): stored.tensor() for stored in self._inputs}
@@ -266,6 +272,8 @@ class RecomputedCall(LayerCall):
         start = mark(stream)
         values = self._save_again(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
+        if sample is not None:
+            sample.end_recompute()
         super().unload()
         self._values = values
         return values
@@ -353,13 +361,15 @@ def run_recomputed(
         parameter.requires_grad for parameter in repeatable.module.parameters()
     ):
         return repeatable.forward(*args, **kwargs)
-    orders = engine.orders(layer, tensors)
+    orders = engine.orders(layer, repeatable.module, tensors)
     if orders is not None and orders.keep:
         return run_kept(engine, layer, repeatable.forward, args, kwargs, orders)
     call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors, orders)
     watch: Watch | None = None
     if engine.save == "attention":
         watch = AttentionWatch(call, layer.attention_count)
+    elif orders is not None and orders.sample is not None:
+        watch = MeasuringWatch(call, orders.sample)
     elif orders is not None and orders.has_calls:
         watch = PlannedWatch(call, orders)
     try:

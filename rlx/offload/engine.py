@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from rlx.offload.arena import host_arena
 from rlx.offload.copies import Copier
@@ -141,7 +141,7 @@ class Engine:
         self._has_warned_full = False
         self._has_noted_fallback = False
         # What a layer is to do with these inputs: set where layers are planned.
-        self.orders: Callable[[Layer, Sequence[Tensor]], Orders | None] = lambda layer, tensors: None
+        self.orders: Callable[[Layer, Module, Sequence[Tensor]], Orders | None] = lambda layer, module, tensors: None
 
     def begin_call(self, call: LayerCall) -> tuple[int, weakref.ref[LayerCall] | None]:
         """Number a layer call and link it to the one before it on this thread, unless a new forward has begun."""

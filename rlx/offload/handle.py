@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from rlx.offload.auto import Controller
 from rlx.offload.checkpoint import Repeatable, run_recomputed
 from rlx.offload.engine import Engine, Layer, leaves_of, map_leaves
 from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
 from rlx.offload.module_state import Places
 from rlx.offload.options import OffloadOptions
+from rlx.offload.plan.planner import Plan
 from rlx.offload.saving import RegionHooks, run_saving, unpack
 from rlx.offload.stats import OffloadStats
 
@@ -120,6 +122,10 @@ class ActivationOffloading:
     def __init__(self, options: OffloadOptions, save: str) -> None:
         self.options = options
         self.engine = Engine(options, save)
+        self._controller: Controller | None = None
+        if save == "auto":
+            self._controller = Controller(self.engine)
+            self.engine.orders = self._controller.orders
         self.is_enabled = True
         self._layers: list[weakref.ref[nn.Module]] = []
         self._flags = CheckpointingFlags(())
@@ -133,6 +139,10 @@ class ActivationOffloading:
             per_layer: also give the figures of each layer.
         """
         return self.engine.stats(per_layer)
+
+    def plan(self) -> Plan | None:
+        """The plan that the latest forward followed with `save="auto"`; None before the first, and with any other `save`."""
+        return self._controller.plan if self._controller is not None else None
 
     def disable(self) -> None:
         """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""

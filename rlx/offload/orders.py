@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlx.offload.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Orders:
         fetch_early: what the layer before has sent off is fetched when this one's recomputation begins; else when
             backward is through with what follows attention.
         saved_bytes: what autograd saves of it, where that is known [bytes].
+        sample: measures the layer, of which nothing but its inputs is kept then.
     """
 
     keep: bool = False
@@ -28,6 +33,7 @@ class Orders:
     names: tuple[str, ...] | None = None
     fetch_early: bool = False
     saved_bytes: int = 0
+    sample: Sample | None = None
 
     @property
     def has_calls(self) -> bool:

@@ -202,8 +202,8 @@ class PlannedWatch(Watch):
 
     def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
         names = self._orders.names
-        if names is not None and not self.is_off_plan:
-            self.is_off_plan = place >= len(names) or names[place] != call_name(function, args, is_attention)
+        if names is not None and not self.is_off_plan and place < len(names):
+            self.is_off_plan = names[place] != call_name(function, args, is_attention)
         return not self.is_off_plan and (place in self._orders.on_device or place in self._orders.off_device)
 
     def _save(self, place: int, tensor: Tensor) -> Stored | None:

@@ -35,7 +35,7 @@ PLANS = {"stay": (ALL_STAY,) * 3, "leave": (ALL_LEAVE,) * 3, "mixed": MIXED, "ke
 def under(orders, model):
     """A handle for a model whose layers follow orders."""
     handle = enable_activation_offloading(model, True, OffloadOptions(save="auto", min_bytes=0))
-    handle.engine.orders = lambda layer, tensors: orders[layer.index]
+    handle.engine.orders = lambda layer, module, tensors: orders[layer.index]
     return handle
 
 

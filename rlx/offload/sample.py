@@ -1,0 +1,224 @@
+"""What one layer costs: times, bytes and calls of one forward and backward with `save="auto"`, inputs off the device.
+
+Device times are events that are looked at when the device has passed them. Memory is torch's allocator's; its peak is
+reset while layers are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlx.offload.answers import Recording
+from rlx.offload.identity import is_parameter, is_plain, size_bytes
+from rlx.offload.orders import Orders
+from rlx.offload.stats import Mark, mark
+from rlx.offload.stored import Stored
+from rlx.offload.watch import PlannedWatch, call_name
+
+
+@dataclass
+class Call:
+    """One call of attention or of a linear map: its name, when it ran, and what an answer to it would hold [bytes]."""
+
+    name: str
+    start: Mark
+    stop: Mark | None = None
+    nbytes: int = 0
+    can_be_answered: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Time it took."""
+        assert self.stop is not None
+        return seconds(self.start, self.stop)
+
+
+@dataclass
+class Backward:
+    """What the samples of one forward and backward share: the layer whose backward is at work, and memory outside of layers."""
+
+    open: Sample | None = None
+    has_begun: bool = False
+    outside_bytes: int = 0  # that what follows the layers holds at most for itself
+    peak_bytes: int = 0  # allocated at most, all in all
+
+
+class Sample:
+    """The measurement of one layer call.
+
+    Args:
+        index: of the layer.
+        device: where it computes.
+        boundary_bytes: of its inputs that want a gradient.
+        backward: shared by the layers of a pass.
+        finished: called when the layer has been recomputed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        boundary_bytes: int,
+        backward: Backward,
+        finished: Callable[[Sample], None],
+    ) -> None:
+        self.index = index
+        self.boundary_bytes = boundary_bytes
+        self.calls: list[Call] = []
+        self.saved_bytes = 0
+        self.working_bytes: int | None = None
+        self.late_bytes: int | None = None
+        self._device = device
+        self._backward = backward
+        self._finished = finished
+        self._marks: dict[str, Mark] = {}
+        self._base_bytes = 0
+
+    def mark(self) -> Mark:
+        """A point in time on the device."""
+        return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
+
+    def begin_forward(self) -> None:
+        """The layer's forward begins."""
+        self._marks["forward"] = self.mark()
+
+    def end_forward(self, saved: Sequence[Tensor], watch: MeasuringWatch) -> None:
+        """The layer's forward has ended, in which autograd saved some tensors."""
+        self._marks["forward_end"] = self.mark()
+        for call, answer in zip(self.calls, watch.answers, strict=True):
+            call.can_be_answered = answer is not None
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in saved
+            if is_plain(tensor) and not is_parameter(tensor)
+        }
+        self.saved_bytes = sum(storages.values())
+        self._reset_peak()
+
+    def begin_recompute(self) -> None:
+        """Backward comes to the layer."""
+        if "recompute" in self._marks:
+            return
+        self._marks["recompute"] = now = self.mark()
+        shared = self._backward
+        allocated, peak = self._memory()
+        shared.peak_bytes = max(shared.peak_bytes, peak)
+        if shared.open is not None:
+            shared.open.end_backward(now, peak)
+        elif not shared.has_begun:
+            shared.outside_bytes = peak - allocated
+        shared.has_begun = True
+        shared.open = self
+        self._base_bytes = allocated
+        self._reset_peak()
+
+    def end_recompute(self) -> None:
+        """The layer has been recomputed; its backward follows."""
+        if "recompute_end" not in self._marks:
+            self._marks["recompute_end"] = self.mark()
+            self._finished(self)
+
+    def pass_middle(self) -> None:
+        """Backward is through with the widest part of the layer."""
+        if self.working_bytes is None and self._backward.open is self:
+            self.working_bytes = self._take_peak() + self.boundary_bytes
+            self._reset_peak()
+
+    def end_backward(self, now: Mark, peak: int) -> None:
+        """Backward has come to the layer before."""
+        self._marks["backward_end"] = now
+        rest = peak - self._base_bytes
+        if self.working_bytes is None:
+            self.working_bytes = rest + self.boundary_bytes
+        self.late_bytes = rest
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has passed all marks."""
+        marks = [*self._marks.values(), *(call.stop for call in self.calls)]
+        return all(not isinstance(m, torch.Event) or m.query() for m in marks)
+
+    @property
+    def forward_s(self) -> float:
+        """Time of forward."""
+        return seconds(self._marks["forward"], self._marks["forward_end"])
+
+    @property
+    def recompute_s(self) -> float:
+        """Time of recomputation."""
+        return seconds(self._marks["recompute"], self._marks["recompute_end"])
+
+    @property
+    def backward_s(self) -> float | None:
+        """Time of backward without it; None for the first layer, whose end is not seen."""
+        end = self._marks.get("backward_end")
+        return None if end is None else seconds(self._marks["recompute_end"], end)
+
+    def ends_at(self, call: Call) -> float:
+        """Where in forward a call ended, in [0, 1]."""
+        assert call.stop is not None
+        return min(1.0, seconds(self._marks["forward"], call.stop) / max(self.forward_s, 1e-12))
+
+    def _take_peak(self) -> int:
+        _, peak = self._memory()
+        self._backward.peak_bytes = max(self._backward.peak_bytes, peak)
+        return peak - self._base_bytes
+
+    def _memory(self) -> tuple[int, int]:
+        if self._device.type == "cpu":
+            return 0, 0
+        return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
+
+    def _reset_peak(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+
+class MeasuringWatch(PlannedWatch):
+    """Times each call and finds out what an answer to it would hold; nothing is answered."""
+
+    def __init__(self, recording: Recording, sample: Sample) -> None:
+        super().__init__(recording, Orders())
+        self._sample = sample
+        self._seen: set[tuple[int, int]] = set()
+
+    def __enter__(self) -> Any:
+        self._sample.begin_forward()
+        return super().__enter__()
+
+    def end_forward(self, outputs: Any) -> None:
+        """Close the forward: note what could be answered."""
+        super().end_forward(outputs)
+        self._sample.end_forward(self._recording.saved_since(0), self)
+        self.answers = [None] * len(self.answers)
+
+    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
+        call = Call(call_name(function, args, is_attention), self._sample.mark())
+        self._sample.calls.append(call)
+        try:
+            return super()._run(function, args, kwargs, is_attention)
+        finally:
+            call.stop = self._sample.mark()
+
+    def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
+        return True
+
+    def _save(self, place: int, tensor: Tensor) -> Stored:
+        address = (place, tensor.untyped_storage().data_ptr())
+        if address not in self._seen:  # attention saves its own result as well
+            self._seen.add(address)
+            self._sample.calls[place].nbytes += size_bytes(tensor)
+        return Stored(tensor, None)
+
+
+def seconds(start: Mark, stop: Mark) -> float:
+    """Time between two marks that have been passed."""
+    if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
+        return start.elapsed_time(stop) / 1e3
+    assert isinstance(start, float) and isinstance(stop, float)
+    return (stop - start) / 1e3

@@ -1,0 +1,176 @@
+"""`save="auto"`: a pass is measured, a plan is made, and whatever it is, gradients are those of plain autograd."""
+
+import copy
+import gc
+import logging
+
+import pytest
+import torch
+
+from rlx.offload import OffloadOptions, enable_activation_offloading
+
+PLENTY = 1 << 40
+
+
+def read(model, tokens=6):
+    return model(torch.linspace(-1, 1, 2 * tokens * 16).sin().view(2, tokens, 16))
+
+
+@pytest.fixture
+def auto(enable):
+    """`auto(model, budget)`: the handle."""
+    return lambda model, budget=PLENTY, **options: enable(model, True, save="auto", max_device_bytes=budget, **options)
+
+
+@pytest.mark.parametrize("budget", [0, 20_000, PLENTY])
+def test_gradients_are_those_of_plain_autograd_before_and_after_the_plan(toys, auto, budget):
+    model = toys.decoder(4, dropout=0.2)
+    expected = toys.grade(copy.deepcopy(model), read)
+    handle = auto(model, budget)
+    for number in range(5):
+        expected.assert_equal(toys.grade(model, read))
+        assert (handle.plan() is None) == (number < 2)  # the first pass warms up, the second is measured
+        assert handle.stats().held_bytes == 0
+
+
+def test_where_everything_fits_nothing_leaves_and_nothing_is_recomputed(toys, auto):
+    model = toys.decoder(3)
+    handle = auto(model)
+    for _ in range(3):
+        read(model).backward()
+    before = handle.stats()
+    read(model).backward()
+    step = handle.stats().since(before)
+    assert all(layer.keep for layer in handle.plan().layers)
+    assert (step.offloaded_bytes, step.recomputed_ms) == (0, 0)
+    assert step.kept_bytes > 0
+
+
+def test_without_a_budget_little_stays(toys, auto):
+    model = toys.decoder(4)
+    handle = auto(model, None)
+    for _ in range(3):
+        read(model).backward()
+    assert [layer.keep for layer in handle.plan().layers][:3] == [False] * 3
+    assert not any(layer.on_device for layer in handle.plan().layers[:3])
+
+
+def test_host_memory_is_a_limit(toys, auto):
+    model = toys.decoder(4)
+    handle = auto(model, 0, max_host_bytes=2000)
+    for _ in range(3):
+        read(model).backward()
+    loss = read(model)
+    assert handle.plan().prediction.host_bytes <= 2000
+    assert handle.stats().held_bytes <= 2000
+    loss.backward()
+
+
+def test_each_length_has_its_plan(toys, auto):
+    model = toys.decoder(3)
+    handle = auto(model)
+    for _ in range(3):
+        read(model).backward()
+    plan = handle.plan()
+    read(model, 40).backward()  # warm already: this pass is measured
+    assert handle.plan() is plan
+    read(model, 40).backward()
+    assert handle.plan() is not plan
+    read(model).backward()
+    assert handle.plan() is plan
+
+
+def test_graphs_alive_at_once_and_graphs_dropped(toys, auto):
+    model = toys.decoder(3, dropout=0.1)
+    handle = auto(model)
+
+    def accumulated(model):
+        first, second = read(model), read(model)
+        first.backward()
+        return second
+
+    expected = toys.grade(copy.deepcopy(model), accumulated)
+    for _ in range(2):
+        read(model)  # measured in vain
+        gc.collect()
+    assert handle.plan() is None
+    for _ in range(3):
+        expected.assert_equal(toys.grade(model, accumulated))
+    assert handle.plan() is not None
+
+
+def test_a_layer_that_is_not_always_called(toys, auto):
+    model = toys.decoder(3)
+    handle = auto(model)
+    for _ in range(3):
+        read(model).backward()
+    few = copy.deepcopy(model.layers)
+    model.layers = model.layers[1:]
+    read(model).backward()
+    assert handle.plan() is not None and len(few) == 3
+
+
+def test_frozen_weights(toys, auto):
+    model = toys.decoder(3)
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.requires_grad_(False)
+        layer.v.requires_grad_(True)
+    expected = toys.grade(copy.deepcopy(model), read)
+    handle = auto(model, 4000)
+    for _ in range(4):
+        expected.assert_equal(toys.grade(model, read))
+    assert handle.plan() is not None
+
+
+def test_a_plan_is_explained_once_and_nothing_warns(toys, auto, caplog):
+    caplog.set_level(logging.INFO, "rlx.offload")
+    model = toys.decoder(3)
+    auto(model, 30_000)
+    for _ in range(5):
+        read(model).backward()
+    plans = [record for record in caplog.records if "plan for layers" in record.getMessage()]
+    assert len(plans) == 1 and "x plain" in plans[0].getMessage()
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+
+
+def test_measured_costs(toys, enable):
+    """The calls that can be answered, in the order of calls, with the bytes of their results."""
+    model = toys.decoder(3)
+    handle = enable(model, True, save="auto", max_device_bytes=0)
+    seen = []
+    follow = handle.engine.orders
+
+    def note(layer, module, tensors):
+        orders = follow(layer, module, tensors)
+        if orders is not None and orders.sample is not None:
+            seen.append(orders.sample)
+        return orders
+
+    handle.engine.orders = note
+    for _ in range(2):
+        read(model).backward()
+    names = ["linear 16x16", "linear 16x8", "linear 16x8", "attention", "linear 16x16", "linear 16x32", "linear 32x16"]
+    assert [[call.name for call in sample.calls] for sample in seen] == [names] * 3
+    sizes = {call.name: call.nbytes for call in seen[0].calls if call.can_be_answered}
+    row = 2 * 6 * 4  # bytes of a column in fp32
+    assert (sizes["linear 16x16"], sizes["linear 16x8"], sizes["linear 16x32"]) == (16 * row, 8 * row, 32 * row)
+    assert sizes["attention"] == 16 * row + 2 * 4 * 6 * 4  # and the log-sum-exp of four heads
+    for sample in seen:
+        assert sample.boundary_bytes == 16 * row
+        assert 0 < sum(call.seconds for call in sample.calls) < sample.forward_s
+        assert sample.recompute_s > 0
+        assert sample.saved_bytes > 100 * row
+    assert [sample.backward_s is not None for sample in seen] == [False, True, True]
+
+
+def test_none_but_auto_has_a_plan(toys, enable):
+    model = toys.decoder(3)
+    handle = enable(model, True)
+    read(model).backward()
+    assert handle.plan() is None
+
+
+def test_auto_recomputes_and_therefore_needs_enable_ckpt(toys):
+    with pytest.raises(ValueError, match="enable_ckpt=True"):
+        enable_activation_offloading(toys.decoder(), False, OffloadOptions(save="auto"))
