@@ -96,21 +96,19 @@ class RecomputedCall(LayerCall):
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
         self._slots = Slots()
-        self._values: list[Tensor | None] = []  # of each slot, recomputed and not asked for yet
+        self._values: list[tuple[Tensor, int] | None] = []  # of each slot, recomputed, not asked for yet; and versions
         self._prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self._attention_slots: int | None = None
         self._lock = threading.Lock()
-        self._constants: list[tuple[Tensor, int]] = []  # inputs that want no gradient, and their versions
+        self._constants: list[tuple[Tensor, int]] = []  # aliases of inputs that want no gradient, and their versions
         self._answers: list[Answer | None] = []
         accelerators = {t.device: None for t in tensors if not t.is_cpu and t.device.type != "meta"}
         self._device = next(iter(accelerators), None)
-        inputs: dict[int, Stored] = {}  # the same object stays the same object: layers ask `query is key`
+        inputs: dict[int, Stored | Tensor] = {}  # the same object stays the same object: layers ask `query is key`
         for tensor in tensors:
-            if not tensor.requires_grad:
-                self._keep(tensor)
-            elif id(tensor) not in inputs:
-                inputs[id(tensor)] = self._store_input(tensor)
-        self._inputs = tuple(inputs.values())
+            if id(tensor) not in inputs:
+                inputs[id(tensor)] = self._store_input(tensor) if tensor.requires_grad else self._keep(tensor)
+        self._inputs = tuple([stored for stored in inputs.values() if type(stored) is Stored])
         self._args, self._kwargs = map_leaves(lambda leaf: inputs.get(id(leaf), leaf), (args, kwargs))
         self._ambient = Ambient(accelerators)
 
@@ -131,12 +129,15 @@ class RecomputedCall(LayerCall):
                 values = self._values
             if values:  # else another thread has moved on from this layer meanwhile
                 values[index] = None
+            tensor, version = value
+            if tensor._version != version:  # a backward has written to memory that slots share
+                raise slots.written(index)
             if index < self._prefetch_below:
                 self._prefetch_below = 0
                 self.prefetch(1)
                 if self._orders.sample is not None:
                     self._orders.sample.pass_middle()
-            return value
+            return tensor
 
         return saved_tensors_hooks(slots.packer(), unpack)
 
@@ -201,7 +202,7 @@ class RecomputedCall(LayerCall):
         self._values = []
         super().unload(unless_parked_by)
 
-    def _value(self, index: int) -> Tensor:
+    def _value(self, index: int) -> tuple[Tensor, int]:
         """The tensor of a slot whose value is not there: recomputes the layer, which gives those of all slots."""
         with self._lock:
             values = self._values
@@ -211,12 +212,16 @@ class RecomputedCall(LayerCall):
             assert value is not None
             return value
 
-    def _keep(self, tensor: Tensor) -> None:
+    def _keep(self, tensor: Tensor) -> Tensor:
         # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
-        if not tensor.is_inference():
-            self._constants.append((tensor, tensor._version))
-            self._slots.note_watch(tensor, tensor)
         self.layer.counters.kept_bytes += size_bytes(tensor)
+        if tensor.is_inference():
+            return tensor
+        # An alias: the tensor itself comes to hold the graph that holds this call if the layer's output is added to it.
+        kept = tensor.detach() if type(tensor) is Tensor else tensor
+        self._constants.append((kept, tensor._version))
+        self._slots.note_watch(tensor, kept)
+        return kept
 
     def _store_input(self, tensor: Tensor) -> Stored:
         if is_parameter(tensor):
@@ -243,7 +248,7 @@ class RecomputedCall(LayerCall):
         start, stop = span_bytes(tensor)
         return stop - start >= max(self.engine.options.min_bytes, 1)
 
-    def _recompute(self) -> list[Tensor | None]:
+    def _recompute(self) -> list[tuple[Tensor, int] | None]:
         if self._repeatable.module.training != self._was_training:
             raise RecomputeError(
                 f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
@@ -261,6 +266,7 @@ class RecomputedCall(LayerCall):
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
         tensors = {id(stored): stored.tensor() for stored in self._inputs}
+        tensors.update((id(kept), kept.detach()) for kept, _ in self._constants if kept.requires_grad)
         args, kwargs = map_leaves(lambda leaf: tensors.get(id(leaf), leaf), (self._args, self._kwargs))
         layers = self.engine.options.prefetch_layers
         if layers is not None or self._orders.fetch_early:
@@ -278,7 +284,7 @@ class RecomputedCall(LayerCall):
         self._values = values
         return values
 
-    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None]:
+    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int] | None]:
         """Run forward up to the last tensor that autograd saves; returns these, looked at before any is handed out."""
         saved: list[Tensor] = []
         answered: set[int] = set()
@@ -315,7 +321,7 @@ class RecomputedCall(LayerCall):
             difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
             if difference is not None:
                 self._fail(difference)
-            return [tensor.detach() for tensor in saved]
+            return [(tensor.detach(), tensor._version) for tensor in saved]
         finally:
             saved.clear()  # Note [the work of hooks]
 

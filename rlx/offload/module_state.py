@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 _SMALL_BYTES = 1 << 20
+Place = tuple[weakref.ref[nn.Module], str]
 
 
 class Places:
@@ -24,14 +25,20 @@ class Places:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.parameters: list[tuple[weakref.ref[nn.Module], str]] = []
-        self.buffers: list[tuple[weakref.ref[nn.Module], str]] = []
-        for module in layer.modules():
+        self._layer = weakref.ref(layer)
+        self.find()
+        # Those that the last forward did not save, and the ids of the parameters that it did; threads read both at once.
+        self.unsaved: tuple[list[Place], list[int]] = (self.parameters, [])
+
+    def find(self) -> None:
+        """Look again: parts may have been added to the layer since, as adapters are."""
+        self.parameters: list[Place] = []
+        self.buffers: list[Place] = []
+        layer = self._layer()
+        for module in layer.modules() if layer is not None else ():
             reference = weakref.ref(module)
             self.parameters += [(reference, name) for name, _ in module.named_parameters(recurse=False)]
             self.buffers += [(reference, name) for name, _ in module.named_buffers(recurse=False)]
-        self.unsaved = self.parameters
-        self.saved_ids: list[int] = []
 
 
 class _Seen(NamedTuple):
@@ -52,9 +59,11 @@ class ModuleState:
 
     def __init__(self, places: Places) -> None:
         self._all_places = places
-        self._places = places.unsaved
-        self._parameters = [getattr(module(), name, None) for module, name in self._places]
+        self._places, self._saved_ids = places.unsaved
+        self._parameters = _at(self._places)
         self._versions = _versions(self._parameters)
+        self._saved: list[Any] = []
+        self._wanted: list[bool] = []
         self._buffers: list[_Seen] = []
         self._large_buffers: list[_Seen] = []
         for module, name in places.buffers:
@@ -71,9 +80,11 @@ class ModuleState:
         Raises:
             RuntimeError: if it changed a buffer of which no copy was made.
         """
-        ids = list(map(id, saved))
-        if ids != self._all_places.saved_ids:
+        self._saved = list(saved)
+        ids = list(map(id, self._saved))
+        if ids != self._saved_ids:
             self._watch_unsaved(ids)
+        self._wanted = self._want_gradients()
         for seen in self._large_buffers:
             tensor, version = _look(seen.module, seen.name)
             if tensor is not seen.tensor or version != seen.version:
@@ -86,14 +97,20 @@ class ModuleState:
     def _watch_unsaved(self, saved_ids: list[int]) -> None:
         places = self._all_places
         watched = set(map(id, self._parameters))
-        tensors = [getattr(module(), name, None) for module, name in places.parameters]
+        tensors = _at(places.parameters)
+        if not set(map(id, tensors)).issuperset(saved_ids):
+            places.find()
+            tensors = _at(places.parameters)
         unsaved = [(place, t) for place, t in zip(places.parameters, tensors, strict=True) if id(t) not in saved_ids]
         for place, tensor in unsaved:
             if id(tensor) not in watched:
                 self._places = [*self._places, place]
                 self._parameters.append(tensor)
                 self._versions += _versions([tensor])
-        places.unsaved, places.saved_ids = [place for place, _ in unsaved], saved_ids
+        places.unsaved = [place for place, _ in unsaved], saved_ids
+
+    def _want_gradients(self) -> list[bool]:
+        return [tensor is not None and tensor.requires_grad for tensor in (*self._saved, *self._parameters)]
 
     def changed(self) -> str | None:
         """The first parameter or buffer that is not as it was; None where all are."""
@@ -101,6 +118,8 @@ class ModuleState:
         if versions != self._versions:
             place = next(i for i, version in enumerate(versions) if version != self._versions[i])
             return f"its parameter {self._places[place][1]!r} has been modified by an inplace operation"
+        if self._want_gradients() != self._wanted:  # autograd would save other tensors
+            return "a parameter of it has been frozen or unfrozen"
         for (module, name), was in zip(self._places, self._parameters, strict=True):
             now = getattr(module(), name, None)
             # FSDP1 puts in new views for each pass, which are no parameters.
@@ -130,6 +149,10 @@ class ModuleState:
                 else:
                     setattr(module, seen.name, seen.value.clone())
             yield
+
+
+def _at(places: list[Place]) -> list[Any]:
+    return [getattr(module(), name, None) for module, name in places]
 
 
 def _versions(tensors: list[Any]) -> list[int]:

@@ -1,0 +1,202 @@
+"""Recomputed layers: what changes between forward and backward so that other tensors would be saved, or others are meant."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from rlx.offload import RecomputeError
+
+RECOMPUTING = [{"enable_ckpt": True, "save": save} for save in ("boundary", "attention")]
+recomputing = pytest.mark.parametrize("saving", RECOMPUTING, ids=lambda saving: saving["save"])
+
+
+class Overwriting(torch.autograd.Function):
+    """Its backward uses the memory of what it saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x.mul_(3)
+        return grad * 2
+
+
+def square_first(block, x):
+    h = block.lin(x)
+    return torch.tanh(h * h) + Overwriting.apply(h)
+
+
+def output_first(block, x):
+    h = torch.tanh(block.lin(x))
+    return h + Overwriting.apply(h)
+
+
+def look_first(block, x):
+    h = block.lin(x)
+    return torch.sin(h[1:]).sum() + Overwriting.apply(h)
+
+
+@recomputing
+@pytest.mark.parametrize("forward", [square_first, output_first, look_first])
+def test_a_write_in_backward_to_memory_that_was_saved_twice_raises(enable, toys, saving, forward):
+    model = toys.of(forward)
+    for enabled in (False, True):
+        if enabled:
+            enable(model, **saving)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            toys.step(model).backward()
+
+
+def test_a_write_in_backward_to_memory_that_was_saved_once_is_right(compare, toys):
+    compare(toys.of(lambda block, x: torch.tanh(Overwriting.apply(block.lin(x)))), toys.step, True)
+
+
+class Scaled(nn.Module):
+    """With the scale frozen autograd saves fewer tensors of the same shape and dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 32).view(4, 8))
+
+    def forward(self, x):
+        return torch.tanh(self.lin(x) * torch.exp(self.scale)).sin()
+
+
+@recomputing
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_layer_that_is_frozen_or_unfrozen_before_backward_is_told(enable, toys, saving, is_trained):
+    model = toys.stack(Scaled)
+    enable(model, **saving)
+    model.layers.requires_grad_(is_trained)
+    loss = toys.step(model)
+    model.layers.requires_grad_(not is_trained)
+    with pytest.raises(RecomputeError, match="frozen or unfrozen"):
+        loss.backward()
+
+
+@recomputing
+def test_a_layer_that_is_frozen_for_another_forward_is_right(compare, toys, saving):
+    """As a discriminator is, or adapters are that are switched off for a reference."""
+
+    def step(model):
+        loss = toys.step(model)
+        model.layers.requires_grad_(False)
+        other = model(toys.batch(seed=2))
+        other.backward()
+        model.layers.requires_grad_(True)
+        return loss
+
+    compare(toys.stack(Scaled), step, **saving)
+
+
+@recomputing
+def test_a_layers_argument_that_wants_a_gradient_later(compare, toys, saving):
+    def forward(block, x, table):
+        return torch.tanh(block.lin(x) + torch.sin(table) * table).exp()
+
+    def step(model):
+        x, table = model.embed(toys.batch()), torch.linspace(0, 1, 32).view(4, 8)
+        for layer in model.layers:
+            x = layer(x, table=table)
+        table.requires_grad_()
+        loss = model.head(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    compare(toys.of(forward), step, **saving)
+
+
+@recomputing
+def test_a_layer_that_asks_for_the_gradient_of_its_argument(compare, toys, saving):
+    def forward(block, x, table):
+        shift = table * table
+        return torch.tanh(block.lin(x) + shift) * table.requires_grad_().exp()
+
+    def step(model):
+        x = model.embed(toys.batch())
+        for layer in model.layers:
+            x = layer(x, table=torch.linspace(0, 1, 32).view(4, 8))
+        loss = model.head(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    compare(toys.of(forward), step, **saving)
+
+
+@recomputing
+def test_outputs_summed_up_in_a_layers_argument_free_everything(enable, toys, saving):
+    """The argument comes to hold the graph, and must not be held by it."""
+    model = toys.of(lambda block, x, total: block.lin(x) + total)
+    handle = enable(model, **saving)
+    x, total = model.embed(toys.batch()), torch.zeros(4, 8)
+    for layer in model.layers:
+        x = layer(x, total=total)
+        total += x
+    assert handle.stats().held_bytes
+    del x, total
+    assert not handle.stats().held_bytes
+
+
+class Adapted(nn.Module):
+    """A layer to which an adapter may be added."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.adapter = None
+
+    def forward(self, x):
+        y = self.lin(x)
+        return y if self.adapter is None else y + self.adapter(x.detach())
+
+
+@recomputing
+def test_a_write_to_an_adapter_that_was_added_after_the_first_step_is_told(enable, toys, saving):
+    """Nothing saves its first weight, for its input wants no gradient."""
+    model = toys.stack(Adapted)
+    enable(model, **saving)
+    toys.step(model).backward()
+    for layer in model.layers:
+        layer.adapter = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    loss = toys.step(model)
+    with torch.no_grad():
+        model.layers[1].adapter[0].weight.add_(1)
+    with pytest.raises(RecomputeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@recomputing
+def test_a_write_to_a_weight_that_this_call_did_not_save_and_another_threads_call_did(enable, toys, saving):
+    """What the calls of a layer saved last is noted for all threads; each call watches what it did not save itself."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def forward(block, x):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(60)
+        return torch.tanh(block.lin(x))
+
+    model = toys.of(forward, blocks=1)
+    enable(model, **saving)
+    layer, constant = model.layers[0], toys.batch()
+    layer(model.embed(constant)).sum().backward()  # saves the weight
+    losses = []
+    thread = threading.Thread(target=lambda: losses.append(layer(constant).sum()))
+    thread.start()
+    assert inside.wait(60)
+    layer(constant)  # does not save it, as the call that is under way will not
+    go_on.set()
+    thread.join()
+    with torch.no_grad():
+        layer.lin.weight.mul_(2)
+    with pytest.raises(RecomputeError, match="modified by an inplace operation"):
+        losses[0].backward()
