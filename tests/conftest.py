@@ -28,6 +28,11 @@ settings.load_profile("rlx")
 TIMEOUT_S = 120
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of rank processes come first and together: where two tests run at a time, one side alone starts such processes."""
+    items.sort(key=lambda item: not any("rank" in fixture for fixture in getattr(item, "fixturenames", ())))
+
+
 class Ranks:
     """A gloo group of `world` processes that run functions of the modules `on_ranks_*`; a context."""
 
