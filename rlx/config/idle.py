@@ -45,6 +45,10 @@ def _is(key: str, value: object) -> Callable[[Setting], bool]:
     return lambda s: s.value(key) == value
 
 
+def _is_not(key: str, value: object) -> Callable[[Setting], bool]:
+    return lambda s: s.value(key) != value
+
+
 def _no_files_of_the_task(s: Setting) -> bool:
     return ARITHMETIC not in (*s.config.data.train_files, *s.config.data.val_files)
 
@@ -74,7 +78,7 @@ def _of_trained_model(role: str, model: str) -> tuple[Idle, ...]:
             lambda s: not writes_to_disk(s.value(offload)),
             "tier is cpu, and without max_host_bytes nothing exceeds it",
         ),
-        Idle((f"{offload}.max_device_bytes",), lambda s: True, "save=auto, which reads it, is not built yet"),
+        Idle((f"{offload}.max_device_bytes",), _is_not(f"{offload}.save", "auto"), "save is not auto"),
         Idle(_below(offload, "pin_memory", "use_streams", "max_inflight_bytes"), _on_cpu, "copies are synchronous"),
         _flagged(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),
         _flagged(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),

@@ -13,7 +13,7 @@ from rlx.config.schema import ActivationOffloadConfig
 
 Faults = Iterator[Fault]
 
-RECOMPUTING = ("boundary", "attention")
+RECOMPUTING = ("boundary", "attention", "auto")
 # The least with which the engine can write to disk: 24 buffers of one page; tier cpu spends a quarter of its cap on them.
 LEAST_HOST_BYTES = {"disk": 24 * 4096, "cpu": 4 * 24 * 4096}
 
@@ -53,18 +53,18 @@ def offload_without_compile(s: Setting) -> Faults:
 
 
 def offload_saves_what_is_there(s: Setting) -> Faults:
-    """What is offloaded agrees with what is recomputed, and is built."""
+    """What is offloaded agrees with what is recomputed, and with where it goes."""
     for role in offloading_roles(s):
         save, recompute = role.model.activation_offload.save, role.model.enable_gradient_checkpointing
         key, flag = f"{role.model_key}.activation_offload.save", f"{role.model_key}.enable_gradient_checkpointing"
-        if save == "auto":
-            remedy = f"set {key}=null: boundary with gradient checkpointing, all without"
-            expected = "boundary, attention or all"
-            yield Fault("this way of offloading is not built yet", f"{key}={save}", expected, remedy, (key,))
-        elif save is not None and (save in RECOMPUTING) != recompute:
-            instead = "boundary or attention" if recompute else "all"
+        if save == "auto" and role.model.activation_offload.tier == "disk":
+            tier = f"{role.model_key}.activation_offload.tier"
+            remedy = f"set {tier}=cpu, or {key}=attention"
+            yield Fault("plans are made for host memory", f"{key}=auto, {tier}=disk", "tier cpu", remedy, (key, tier))
+        if save is not None and (save in RECOMPUTING) != recompute:
+            instead = "boundary, attention or auto" if recompute else "all"
             remedy = f"set {flag}={not recompute}, or {key} to {instead}"
-            what = "boundary and attention recompute the rest of a layer, all recomputes nothing"
+            what = "boundary, attention and auto recompute layers, all recomputes nothing"
             yield Fault(what, f"{key}={save}, {flag}={recompute}", "both to agree", remedy, (key, flag))
 
 

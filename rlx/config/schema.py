@@ -72,7 +72,8 @@ class ActivationOffloadConfig:
     save: str | None = key(
         None,
         "What leaves the device: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
-        "attention and its projections), `all` (every saved tensor); null: boundary with gradient checkpointing, else all.",
+        "attention and its projections), `auto` (planned from measurements), `all` (every saved tensor); null: boundary with "
+        "gradient checkpointing, else all.",
         choices=(None, "boundary", "attention", "all", "auto"),
     )
     tier: str = key("cpu", "Where it goes: host memory or disk.", choices=("cpu", "disk"))
@@ -83,7 +84,9 @@ class ActivationOffloadConfig:
     pin_memory: bool = key(True, "Page-locked host memory, for copies that overlap compute.")
     use_streams: bool = key(True, "Copy on streams of their own.")
     max_host_bytes: int | None = key(None, "Limit of host memory per process [bytes]; null: none.", minimum=0)
-    max_device_bytes: int | None = key(None, "What `save=auto` may leave on the device [bytes].", minimum=0)
+    max_device_bytes: int | None = key(
+        None, "What `save=auto` may hold on the device for backward [bytes]; null: what is free.", minimum=0
+    )
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def _trl_all(model: nn.Module) -> Prepared:
     return Prepared(around_step=lambda: offload)
 
 
-OWN = ("boundary", "attention", "all")
+OWN = ("boundary", "attention", "auto", "all")
 PEERS: dict[str, Callable[[nn.Module], Prepared]] = {
     "plain": _plain,
     "checkpointing": _checkpointing,
@@ -144,6 +144,7 @@ KINDS = {
     "checkpointing": "transformers' checkpointing, non-reentrant",
     "boundary": "rlx: layer inputs off the device, the rest recomputed",
     "attention": "rlx: attention's outputs off the device as well, and not recomputed",
+    "auto": "rlx: planned; what is kept, leaves and is recomputed follows from a measured pass",
     "all": "rlx: every saved tensor off the device",
     "transformers-offload": "transformers' checkpointing with its offload=True",
     "save-on-cpu": "transformers' checkpointing inside torch's save_on_cpu(pin_memory=True)",
