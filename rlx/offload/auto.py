@@ -121,8 +121,8 @@ class Controller:
         samples = [bucket.done[index] for index in sorted(bucket.done)]
         priced = costs_of(samples)
         costs = [cost for cost, _ in priced]
-        if bucket.backward.outside_bytes:
-            room = bucket.backward.outside_bytes
+        room = bucket.backward.outside_bytes
+        if room > costs[-1].working_bytes - costs[-1].saved_bytes:  # else the last layer can be kept beside it
             costs.append(LayerCost(0.0, 0.0, 0.0, 0, 0, room, room))
         machine = self._machine(costs, bucket.backward.peak_bytes, device)
         plan = make_plan(costs, machine)
