@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlx.offload.sample import Sample
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Orders:
     names: tuple[str, ...] | None = None
     fetch_early: bool = False
     saved_bytes: int = 0
-    sample: Sample | None = None
+    sample: Any = None  # a `Sample`, whose module builds on this one
 
     @property
     def has_calls(self) -> bool:
