@@ -72,6 +72,11 @@ class _Sections:
                 del running[thread]
             return was_alone and self._switches == switches, self._sets == sets
 
+    def is_anyone_elses(self) -> bool:
+        """Whether another thread runs one now."""
+        with self._lock:
+            return any(thread != threading.get_ident() for thread in self._running)
+
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
         """Set the state of generators in a block."""
@@ -96,9 +101,10 @@ class Ambient:
         if self._devices:
             self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
         self._surroundings = _surroundings(self._kinds)
+        self._is_drawn = True
         self._section = _sections.begin()
         try:
-            self._random: tuple[Tensor, ...] | None = self.random_state()
+            self._random = self.random_state()
         except BaseException:
             _sections.end(self._section)
             raise
@@ -108,29 +114,35 @@ class Ambient:
         _sections.end(self._section)
 
     def end_forward(self) -> None:
-        """Note that forward has ended; forget the random state if it drew no numbers: there is nothing to repeat then.
+        """Note that forward has ended, and whether it drew random numbers, as far as can be seen.
 
         Raises:
             RuntimeError: if it drew while another thread ran a section.
         """
-        assert self._random is not None
         try:
             is_same = all(map(_is_same, self._random, self.random_state()))
         finally:
             is_alone, is_unset = _sections.end(self._section)
-        if is_same and (is_alone or is_unset):
-            self._random = None
-        elif not is_alone:
+        self._is_drawn = not (is_same and (is_alone or is_unset))
+        if self._is_drawn and not is_alone:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
         """Run a block as forward ran; the caller's state comes back after it. None where nothing has to be restored."""
-        if self._random is None and self._surroundings == _surroundings(self._kinds):
+        redraws = self._is_drawn or self._may_be_drawn(self._random)
+        if not redraws and self._surroundings == _surroundings(self._kinds):
             return None
-        return self._restored()
+        return self._restored(redraws)
+
+    def _may_be_drawn(self, states: tuple[Tensor, ...]) -> bool:
+        """Whether generators must be set to `states` for a forward that drew unseen, within `torch.random.fork_rng`.
+
+        With another thread in a section they are left alone: they would be taken away from that one.
+        """
+        return not all(map(_is_same, states, self.random_state())) and not _sections.is_anyone_elses()
 
     @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _restored(self, redraws: bool) -> Iterator[None]:
         device, kernels, cache_enabled, *autocasts = self._surroundings
         device_now, kernels_now, cache_enabled_now, *autocasts_now = _surroundings(self._kinds)
         with contextlib.ExitStack() as stack:
@@ -144,28 +156,28 @@ class Ambient:
             if kernels != kernels_now:
                 allowed = [kernel for kernel, is_on in zip(_KERNELS, kernels, strict=True) if is_on]
                 stack.enter_context(sdpa_kernel(allowed))
-            if self._random is not None:
-                stack.enter_context(self._redrawing(self._random))
+            if redraws:
+                stack.enter_context(self._redrawing())
             yield
 
     @contextlib.contextmanager
-    def _redrawing(self, states: tuple[Tensor, ...]) -> Iterator[None]:
+    def _redrawing(self) -> Iterator[None]:
         section = _sections.begin()
         try:
             before = self.random_state()
-            self._set_random_state(states)
+            self._set_random_state(self._random)
             try:
                 yield
             finally:
                 self._set_random_state(before)
         finally:
             is_alone, _ = _sections.end(section)
-        if not is_alone:
+        if self._is_drawn and not is_alone:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def skip_to(self, random_state: tuple[Tensor, ...]) -> None:
-        """Within `restored`: go on from a random state that forward had; nothing to do where it drew no numbers."""
-        if self._random is not None:
+        """Within `restored`: go on from a random state that forward had."""
+        if self._is_drawn or self._may_be_drawn(random_state):
             self._set_random_state(random_state)
 
     def random_state(self) -> tuple[Tensor, ...]:
