@@ -120,16 +120,21 @@ CASES = [
     (
         "offload_saves_what_is_there",
         f"{MODEL}.activation_offload.save=all",
-        ["boundary and attention recompute"],
-        "activation_offload.save to boundary or attention",
+        ["boundary, attention and auto recompute"],
+        "activation_offload.save to boundary, attention or auto",
     ),
     (
         "offload_saves_what_is_there",
         f"{GAE} critic.model.activation_offload.save=attention critic.model.enable_gradient_checkpointing=False",
-        ["boundary and attention recompute"],
+        ["boundary, attention and auto recompute"],
         "critic.model.enable_gradient_checkpointing=True",
     ),
-    ("offload_saves_what_is_there", f"{MODEL}.activation_offload.save=auto", ["this way of offloading"], "=null"),
+    (
+        "offload_saves_what_is_there",
+        " ".join(f"{MODEL}.activation_offload.{option}" for option in ("save=auto", "tier=disk", "directory=/tmp")),
+        ["plans are made for host memory"],
+        "activation_offload.tier=cpu",
+    ),
     (
         "offload_has_a_directory",
         f"{MODEL}.activation_offload.tier=disk",

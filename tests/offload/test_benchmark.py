@@ -176,7 +176,7 @@ def test_overhead_runs(tmp_path, capsys):
     assert main(["--overhead", "--rounds", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "overhead.json").read_text())
-    assert list(results["modes"]) == ["checkpointing", "boundary", "attention", "all"]
+    assert list(results["modes"]) == ["checkpointing", "boundary", "attention", "auto", "all"]
     for name, figures in results["modes"].items():
         assert tuple(figures.values()) == overhead_of(name, results["step_cpu_us"], results["no_grad_cpu_us"])
         assert (figures["no_grad_ratio"] is None) == (name == "checkpointing")
@@ -269,7 +269,7 @@ def test_a_mode_takes_options_of_its_own():
         (("--overhead", "--model", "tiny"), "--overhead has a model and modes of its own, but got --device, --model"),
         (("--modes", "plain,boundry"), "mode 'boundry' does not exist; choose from plain, checkpointing, boundary"),
         (("--modes", "plain,plain"), "--modes names plain more than once"),
-        (("--modes", "plain:min_bytes=1"), "only boundary, attention, all take options"),
+        (("--modes", "plain:min_bytes=1"), "only boundary, attention, auto, all take options"),
         (
             ("--modes", "boundary:min_byte=1"),
             "got 'min_byte=1', expected option=value with an option of OffloadOptions",
