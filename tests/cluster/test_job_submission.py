@@ -85,8 +85,10 @@ def cluster():
 
 
 def start(log: Path, environment: dict[str, str], *options: str) -> subprocess.Popen:
+    # A free port for the agent that takes jobs: another cluster of this machine may hold its default, and then no job is taken.
+    agent = f"--dashboard-agent-listen-port={free_port()}"
     with log.open("w") as output:
-        command = [RAY, "start", *options]
+        command = [RAY, "start", agent, *options]
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
 
 
