@@ -6,14 +6,17 @@ Importing this module imports vLLM, in the settings that let it live inside a tr
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import gc
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
@@ -92,7 +95,8 @@ class Engine:
 
     def __init__(self, options: Mapping[str, Any], on_cpu: bool) -> None:
         self._stance = "force_eager" if on_cpu else "default"
-        with undisturbed():
+        shares_memory = on_cpu and options["tensor_parallel_size"] > 1
+        with undisturbed(), _shared_memory() if shares_memory else contextlib.nullcontext():
             try:
                 self._llm: LLM | None = LLM(**options)
             except Exception as error:
@@ -104,8 +108,6 @@ class Engine:
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        if on_cpu:
-            _unlink_shared_memory()
 
     @property
     def max_model_len(self) -> int:
@@ -187,11 +189,24 @@ class Engine:
             torch.accelerator.empty_cache()
 
 
-def _unlink_shared_memory() -> None:
-    """Takes the names off the memory in which processes on CPU exchange tensors, which all have opened by now.
+@contextlib.contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Start of an engine whose processes exchange tensors through named memory; all of them enter.
 
-    They are the same for every run on a machine, and stay behind when a process is killed.
+    The names are the same for every run on a machine, and stay behind when a process is killed. So one run of a user
+    starts at a time, and takes the names off before, and as soon as all its processes have opened the memory.
     """
+    with open(Path(tempfile.gettempdir()) / f"rlx-vllm-start-{os.getuid()}", "w") as lock:
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _unlink_shared_memory()
+        dist.barrier()
+        yield
+        dist.barrier()
+        _unlink_shared_memory()
+
+
+def _unlink_shared_memory() -> None:
     for segment in Path("/dev/shm").glob("-tp:*-cpushm_*"):
         segment.unlink(missing_ok=True)
 
