@@ -4,7 +4,7 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
-from rlx.engine.forward import Head, response_outputs
+from rlx.engine.forward import Distribution, Head, response_outputs
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
@@ -25,7 +25,6 @@ from rlx.engine.residency import Parking
 from rlx.engine.sharding import precision_of, shard, transformer_layers
 from rlx.models.hf_folder import ModelCard
 from rlx.models.loading import load_model, load_skeleton
-from rlx.models.log_probs import token_log_probs
 from rlx.models.lora import Adapter, add_lora, merged_weights
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena
 
@@ -122,28 +121,21 @@ class Engine:
         Returns:
             log_probs and, if asked for, entropy: (B, R) on CPU, 0 on padding; fp32, fp64 in an fp64 engine.
         """
-
-        def compute(logits: Tensor, part: Batch) -> dict[str, Tensor]:
-            log_probs, entropy = token_log_probs(logits, part.responses(), temperature, with_entropy)
-            return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
-
-        return self._per_token(batch, micro, compute)
+        return self._per_token(batch, micro, Distribution(temperature, with_entropy))
 
     def values(self, batch: Batch, micro: MicroBatchRule) -> Tensor:
         """Values of the states in which the response tokens are chosen: (B, R) on CPU, 0 on padding; else as log_probs."""
-        return self._per_token(batch, micro, lambda values, part: {"values": values})["values"]
+        return self._per_token(batch, micro, None)["values"]
 
     @torch.no_grad()
-    def _per_token(
-        self, batch: Batch, micro: MicroBatchRule, compute: Callable[[Tensor, Batch], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def _per_token(self, batch: Batch, micro: MicroBatchRule, distribution: Distribution | None) -> dict[str, Tensor]:
         self.to_device(optimizer=False)
         self.root.eval()
         columns: dict[str, Tensor] = {}
         sequences = batch.select(*SEQUENCE)
         padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
         for rows, part, lead in self._micro_batches(sequences, micro):
-            for name, figures in compute(response_outputs(self.root, part, self.head), part).items():
+            for name, figures in response_outputs(self.root, part, distribution).items():
                 column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=figures.dtype))
                 if rows:
                     own = shifted(figures.cpu(), lead, batch.response_length)
@@ -187,7 +179,7 @@ class Engine:
         parts = list(self._micro_batches(batch, micro))
         for number, (_, part, _) in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
-                share = objective.share(response_outputs(self.root, part, self.head), part, totals)
+                share = objective.share(response_outputs(self.root, part, objective.distribution), part, totals)
                 # FSDP averages gradients over the processes; what is wanted is their sum.
                 (share.loss * dist.get_world_size()).backward()
             for name, figure in {"loss": share.loss.detach(), **share.metrics}.items():

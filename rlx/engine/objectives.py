@@ -1,4 +1,4 @@
-"""What an update minimises. Shape letters: B rows, R response tokens, V vocabulary.
+"""What an update minimises. Shape letters: B rows, R response tokens.
 
 An objective turns the model's outputs on one micro-batch into its share of the mini-batch's loss and metrics. Shares are
 already divided by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
@@ -16,7 +16,7 @@ from rlx.algorithms.losses import policy_loss, value_loss
 from rlx.algorithms.rollout_correction import mismatch_sums
 from rlx.config.schema import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
-from rlx.models.log_probs import token_log_probs
+from rlx.engine.forward import Distribution
 
 NO_CORRECTION = RolloutCorrectionConfig()
 
@@ -42,11 +42,12 @@ class Share(NamedTuple):
 class Objective(Protocol):
     """What the engine needs to know of a loss.
 
-    `columns` are read from the batch beside the sequences. `outputs` are response logits (B, R, V) or values (B, R),
-    as the engine's head gives them.
+    `columns` are read from the batch beside the sequences. `distribution` is what is asked of a language model, None of a
+    value model.
     """
 
     columns: tuple[str, ...]
+    distribution: Distribution | None
 
     def mask(self, batch: Batch) -> Tensor:
         """The tokens that count (B, R) bool."""
@@ -56,8 +57,8 @@ class Objective(Protocol):
         """This share's part of the loss's denominator, a scalar."""
         ...
 
-    def share(self, outputs: Tensor, batch: Batch, totals: Totals) -> Share:
-        """This micro-batch's part of loss and metrics."""
+    def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
+        """This micro-batch's part of loss and metrics; `outputs` are those of `response_outputs`, (B, R) each."""
         ...
 
 
@@ -91,7 +92,9 @@ class PolicyObjective:
         horizon: int,
         correction: RolloutCorrectionConfig = NO_CORRECTION,
     ):
-        self.actor, self.temperature, self.horizon, self.correction = actor, temperature, horizon, correction
+        self.actor, self.horizon, self.correction = actor, horizon, correction
+        # The bonus alone needs entropy's graph; the step's entropy is known from the pass that took old_log_probs.
+        self.distribution = Distribution(temperature, correction.bypass_mode or actor.entropy_coeff != 0)
         self.clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
         self.clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
         optional = {
@@ -109,12 +112,10 @@ class PolicyObjective:
         """See Objective."""
         return denominator(mask_BR, self.actor.loss_agg_mode)
 
-    def share(self, outputs: Tensor, batch: Batch, totals: Totals) -> Share:
-        """See Objective; `outputs` are logits (B, R, V)."""
+    def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
+        """See Objective."""
         actor, mask_BR, bypass = self.actor, self.mask(batch), self.correction.bypass_mode
-        # The bonus alone needs entropy's graph; the step's entropy is known from the pass that took old_log_probs.
-        with_entropy = bypass or actor.entropy_coeff != 0
-        log_probs, entropy = token_log_probs(outputs, batch.responses(), self.temperature, with_entropy)
+        log_probs, entropy = outputs["log_probs"], outputs.get("entropy")
         weights = token_weights(mask_BR, actor.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
         loss_BR, stats = policy_loss(
             log_probs, batch["old_log_probs"], batch["advantages"], self.clip_low, self.clip_high, actor.clip_ratio_c
@@ -158,6 +159,7 @@ class ValueObjective:
     """
 
     columns = ("values", "returns")
+    distribution = None
 
     def __init__(self, critic: CriticConfig, horizon: int):
         if critic.loss_agg_mode is None:
@@ -174,11 +176,11 @@ class ValueObjective:
         """See Objective."""
         return denominator(mask_BR, self.mode)
 
-    def share(self, outputs: Tensor, batch: Batch, totals: Totals) -> Share:
-        """See Objective; `outputs` are values (B, R)."""
-        mask_BR = batch["response_mask"]
-        weights = token_weights(mask_BR, self.mode, self.horizon, outputs.dtype) / totals.denominator
-        loss_BR, stats = value_loss(outputs, batch["values"], batch["returns"], self.clip)
+    def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
+        """See Objective."""
+        mask_BR, values = batch["response_mask"], outputs["values"]
+        weights = token_weights(mask_BR, self.mode, self.horizon, values.dtype) / totals.denominator
+        loss_BR, stats = value_loss(values, batch["values"], batch["returns"], self.clip)
         loss = (weights * loss_BR).sum()
-        figures = {"clip_fraction": stats["clipped"], "vpred_mean": outputs}
+        figures = {"clip_fraction": stats["clipped"], "vpred_mean": values}
         return Share(loss, {"vf_loss": loss.detach()} | _per_token(figures, mask_BR, totals.tokens))

@@ -27,8 +27,14 @@ def logits():
     return torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1), requires_grad=True)
 
 
+def share_of(objective, logits, batch):
+    """Its share of a micro-batch of which a model gave these logits."""
+    log_probs, entropy = token_log_probs(logits, batch.responses(), *objective.distribution)
+    return objective.share({"log_probs": log_probs, "entropy": entropy}, batch, TOTALS)
+
+
 def test_metrics_of_the_policy_are_parts_of_means_over_the_mini_batch(batch, logits):
-    loss, metrics, _ = PolicyObjective(ActorConfig(), 1.0, horizon=3).share(logits, batch, TOTALS)
+    loss, metrics, _ = share_of(PolicyObjective(ActorConfig(), 1.0, horizon=3), logits, batch)
     mask = batch["response_mask"]
     log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
     assert metrics["ppo_kl"] == pytest.approx(((batch["old_log_probs"] - log_probs)[mask].sum() / 8).item(), rel=1e-5)
@@ -38,10 +44,10 @@ def test_metrics_of_the_policy_are_parts_of_means_over_the_mini_batch(batch, log
 
 
 def test_kl_and_entropy_enter_as_weighed(batch, logits):
-    plain, _, _ = PolicyObjective(ActorConfig(), 1.0, horizon=3).share(logits, batch, TOTALS)
+    plain, _, _ = share_of(PolicyObjective(ActorConfig(), 1.0, horizon=3), logits, batch)
     actor = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25)
     objective = PolicyObjective(actor, 1.0, horizon=3)
-    loss, metrics, _ = objective.share(logits, batch, TOTALS)
+    loss, metrics, _ = share_of(objective, logits, batch)
     assert objective.columns == ("old_log_probs", "advantages", "ref_log_probs")
     expected = plain + 0.5 * metrics["kl_loss"] - 0.25 * metrics["entropy_loss"]
     torch.testing.assert_close(loss, expected)
@@ -54,7 +60,7 @@ def test_each_side_of_the_clip_range_can_be_set(batch, logits):
     batch = batch.with_(old_log_probs=log_probs.detach() - ratio.log())
 
     def clipped(**options):
-        metrics = PolicyObjective(ActorConfig(**options), 1.0, horizon=3).share(logits, batch, TOTALS).metrics
+        metrics = share_of(PolicyObjective(ActorConfig(**options), 1.0, horizon=3), logits, batch).metrics
         return metrics["clip_fraction"].item() * TOTALS.tokens
 
     upwards = (batch["advantages"] > 0)[batch["response_mask"]].sum().item()
@@ -72,7 +78,7 @@ def test_weights_of_one_change_no_bit(batch, logits):
     both = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k1",))
     grads = []
     for correction in (RolloutCorrectionConfig(), TIS, REJECTION, both):
-        share = PolicyObjective(EVERY_TERM, 1.0, 3, correction).share(logits, ones, TOTALS)
+        share = share_of(PolicyObjective(EVERY_TERM, 1.0, 3, correction), logits, ones)
         grads.append((share.loss, torch.autograd.grad(share.loss, logits)[0], *share.metrics.values()))
     for other in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
@@ -82,8 +88,8 @@ def test_weights_multiply_the_clipped_loss_and_no_other_term(batch, logits):
     """Truncated importance sampling written out: min(r, 2) times the clipped loss of each token, by hand."""
     sampler = batch["old_log_probs"] + torch.randn(2, 3)
     weights = (batch["old_log_probs"] - sampler).exp().clamp(max=2.0)
-    share = PolicyObjective(EVERY_TERM, 1.0, 3, TIS).share(logits, batch.with_(rollout_is_weights=weights), TOTALS)
-    plain = PolicyObjective(EVERY_TERM, 1.0, 3).share(logits, batch, TOTALS)
+    share = share_of(PolicyObjective(EVERY_TERM, 1.0, 3, TIS), logits, batch.with_(rollout_is_weights=weights))
+    plain = share_of(PolicyObjective(EVERY_TERM, 1.0, 3), logits, batch)
     log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
     total = 0.0
     for row in range(2):
@@ -104,8 +110,8 @@ def test_rejected_tokens_count_nowhere(batch, logits):
     objective = PolicyObjective(EVERY_TERM, 1.0, 3, REJECTION)
     rejected = batch.with_(loss_mask=left)
     assert objective.mask(rejected).equal(left) and objective.denominator(left) == 4
-    share = objective.share(logits, rejected, TOTALS)
-    shorter = PolicyObjective(EVERY_TERM, 1.0, 3).share(logits, batch.with_(response_mask=left), TOTALS)
+    share = share_of(objective, logits, rejected)
+    shorter = share_of(PolicyObjective(EVERY_TERM, 1.0, 3), logits, batch.with_(response_mask=left))
     assert torch.equal(share.loss, shorter.loss)
     assert share.metrics == shorter.metrics
     (gradient,) = torch.autograd.grad(share.loss, logits)
@@ -114,7 +120,7 @@ def test_rejected_tokens_count_nowhere(batch, logits):
 
 def test_with_bypass_the_update_measures_what_no_other_phase_has(batch, logits):
     objective = PolicyObjective(ActorConfig(), 1.0, 3, RolloutCorrectionConfig(bypass_mode=True))
-    share, plain = (o.share(logits, batch, TOTALS) for o in (objective, PolicyObjective(ActorConfig(), 1.0, 3)))
+    share, plain = (share_of(o, logits, batch) for o in (objective, PolicyObjective(ActorConfig(), 1.0, 3)))
     log_probs, entropy = token_log_probs(logits, batch.responses(), 1.0, True)
     sums, largest = mismatch_sums(log_probs, batch["old_log_probs"], batch["response_mask"])
     assert {f"mismatch/{name}": total for name, total in sums.items()}.items() <= share.metrics.items()
@@ -126,7 +132,7 @@ def test_with_bypass_the_update_measures_what_no_other_phase_has(batch, logits):
 
 def test_a_micro_batch_without_response_tokens_adds_nothing(batch, logits):
     empty = batch.with_(response_mask=torch.zeros(2, 3, dtype=torch.bool))
-    loss, metrics, _ = PolicyObjective(ActorConfig(entropy_coeff=0.1), 1.0, horizon=3).share(logits, empty, TOTALS)
+    loss, metrics, _ = share_of(PolicyObjective(ActorConfig(entropy_coeff=0.1), 1.0, horizon=3), logits, empty)
     loss.backward()
     assert loss == 0 and not logits.grad.any() and not any(metrics.values())
 
