@@ -52,12 +52,13 @@ class Example(NamedTuple):
 def warm_start(config: PPOConfig) -> Path:
     """The folder of the warm-started tiny model and its tokenizer; made once, reused afterwards.
 
-    The model learns the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on problems of
-    neither split reaches `warm_start.target_accuracy`. The folder's name is a hash of all that decides its contents, and
+    The model learns the training problems of `builtin:arithmetic` by imitation, on this process's accelerator if it has
+    one and `trainer.device` does not forbid it, until its greedy accuracy on problems of neither split reaches
+    `warm_start.target_accuracy`. The folder's name is a hash of all that decides its contents, and
     the folder appears only when it is complete.
 
     Args:
-        config: reads actor_rollout_ref.model.tiny, data.arithmetic and warm_start.
+        config: reads actor_rollout_ref.model.tiny, data.arithmetic, warm_start and trainer.device.
 
     Raises:
         ValueError: the generator cannot make so many problems.
@@ -68,8 +69,10 @@ def warm_start(config: PPOConfig) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = rlx.models.tiny.make_tiny(config.actor_rollout_ref.model.tiny)
+    device = _device(config)
     with _one_thread():
-        accuracy, steps = _Training(config, model, tokenizer).run()
+        accuracy, steps = _Training(config, model.to(device), tokenizer, device).run()
+    model.to("cpu")
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}_", dir=folder.parent))
     try:
         with _silent_save():
@@ -80,6 +83,11 @@ def warm_start(config: PPOConfig) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _device(config: PPOConfig) -> torch.device:
+    found = None if config.trainer.device == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
@@ -120,7 +128,7 @@ def _cache_dir(config: PPOConfig) -> Path:
 
 
 def _fingerprint(config: PPOConfig) -> str:
-    """Sixteen hexadecimal digits that change with the model, the task, the training, their code and torch's version."""
+    """Sixteen hexadecimal digits that change with model, task, training, their code, the device and torch's version."""
     training = {key: value for key, value in asdict(config.warm_start).items() if key != "cache_dir"}
     code = [inspect.getsource(module) for module in (rlx.models.tiny, arithmetic, inspect.getmodule(_Training))]
     parts = [
@@ -128,6 +136,7 @@ def _fingerprint(config: PPOConfig) -> str:
         asdict(config.data.arithmetic),
         training,
         code,
+        _device(config).type,
         torch.__version__,
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -136,13 +145,15 @@ def _fingerprint(config: PPOConfig) -> str:
 class _Training:
     """One supervised training. Everything random comes from generators seeded by the model's seed."""
 
-    def __init__(self, config: PPOConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-        self._settings = config.warm_start
+    def __init__(
+        self, config: PPOConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    ):
+        self._settings, self._device = config.warm_start, device
         self._model, self._tokenizer = model, tokenizer
         self._train, self._held_out = _examples(config.data.arithmetic, tokenizer)
         self._seed = config.actor_rollout_ref.model.tiny.seed
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=self._settings.lr, betas=BETAS, weight_decay=0.0)
-        self._rollout = HFRollout(model.config)
+        self._rollout = HFRollout(model.config, device)
         self._speaker = tokenizer.convert_tokens_to_ids("<|assistant|>")
 
     def run(self) -> tuple[float, int]:
@@ -185,7 +196,7 @@ class _Training:
 
     def _backward(self, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:
         """Adds the gradient of the mean loss over the tokens of the second parts."""
-        ids_BT, labels_BT = _padded(rows)
+        ids_BT, labels_BT = (x.to(self._device) for x in _padded(rows))
         logits = self._model(input_ids=ids_BT, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED
