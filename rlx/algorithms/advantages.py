@@ -1,8 +1,11 @@
-"""Token rewards, advantages and whitening. Shape letters: B samples, T response tokens.
+"""Token rewards, advantages and whitening. Shape letters: B samples, T response tokens, G groups (prompts).
 
 A mask is True on tokens the policy wrote. Tokens outside it (padding, or text of an environment between turns) get 0 and
 are stepped over. All run on the driver's CPU; statistics are taken in fp64 whatever the input.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,10 +92,48 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     return whitened
 
 
+class _Group(NamedTuple):
+    """Scores by group, relative to the group's lowest; fp64.
+
+    Relative to it equal scores are exactly 0, and no rounding can be blown up by a tiny standard deviation.
+    """
+
+    relative_B: Tensor
+    of_row_B: Tensor
+    size_G: Tensor
+
+    @classmethod
+    def of(cls, scores_B: Tensor, group_id_B: Tensor) -> "_Group":
+        unique, of_row_B = torch.unique(group_id_B, return_inverse=True)
+        scores_B = scores_B.double()
+        lowest_G = scores_B.new_full((len(unique),), torch.inf).scatter_reduce(0, of_row_B, scores_B, "amin")
+        size_G = torch.bincount(of_row_B, minlength=len(unique)).double()
+        return cls(scores_B - lowest_G[of_row_B], of_row_B, size_G)
+
+    def sum_G(self, x_B: Tensor) -> Tensor:
+        return torch.zeros_like(self.size_G).index_add_(0, self.of_row_B, x_B)
+
+    def highest_G(self, x_B: Tensor) -> Tensor:
+        return torch.full_like(self.size_G, -torch.inf).scatter_reduce(0, self.of_row_B, x_B, "amax")
+
+    def centred_B(self) -> Tensor:
+        """Each score less its group's mean."""
+        return self.relative_B - (self.sum_G(self.relative_B) / self.size_G)[self.of_row_B]
+
+    def std_G(self) -> Tensor:
+        """Unbiased; 0 for a group of one."""
+        return (self.sum_G(self.centred_B().square()) / (self.size_G - 1).clamp(min=1)).sqrt()
+
+
+def _on_tokens(advantages_B: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same on all response tokens of a row, 0 elsewhere."""
+    return torch.where(mask, advantages_B[:, None], 0.0).to(dtype)
+
+
 def grpo(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> Tensor:
     """Group-relative advantages: each sample's score minus its group's mean, the same on all its response tokens.
 
-    With `norm_by_std` the difference is divided by (the group's unbiased standard deviation + GRPO_EPS), as verl does;
+    A_i = r_i - mean(r), with `norm_by_std` divided by (the group's unbiased standard deviation + GRPO_EPS), as verl does;
     the paper leaves the estimator open. A group of one, or of equal scores, gives 0. Rows without response tokens count
     in their group.
 
@@ -105,17 +146,183 @@ def grpo(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> T
     Returns:
         (B, T) advantages of the dtype of `scores`, 0 outside the mask.
 
-    Source: GRPO, arXiv:2402.03300, section 4.1.2; Dr. GRPO, arXiv:2503.20783.
+    Source: GRPO, arXiv:2402.03300, section 4.1.2; Dr. GRPO, arXiv:2503.20783, section 3.
     """
-    unique, group = torch.unique(group_id, return_inverse=True)
-    size = torch.zeros(len(unique), dtype=torch.float64, device=scores.device)
-    size.index_add_(0, group, torch.ones_like(scores, dtype=torch.float64))
-    # Relative to the group's lowest score, equal scores are exactly 0 and no rounding can be blown up by a tiny std.
-    lowest = torch.full_like(size, torch.inf).scatter_reduce(0, group, scores.double(), "amin")
-    relative = scores.double() - lowest[group]
-    mean = torch.zeros_like(size).index_add_(0, group, relative) / size
-    centred = relative - mean[group]
+    group = _Group.of(scores, group_id)
+    advantages = group.centred_B()
     if norm_by_std:
-        variance = torch.zeros_like(size).index_add_(0, group, centred.square()) / (size - 1).clamp(min=1)
-        centred = centred / (variance.sqrt()[group] + GRPO_EPS)
-    return torch.where(mask, centred[:, None], 0.0).to(scores.dtype)
+        advantages = advantages / (group.std_G() + GRPO_EPS)[group.of_row_B]
+    return _on_tokens(advantages, mask, scores.dtype)
+
+
+def grpo_passk(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> Tensor:
+    """Pass@k: only the best sample of a group has an advantage, how far it is above the second best.
+
+    A_i = max(0, r_i - max of the others' r), with `norm_by_std` divided as in `grpo`, as verl does and the paper does not.
+    A group of one, or with several best samples, gives 0.
+
+    Args and returns: as `grpo`.
+
+    Source: arXiv:2503.19595, the leave-one-out advantage of the objective max(r_1, ..., r_k), in section 3; the name and
+    the division are verl-project/verl@018f23b's.
+    """
+    group = _Group.of(scores, group_id)
+    highest_B = group.highest_G(group.relative_B)[group.of_row_B]
+    best_B = group.relative_B == highest_B
+    second_B = group.highest_G(group.relative_B.masked_fill(best_B, -torch.inf))[group.of_row_B]
+    alone_B = best_B & (group.sum_G(best_B.double()) == 1)[group.of_row_B] & second_B.isfinite()
+    advantages = torch.where(alone_B, highest_B - second_B, 0.0)
+    if norm_by_std:
+        advantages = advantages / (group.std_G() + GRPO_EPS)[group.of_row_B]
+    return _on_tokens(advantages, mask, scores.dtype)
+
+
+def rloo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
+    """REINFORCE leave-one-out: each sample's score minus the mean of the others of its group.
+
+    A_i = r_i - sum of r_j over j != i / (n - 1) = n / (n - 1) (r_i - mean(r)). A group of one gives 0: verl keeps the score
+    itself there, which is no leave-one-out estimate.
+
+    Args:
+        scores: (B,) float, finite.
+        mask: (B, T) bool.
+        group_id: (B,) int64.
+
+    Returns:
+        (B, T) advantages of the dtype of `scores`, 0 outside the mask.
+
+    Source: arXiv:2402.14740, section 3.3.
+    """
+    group = _Group.of(scores, group_id)
+    scale_G = group.size_G / (group.size_G - 1).clamp(min=1)
+    return _on_tokens(group.centred_B() * scale_G[group.of_row_B], mask, scores.dtype)
+
+
+def opo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
+    """Optimal reward baseline: each sample's score minus the mean of its group weighted by length.
+
+    A_i = r_i - sum(l_j r_j) / sum(l_j) over the group, with l the response's tokens: the baseline of least variance where
+    the squared norm of a response's gradient grows with its length. A group of one gives 0.
+
+    Args and returns: as `rloo`.
+
+    Source: arXiv:2505.23585, section 3.2.
+    """
+    group = _Group.of(scores, group_id)
+    length_B = mask.sum(dim=1).double()
+    baseline_G = group.sum_G(length_B * group.relative_B) / group.sum_G(length_B).clamp(min=1)
+    return _on_tokens(group.relative_B - baseline_G[group.of_row_B], mask, scores.dtype)
+
+
+def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """REINFORCE++: discounted rewards to go, whitened over all response tokens of the batch.
+
+    G_t = sum of gamma^(k - t) r_k over the row's response tokens k >= t. With the KL in the reward and gamma = 1 it is the
+    score minus the KL penalties from t on. Tokens outside the mask take no time step (verl starts anew after them).
+
+    Args:
+        token_rewards: (B, T) float; read inside the mask only.
+        mask: (B, T) bool.
+        gamma: discount per token.
+
+    Returns:
+        (B, T) advantages of the dtype of `token_rewards`, 0 outside the mask.
+
+    Source: arXiv:2501.03262, section 3.
+    """
+    return masked_whiten(_to_go(token_rewards, mask, gamma), mask)
+
+
+def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
+    """REINFORCE++ with a baseline: scores less their group's mean, whitened over all response tokens of the batch.
+
+    Args and returns: as `rloo`.
+
+    Source: arXiv:2501.03262, section 3.
+    """
+    centred = _on_tokens(_Group.of(scores, group_id).centred_B(), mask, torch.float64)
+    return masked_whiten(centred, mask).to(scores.dtype)
+
+
+def remax(token_rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
+    """ReMax: rewards to go minus the score of the greedy response to the same prompt.
+
+    A_t = sum of r_k over the row's response tokens k >= t - b. The baseline b has no KL in it, as in verl.
+
+    Args:
+        token_rewards: (B, T) float; read inside the mask only.
+        greedy_scores: (B,) float, b of each row's prompt.
+        mask: (B, T) bool.
+
+    Returns:
+        (B, T) advantages of the dtype of `token_rewards`, 0 outside the mask.
+
+    Source: arXiv:2310.10505, algorithm 1.
+    """
+    return torch.where(mask, _to_go(token_rewards, mask, 1.0) - greedy_scores[:, None], 0.0)
+
+
+def _to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Discounted rewards to go: the advantages over values of 0."""
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0)[0]
+
+
+# The registry -----------------------------------------------------------------------------------------------------
+
+
+class Columns(Protocol):
+    """A batch: token_rewards (B, T), response_mask (B, T), group_id (B,), and as the estimator needs them values (B, T)
+    or greedy_scores (B,)."""
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """A column."""
+        ...
+
+
+class Options(Protocol):
+    """The keys of the configuration's `algorithm` that estimators read."""
+
+    @property
+    def gamma(self) -> float:
+        """Discount per token."""
+        ...
+
+    @property
+    def lam(self) -> float:
+        """GAE's lambda."""
+        ...
+
+    @property
+    def norm_adv_by_std_in_grpo(self) -> bool:
+        """Whether GRPO divides by the group's standard deviation."""
+        ...
+
+
+def _outcome(batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
+    """A sample's reward is the sum over its tokens: the score, and the KL if that is in the reward."""
+    return batch["token_rewards"].sum(dim=1), batch["response_mask"], batch["group_id"]
+
+
+def _ppo(batch: Columns, options: Options) -> dict[str, Tensor]:
+    mask = batch["response_mask"]
+    advantages, returns = gae(batch["token_rewards"], batch["values"], mask, options.gamma, options.lam)
+    return {"advantages": masked_whiten(advantages, mask), "returns": returns}
+
+
+Estimator = Callable[[Columns, Options], dict[str, Tensor]]
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": _ppo,
+    "grpo": lambda batch, o: {"advantages": grpo(*_outcome(batch), o.norm_adv_by_std_in_grpo)},
+    "grpo_passk": lambda batch, o: {"advantages": grpo_passk(*_outcome(batch), o.norm_adv_by_std_in_grpo)},
+    "rloo": lambda batch, o: {"advantages": rloo(*_outcome(batch))},
+    "opo": lambda batch, o: {"advantages": opo(*_outcome(batch))},
+    "reinforce_plus_plus": lambda batch, o: {
+        "advantages": reinforce_plus_plus(batch["token_rewards"], batch["response_mask"], o.gamma)
+    },
+    "reinforce_plus_plus_baseline": lambda batch, o: {"advantages": reinforce_plus_plus_baseline(*_outcome(batch))},
+    "remax": lambda batch, o: {
+        "advantages": remax(batch["token_rewards"], batch["greedy_scores"], batch["response_mask"])
+    },
+}
+"""By the name of `algorithm.adv_estimator`: what a batch gets, its advantages (B, T), with a critic also returns (B, T)."""

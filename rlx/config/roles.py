@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rlx.config.schema import (
+    CRITIC,
     ActorConfig,
     CriticConfig,
     FSDPConfig,
@@ -47,7 +48,7 @@ class ModelRole(NamedTuple):
 
 def has_critic(config: PPOConfig) -> bool:
     """Whether the advantage estimator needs values."""
-    return config.algorithm.adv_estimator == "gae"
+    return config.algorithm.needs(CRITIC)
 
 
 def has_reference(config: PPOConfig) -> bool:

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.keys import group, key
+from rlx.config.schema_algorithm import ADV_ESTIMATORS as ADV_ESTIMATORS
+from rlx.config.schema_algorithm import CRITIC as CRITIC
+from rlx.config.schema_algorithm import GREEDY as GREEDY
+from rlx.config.schema_algorithm import GROUPS as GROUPS
 from rlx.config.schema_algorithm import KL_ESTIMATORS as KL_ESTIMATORS
+from rlx.config.schema_algorithm import KL_LOSS_ESTIMATORS as KL_LOSS_ESTIMATORS
+from rlx.config.schema_algorithm import LOSS_MODES as LOSS_MODES
 from rlx.config.schema_algorithm import AlgorithmConfig as AlgorithmConfig
+from rlx.config.schema_algorithm import FilterGroupsConfig as FilterGroupsConfig
 from rlx.config.schema_algorithm import KLControlConfig as KLControlConfig
+from rlx.config.schema_algorithm import OverlongBufferConfig as OverlongBufferConfig
+from rlx.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
 from rlx.config.schema_algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
 from rlx.config.schema_rollout import EngineKwargsConfig as EngineKwargsConfig
 from rlx.config.schema_rollout import RolloutConfig as RolloutConfig
@@ -53,6 +62,9 @@ class DataConfig:
     max_prompt_length: int = key(512, "Longest prompt [tokens].", minimum=1)
     max_response_length: int = key(512, "Longest response [tokens].", minimum=1)
     train_batch_size: int = key(1024, "Prompts per training step.", minimum=1)
+    gen_batch_size: int | None = key(
+        None, "Prompts per generation with algorithm.filter_groups; null: train_batch_size.", minimum=1
+    )
     val_batch_size: int | None = key(None, "Prompts per validation batch; null: all at once.", minimum=1)
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", minimum=0)
@@ -164,11 +176,6 @@ class FSDPConfig:
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
 
-@dataclass(frozen=True)
-class PolicyLossConfig:
-    loss_mode: str = key("vanilla", "vanilla: PPO's clipped surrogate with dual clip.", choices=("vanilla",))
-
-
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
@@ -199,12 +206,14 @@ class ActorConfig:
     clip_ratio_low: float | None = key(None, "Clip range below 1; null: clip_ratio.", minimum=0)
     clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", minimum=0)
     clip_ratio_c: float = key(3.0, "Dual clip's bound for negative advantages.", exclusive_minimum=1)
+    tau_pos: float = key(1.0, "SAPO's temperature of tokens with a positive advantage.", exclusive_minimum=0)
+    tau_neg: float = key(1.05, "SAPO's temperature of the others.", exclusive_minimum=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Choice of policy loss.")
     loss_agg_mode: str = key("token-mean", "How the token losses of a mini-batch become one.", choices=AGGREGATIONS)
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = key(0.001, "Its weight.", minimum=0)
-    kl_loss_type: str = key("low_var_kl", "Its estimator.", choices=KL_ESTIMATORS)
+    kl_loss_type: str = key("low_var_kl", "Its estimator.", choices=KL_LOSS_ESTIMATORS)
     grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
     use_torch_compile: bool = key(False, "Compile each layer; cannot be combined with activation offloading.")
     optim: OptimConfig = group(OptimConfig, "Optimizer.")
@@ -273,6 +282,7 @@ class RewardManagerConfig:
 class RewardConfig:
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Who calls the reward functions.")
     format_score: float = key(0.0, "Score of a wrong GSM8K answer in the right form.", minimum=0, maximum=1)
+    overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "Penalty for length in training.")
 
 
 RESUME = ("auto", "disable", "resume_path")

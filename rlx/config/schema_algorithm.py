@@ -1,10 +1,11 @@
-"""The keys of `algorithm`: advantages, KL, the sampler's mismatch. The whole tree is in `schema.py`."""
+"""The keys of `algorithm`, and those of the policy loss and the length penalty. The whole tree is in `schema.py`."""
 
 from dataclasses import dataclass
 
 from rlx.config.keys import group, key
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,77 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: prompts whose samples all do equally well teach nothing and are replaced by others."""
+
+    enable: bool = key(False, "Generate until train_batch_size prompts are found whose samples differ in `metric`.")
+    metric: str = key(
+        "acc",
+        "What must differ: acc (right or wrong), score (of the reward function), seq_reward or seq_final_reward (with the "
+        "penalty for length), or another number that the reward function reports.",
+    )
+    max_num_gen_batches: int = key(10, "Generations of a step after which the run stops; 0: no limit.", minimum=0)
+
+
+CRITIC, GREEDY, GROUPS = "critic", "greedy", "groups"
+GAMMA, LAM, NORM_BY_STD = "gamma", "lam", "norm_adv_by_std_in_grpo"
+
+ADV_ESTIMATORS: dict[str, tuple[str, ...]] = {
+    "gae": (CRITIC, GAMMA, LAM),
+    "grpo": (GROUPS, NORM_BY_STD),
+    "grpo_passk": (GROUPS, NORM_BY_STD),
+    "rloo": (GROUPS,),
+    "opo": (GROUPS,),
+    "reinforce_plus_plus": (GAMMA,),
+    "reinforce_plus_plus_baseline": (GROUPS,),
+    "remax": (GREEDY,),
+}
+"""The advantage estimators, each with what it needs beside the rewards (a critic, other samples of the prompt, its greedy
+response) and the keys of `algorithm` that it reads."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    adv_estimator: str = key("gae", "Advantage estimator: gae (PPO with a critic) or grpo.", choices=("gae", "grpo"))
-    gamma: float = key(1.0, "Discount.", minimum=0, maximum=1)
+    adv_estimator: str = key(
+        "gae", "Advantage estimator; gae (PPO) has a critic. See docs/algorithms.md.", choices=tuple(ADV_ESTIMATORS)
+    )
+    gamma: float = key(1.0, "Discount; gae and reinforce_plus_plus.", minimum=0, maximum=1)
     lam: float = key(1.0, "GAE's lambda.", minimum=0, maximum=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide by the group's standard deviation; False is Dr.GRPO's form.")
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from each token's reward.")
     kl_penalty: str = key("kl", "Its estimator.", choices=KL_ESTIMATORS)
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
     rollout_correction: RolloutCorrectionConfig = group(
         RolloutCorrectionConfig, "Correction of the sampler's mismatch with the trainer."
     )
+
+    def needs(self, what: str) -> bool:
+        """Whether the advantage estimator needs this, or reads this key."""
+        return what in ADV_ESTIMATORS[self.adv_estimator]
+
+
+LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean")
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = key(
+        "vanilla",
+        "vanilla: PPO's clipped surrogate with dual clip; gspo, cispo, sapo, geo_mean (GMPO). See docs/algorithms.md.",
+        choices=LOSS_MODES,
+    )
+    path: str | None = key(None, "Python file with a policy loss of your own, in place of loss_mode.")
+    name: str = key(
+        "policy_loss",
+        "Its name: f(log_probs, old_log_probs, advantages, mask, settings) -> (loss of each token, statistics).",
+    )
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    """DAPO's soft punishment of long responses, taken off the score in training."""
+
+    enable: bool = key(False, "Take it off.")
+    len: int = key(4096, "Tokens below max_response_length over which it grows from 0.", minimum=1)
+    penalty_factor: float = key(1.0, "What a response of max_response_length loses.", minimum=0)

@@ -35,6 +35,9 @@ TENSORS: dict[str, Column] = {
     "rollout_log_probs": Column("BR", F32, "rollout", "log-prob of each token under the sampler"),
     "policy_version": Column("B", I64, "rollout", "number of weight updates the sampler had received"),
     "scores": Column("B", F32, "rewards", "one score per sample"),
+    "greedy_scores": Column(
+        "B", F32, "rewards", "score of the greedy response to the sample's prompt, where ReMax asks"
+    ),
     "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
     "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
     "rollout_is_weights": Column(

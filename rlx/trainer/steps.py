@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlx.algorithms.advantages import gae, grpo, masked_whiten, token_rewards
+from rlx.algorithms.advantages import ESTIMATORS, token_rewards
 from rlx.algorithms.kl import kl_estimate
 from rlx.cluster.mesh import share_ranges
 from rlx.config.schema import AlgorithmConfig
@@ -88,13 +88,7 @@ def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tup
 
 def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Writes advantages, and returns where there is a critic."""
-    mask = batch["response_mask"]
-    if algorithm.adv_estimator == "grpo":
-        # Outcome supervision: a sample's reward is the sum over its tokens (the score, and the KL if it is in there).
-        outcome_B = batch["token_rewards"].sum(dim=1)
-        return batch.with_(advantages=grpo(outcome_B, mask, batch["group_id"], algorithm.norm_adv_by_std_in_grpo))
-    advantages, returns = gae(batch["token_rewards"], batch["values"], mask, algorithm.gamma, algorithm.lam)
-    return batch.with_(advantages=masked_whiten(advantages, mask), returns=returns)
+    return batch.with_(**ESTIMATORS[algorithm.adv_estimator](batch, algorithm))
 
 
 def accuracy(scores_B: Tensor, extra: dict[str, list[float]]) -> float:
