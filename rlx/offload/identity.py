@@ -135,6 +135,12 @@ class Probe:
         """Whether nothing has been written to the tensor or its views since."""
         return self.alias._version == self.version
 
+    def on(self, tensor: Tensor) -> Tensor:
+        """A tensor's memory under the counter: who writes to what has come back writes to all that looked at the original."""
+        look = self.alias.detach()
+        look.data = tensor
+        return look
+
 
 def without_memory(tensor: Tensor) -> Tensor:
     """An alias of a plain tensor that keeps nothing of it but the version counter."""

@@ -64,7 +64,7 @@ class Saved:
             )
         self._call.begin_unpack()
         storage, first_byte = self._parked.on_device()
-        return self._layout.on(storage, first_byte)
+        return self._probe.on(self._layout.on(storage, first_byte))
 
 
 def unpack(packed: Kept | Saved) -> Tensor:

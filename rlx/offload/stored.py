@@ -57,7 +57,7 @@ class Stored:
         """
         if self._parked is not None:
             storage, first_byte = self._parked.on_device()
-            return self._layout.on(storage, first_byte).requires_grad_(self._requires_grad)
+            return self._probe.on(self._layout.on(storage, first_byte)).requires_grad_(self._requires_grad)
         assert self._kept is not None
         if not self.is_untouched:
             raise modified_input(self._kept)

@@ -42,19 +42,74 @@ def look_first(block, x):
     return torch.sin(h[1:]).sum() + Overwriting.apply(h)
 
 
-@recomputing
-@pytest.mark.parametrize("forward", [square_first, output_first, look_first])
-def test_a_write_in_backward_to_memory_that_was_saved_twice_raises(enable, toys, saving, forward):
+def small_look_first(block, x):
+    h = block.lin(x)
+    return torch.sin(h[:1]).sum() + Overwriting.apply(h)
+
+
+def whole_first(block, x):
+    h = block.lin(x)
+    return torch.sin(h).sum() + Overwriting.apply(h[:1]).sum() + x
+
+
+@pytest.mark.parametrize("min_bytes", [0, 64])  # with the latter small looks stay on the device
+@pytest.mark.parametrize("forward", [square_first, output_first, look_first, small_look_first, whole_first])
+def test_a_write_in_backward_to_memory_that_was_saved_twice_raises(enable, toys, mode, forward, min_bytes):
     model = toys.of(forward)
     for enabled in (False, True):
         if enabled:
-            enable(model, **saving)
+            enable(model, **mode, min_bytes=min_bytes)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             toys.step(model).backward()
 
 
-def test_a_write_in_backward_to_memory_that_was_saved_once_is_right(compare, toys):
-    compare(toys.of(lambda block, x: torch.tanh(Overwriting.apply(block.lin(x)))), toys.step, True)
+def test_a_write_in_backward_to_what_attention_saved_raises(enable, toys, saving):
+    """Bytes that came back for an answer are shared by the slots that it fills."""
+
+    def forward(kit, x):
+        a = toys.kit.attend(kit, kit.q(x), kit.k(x), kit.v(x))
+        return x + torch.tanh(kit.o(Overwriting.apply(a)))
+
+    model = toys.stack(lambda: toys.kit(forward), width=16)
+    for enabled in (False, True):
+        if enabled:
+            enable(model, **saving)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            toys.read(model).backward()
+
+
+def test_a_write_in_backward_to_the_input_of_two_layers_is_right(compare, toys):
+    """The second layer's backward writes to bytes that came back, and of which the first is recomputed."""
+
+    def forward(block, x):
+        return torch.tanh(x + 1) * block.lin.bias
+
+    def write(block, x):
+        return Overwriting.apply(x) * block.lin.bias
+
+    def step(model):
+        x = model.embed(toys.batch())
+        return model.head(model.layers[0](x) + model.layers[1](x)).sum()
+
+    model = toys.stack(lambda: None, blocks=0)
+    model.layers = nn.ModuleList(toys.of(run, blocks=1).layers[0] for run in (forward, write))
+    for save in ("boundary", "attention", "all"):
+        compare(model, step, save != "all", list(model.layers), save=save)
+
+
+def test_a_write_in_backward_to_what_is_saved_raises_in_the_second_backward(enable, toys):
+    model = toys.of(lambda block, x: torch.tanh(Overwriting.apply(block.lin(x))))
+    for enabled in (False, True):
+        if enabled:
+            enable(model, enable_ckpt=False)
+        loss = toys.step(model)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_write_in_backward_to_memory_that_was_saved_once_is_right(compare, toys, mode):
+    compare(toys.of(lambda block, x: torch.tanh(Overwriting.apply(block.lin(x)))), toys.step, **mode)
 
 
 class Scaled(nn.Module):
