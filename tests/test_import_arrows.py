@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "algorithms": set(),
     "offload": set(),
     "models": set(),
-    "engine": {"algorithms", "models", "offload"},
+    "engine": {"algorithms", "models", "offload", "user_code"},
     "rollout": {"models"},
     "workers": {"engine", "models", "rollout"},
     "cluster": set(),

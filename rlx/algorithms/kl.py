@@ -20,6 +20,10 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     - `low_var_kl`, `k3`: exp(-d) - 1 + d. Unbiased, never negative. d is clamped to +-20 before exp and the result to at
       most 10, as verl does; where a clamp holds there is no gradient.
 
+    With a `+` behind, as `k3+`: the value of that estimate with the gradient of k2, d grad(log_probs). In expectation over
+    the policy's own tokens that is the gradient of the KL, which those of k1 (0) and k3 (that of the KL the other way
+    round) are not.
+
     Args:
         log_probs: (B, T) of the policy.
         ref_log_probs: (B, T) of the reference.
@@ -31,9 +35,13 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     Raises:
         ValueError: unknown kind.
 
-    Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+    Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html; the gradients,
+    arXiv:2506.09477; their combination, verl-project/verl@018f23b.
     """
     difference = log_probs - ref_log_probs
+    if kind.endswith("+"):
+        right = 0.5 * difference.square()
+        return kl_estimate(log_probs, ref_log_probs, kind[:-1]).detach() + (right - right.detach())
     if kind in ("kl", "k1"):
         return difference
     if kind == "abs":
@@ -44,7 +52,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         # expm1 keeps the digits that exp(-d) - 1 loses when the two policies nearly agree.
         return ((-difference).expm1() + difference).clamp(max=K3_LIMIT)
-    raise ValueError(f"KL estimator: got {kind!r}, expected kl, k1, abs, mse, k2, low_var_kl or k3")
+    raise ValueError(
+        f"KL estimator: got {kind!r}, expected kl, k1, abs, mse, k2, low_var_kl or k3, or one with + behind"
+    )
 
 
 class FixedKL:

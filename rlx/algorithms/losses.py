@@ -1,8 +1,11 @@
 """Per-token losses of the policy and of the value model. Shape letters: B samples, T response tokens.
 
 Each returns a loss per token and statistics per token; who calls aggregates both over the response mask
-(`aggregation.py`). Inputs are fp32 or fp64, results of the same dtype. Entries outside the mask must be finite.
+(`aggregation.py`). Inputs are fp32 or fp64, results of the same dtype. Entries outside the mask must be finite. A row is a
+whole sequence: what a loss knows of it does not depend on the rows beside it, nor on padding.
 """
+
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,48 +13,180 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0
 
 
-def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
+class LossSettings(NamedTuple):
+    """What the policy losses read of the configuration's `actor`.
+
+    Args:
+        clip_low: how far below 1 a ratio may fall before the clip holds; clip_ratio_low, or clip_ratio.
+        clip_high: how far above 1 it may rise; clip_ratio_high, or clip_ratio.
+        clip_c: bound of the dual clip, > 1; clip_ratio_c, math.inf switches it off.
+        tau_pos, tau_neg: SAPO's temperatures for positive advantages and the others, > 0.
+    """
+
+    clip_low: float
+    clip_high: float
+    clip_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+
+class PolicyLoss(Protocol):
+    """What a policy loss is, rlx's own or a user's."""
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings, /
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token.
+
+        Args:
+            log_probs: (B, T) of the policy being trained; the only input with a gradient.
+            old_log_probs: (B, T) of the policy before this step's updates.
+            advantages: (B, T).
+            mask: (B, T) bool, True on the response tokens that count; the other columns hold finite numbers.
+            settings: bounds of clips.
+
+        Returns:
+            loss (B, T), to be minimised, and statistics (B, T) by name, whose means over the mask are logged as
+            `actor/<name>`.
+        """
+        ...
+
+
+def _log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Clamped to +-LOG_RATIO_LIMIT, so that the ratio stays finite (5e8); beyond it a token has no gradient."""
+    return (log_probs - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _mean_of_row(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1): mean over the tokens of the mask, 0 where there are none."""
+    return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """max(-A r, -A clip(r)), and where the clip holds."""
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return torch.maximum(plain, bounded), (bounded > plain).to(ratio.dtype)
+
+
+def vanilla(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate with separate bounds and dual clip.
 
     With ratio r = exp(log_probs - old_log_probs): loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where
-    A < 0 at most -A clip_c. The log-ratio is clamped to +-LOG_RATIO_LIMIT before exp, so that r stays finite (5e8);
-    beyond the clamp a token has no gradient, as it would under the clip or, for r < 2e-9 and A > 0, a negligible one.
+    A < 0 at most -A clip_c. Where the log-ratio is clamped there is no gradient, as there would be none under the clip or,
+    for r < 2e-9 and A > 0, a negligible one.
 
-    Args:
-        log_probs: (B, T) of the policy being trained; the only input with a gradient.
-        old_log_probs: (B, T) of the policy that sampled.
-        advantages: (B, T).
-        clip_low: how far below 1 the ratio may fall before the clip holds.
-        clip_high: how far above 1 it may rise.
-        clip_c: dual clip, > 1; math.inf switches it off.
-
-    Returns:
-        loss (B, T), and stats (B, T) without gradient: `clipped` 1 where the clip holds, `clipped_lower` 1 where the dual
-        clip holds, `approx_kl` = old_log_probs - log_probs (k1), `ratio`.
+    Args and returns: as PolicyLoss; `clip_fraction` 1 where the clip holds, `clip_fraction_lower` 1 where the dual clip does.
 
     Raises:
         ValueError: clip_c is not above 1.
 
-    Source: PPO, arXiv:1707.06347, equation 7; dual clip, arXiv:1912.09729; separate bounds, arXiv:2503.14476.
+    Source: PPO, arXiv:1707.06347, equation 7; dual clip, arXiv:1912.09729, equation 5; separate bounds, DAPO,
+    arXiv:2503.14476, equation 10.
     """
-    if not clip_c > 1:
-        raise ValueError(f"clip_ratio_c: got {clip_c}, expected a number above 1 (verl's default is 3.0)")
-    old_log_probs, advantages = old_log_probs.detach(), advantages.detach()
-    log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = torch.maximum(plain, bounded)
-    ceiling = torch.where(advantages < 0, -advantages * clip_c, torch.inf)
-    stats = {
-        "clipped": bounded > plain,
-        "clipped_lower": surrogate > ceiling,
-        "approx_kl": -log_ratio,
-        "ratio": ratio,
-    }
-    return torch.minimum(surrogate, ceiling), {name: x.detach().to(log_probs.dtype) for name, x in stats.items()}
+    if not settings.clip_c > 1:
+        raise ValueError(f"clip_ratio_c: got {settings.clip_c}, expected a number above 1 (verl's default is 3.0)")
+    advantages = advantages.detach()
+    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    surrogate, clipped = _clipped_surrogate(ratio, advantages, settings)
+    ceiling = torch.where(advantages < 0, -advantages * settings.clip_c, torch.inf)
+    lower = (surrogate > ceiling).to(ratio.dtype)
+    return torch.minimum(surrogate, ceiling), {"clip_fraction": clipped, "clip_fraction_lower": lower}
+
+
+def gspo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO: PPO's clip on the ratio of the whole sequence, normalised by its length.
+
+    With s = exp(mean over the row's mask of log_probs - old_log_probs) and s_t = sg(s) p_t / sg(p_t), where sg stops the
+    gradient: loss = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)). This is the paper's GSPO-token, which takes an
+    advantage per token; where a row's advantages are equal and its tokens weigh the same, its gradient is GSPO's. The
+    paper averages over sequences: loss_agg_mode seq-mean-token-mean, which verl sets by itself and rlx leaves to the key.
+    There is no dual clip.
+
+    Args and returns: as PolicyLoss; `clip_fraction`.
+
+    Source: arXiv:2507.18071, equations 5 and 7, in the form of 13 and 14.
+    """
+    log_s = _mean_of_row(log_probs.detach() - old_log_probs.detach(), mask)
+    ratio = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * (log_probs - log_probs.detach()).exp()
+    loss, clipped = _clipped_surrogate(ratio, advantages.detach(), settings)
+    return loss, {"clip_fraction": clipped}
+
+
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CISPO: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
+
+    loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs, where sg stops the gradient. The paper bounds only above:
+    clip_ratio_low=1 does.
+
+    Args and returns: as PolicyLoss; `clip_fraction` 1 where the ratio is outside its bounds.
+
+    Source: arXiv:2506.13585, equations 4 and 5.
+    """
+    ratio = _log_ratio(log_probs, old_log_probs).detach().exp()
+    bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -bounded * advantages.detach() * log_probs, {"clip_fraction": (bounded != ratio).to(ratio.dtype)}
+
+
+def sapo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """SAPO: a smooth gate in place of the clip.
+
+    loss = -A 4 / tau sigmoid(tau (r - 1)), with tau_pos where A > 0 and tau_neg elsewhere; at r = 1 its gradient is the
+    policy gradient. The paper averages over each sequence, then over sequences: loss_agg_mode seq-mean-token-mean.
+
+    Args and returns: as PolicyLoss; no statistics.
+
+    Raises:
+        ValueError: a temperature is not positive.
+
+    Source: arXiv:2511.20347, equations 5 and 6.
+    """
+    if not (settings.tau_pos > 0 and settings.tau_neg > 0):
+        raise ValueError(f"tau_pos, tau_neg: got {settings.tau_pos}, {settings.tau_neg}, expected positive numbers")
+    advantages = advantages.detach()
+    tau = torch.full_like(log_probs, settings.tau_neg).masked_fill(advantages > 0, settings.tau_pos)
+    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {}
+
+
+def geo_mean(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GMPO: the geometric mean of the row's ratios, each of them clipped, times the advantage.
+
+    With d = log_probs - old_log_probs clipped to [-clip_low, clip_high] on the side that PPO clips (above for A > 0, below
+    for A < 0): loss = -A exp(mean of d over the row's mask), the same for all tokens of a row whose advantages are equal.
+    The bounds are of the log-ratio: the paper's are 0.4. Its mean over sequences is loss_agg_mode seq-mean-token-mean.
+
+    Args and returns: as PolicyLoss; `clip_fraction`.
+
+    Source: arXiv:2507.20673, equation 3 and algorithm 1.
+    """
+    advantages = advantages.detach()
+    log_ratio = _log_ratio(log_probs, old_log_probs)
+    bounded = torch.where(
+        advantages > 0, log_ratio.clamp(max=settings.clip_high), log_ratio.clamp(min=-settings.clip_low)
+    )
+    loss = -advantages * _mean_of_row(bounded, mask).exp()
+    return loss, {"clip_fraction": (bounded != log_ratio).to(log_probs.dtype)}
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "geo_mean": geo_mean,
+}
+"""By the name of `actor.policy_loss.loss_mode`."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,7 +201,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
         clip: how far a value may move from its old one, > 0; math.inf switches the clip off.
 
     Returns:
-        loss (B, T), and stats (B, T) without gradient: `clipped` 1 where the clip holds.
+        loss (B, T), and statistics (B, T) without gradient: `clip_fraction` 1 where the clip holds.
 
     Raises:
         ValueError: clip is not positive.
@@ -79,4 +214,4 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     near = torch.clamp(values, old_values - clip, old_values + clip)
     plain, bounded = (values - returns).square(), (near - returns).square()
     clipped = (bounded > plain).to(values.dtype)
-    return 0.5 * torch.maximum(plain, bounded), {"clipped": clipped}
+    return 0.5 * torch.maximum(plain, bounded), {"clip_fraction": clipped}

@@ -145,13 +145,13 @@ def data_files_exist(s: Setting) -> Faults:
 
 
 def user_code_exists(s: Setting) -> Faults:
-    """A dataset class or reward function of the user's is in a file that is there."""
+    """A dataset class, reward function or policy loss of the user's is in a file that is there."""
     custom = s.config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         keys = ("data.custom_cls.path", "data.custom_cls.name")
         got = f"{keys[0]}={custom.path}, {keys[1]}={custom.name}"
         yield Fault("a dataset class needs file and name", got, "both or neither", f"set {' and '.join(keys)}", keys)
-    for key in ("data.custom_cls.path", "custom_reward_function.path"):
+    for key in ("data.custom_cls.path", "custom_reward_function.path", "actor_rollout_ref.actor.policy_loss.path"):
         path = s.value(key)
         if path is not None and not (Path(path).expanduser().is_file() and Path(path).suffix == ".py"):
             remedy = f"correct {key}; relative paths start at {Path.cwd()}"

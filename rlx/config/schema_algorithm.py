@@ -102,7 +102,7 @@ class AlgorithmConfig:
 
     def needs(self, what: str) -> bool:
         """Whether the advantage estimator needs this, or reads this key."""
-        return what in ADV_ESTIMATORS[self.adv_estimator]
+        return what in ADV_ESTIMATORS.get(self.adv_estimator, ())
 
 
 LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean")

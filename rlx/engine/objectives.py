@@ -4,6 +4,7 @@ An objective turns the model's outputs on one micro-batch into its share of the 
 already divided by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
 """
 
+import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
-from rlx.algorithms.losses import policy_loss, value_loss
+from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, PolicyLoss, value_loss
 from rlx.algorithms.rollout_correction import mismatch_sums
-from rlx.config.schema import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
 from rlx.engine.forward import Distribution
+from rlx.user_code import UserCodeError, load_name
 
 NO_CORRECTION = RolloutCorrectionConfig()
 
@@ -67,22 +69,45 @@ def _per_token(stats: dict[str, Tensor], mask_BR: Tensor, tokens: float) -> dict
     return {name: (x.detach() * mask_BR).sum() / tokens for name, x in stats.items()}
 
 
-class PolicyObjective:
-    """PPO's clipped loss, an entropy bonus and the KL to the reference, as the configuration weighs them.
+def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
+    """The policy loss that the configuration names, rlx's own or a user's.
 
-    With rollout_is the clipped loss of each token is multiplied by its weight; the other terms, which are no average over
+    Raises:
+        UserCodeError: the user's file is missing or fails to import, has no such name, or it cannot be called as a loss.
+    """
+    if config.path is None:
+        return POLICY_LOSSES[config.loss_mode]
+    key = "actor_rollout_ref.actor.policy_loss"
+    function: PolicyLoss = load_name(config.path, config.name, key)
+    try:
+        inspect.signature(function).bind(*[None] * 5)
+    except TypeError as fault:
+        raise UserCodeError(
+            f"{key}: {config.name} in {config.path} is {function!r}, expected a function "
+            f"f(log_probs, old_log_probs, advantages, mask, settings) ({fault})"
+        ) from fault
+    return function
+
+
+class PolicyObjective:
+    """A policy loss, an entropy bonus and the KL to the reference, as the configuration weighs them.
+
+    With rollout_is the policy loss of each token is multiplied by its weight; the other terms, which are no average over
     the sampled tokens' probabilities, are not. A rejected token counts nowhere, in no term and no denominator: the loss is
     the mean over what is left.
 
-    Metrics: pg_loss, clip_fraction, clip_fraction_lower, ppo_kl (mean of old - new log-prob); with use_kl_loss also
-    kl_loss, with entropy_coeff also entropy_loss (both unweighted). With bypass_mode, where the old log-probs are the
-    sampler's, also what nothing else has measured: entropy, and as `mismatch/...` the sums of `mismatch_sums`.
+    Metrics: pg_loss, ppo_kl (mean of old - new log-prob), the policy loss's own statistics; with use_kl_loss also kl_loss,
+    with entropy_coeff also entropy_loss (both unweighted). With bypass_mode, where the old log-probs are the sampler's, also
+    what nothing else has measured: entropy, and as `mismatch/...` the sums of `mismatch_sums`.
 
     Args:
         actor: the configuration.
         temperature: of sampling; the log-probs are taken at it.
         horizon: longest response allowed [tokens].
         correction: of the sampler's mismatch; the driver computes weights and rejections.
+
+    Raises:
+        UserCodeError: a policy loss of the user's cannot be loaded.
     """
 
     def __init__(
@@ -95,8 +120,14 @@ class PolicyObjective:
         self.actor, self.horizon, self.correction = actor, horizon, correction
         # The bonus alone needs entropy's graph; the step's entropy is known from the pass that took old_log_probs.
         self.distribution = Distribution(temperature, correction.bypass_mode or actor.entropy_coeff != 0)
-        self.clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-        self.clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+        self.policy_loss = load_policy_loss(actor.policy_loss)
+        self.settings = LossSettings(
+            clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+            clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+            clip_c=actor.clip_ratio_c,
+            tau_pos=actor.tau_pos,
+            tau_neg=actor.tau_neg,
+        )
         optional = {
             "ref_log_probs": actor.use_kl_loss,
             "rollout_is_weights": correction.rollout_is is not None,
@@ -117,9 +148,13 @@ class PolicyObjective:
         actor, mask_BR, bypass = self.actor, self.mask(batch), self.correction.bypass_mode
         log_probs, entropy = outputs["log_probs"], outputs.get("entropy")
         weights = token_weights(mask_BR, actor.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
-        loss_BR, stats = policy_loss(
-            log_probs, batch["old_log_probs"], batch["advantages"], self.clip_low, self.clip_high, actor.clip_ratio_c
-        )
+        old_log_probs = batch["old_log_probs"]
+        loss_BR, stats = self.policy_loss(log_probs, old_log_probs, batch["advantages"], mask_BR, self.settings)
+        if loss_BR.shape != mask_BR.shape:
+            raise ValueError(
+                f"{actor.policy_loss.name} in {actor.policy_loss.path}: got a loss of shape {tuple(loss_BR.shape)}, expected "
+                f"{tuple(mask_BR.shape)}: one number per token, which rlx sums up as actor.loss_agg_mode says"
+            )
         if self.correction.rollout_is is not None:
             loss_BR = loss_BR * batch["rollout_is_weights"]
         loss = (weights * loss_BR).sum()
@@ -132,17 +167,13 @@ class PolicyObjective:
             bonus = (weights * entropy).sum()
             loss = loss - actor.entropy_coeff * bonus
             metrics["entropy_loss"] = bonus.detach()
-        figures = {
-            "clip_fraction": stats["clipped"],
-            "clip_fraction_lower": stats["clipped_lower"],
-            "ppo_kl": stats["approx_kl"],
-        }
+        figures = {**stats, "ppo_kl": old_log_probs - log_probs}
         maxima = {}
         if bypass:
             figures["entropy"] = entropy
-            sums, maxima["mismatch/largest"] = mismatch_sums(log_probs, batch["old_log_probs"], mask_BR)
+            sums, maxima["mismatch/largest"] = mismatch_sums(log_probs, old_log_probs, mask_BR)
             metrics |= {f"mismatch/{name}": total for name, total in sums.items()}
-        return Share(loss, metrics | _per_token(figures, mask_BR, totals.tokens), maxima)
+        return Share(loss, _per_token(figures, mask_BR, totals.tokens) | metrics, maxima)
 
 
 class ValueObjective:
@@ -182,5 +213,5 @@ class ValueObjective:
         weights = token_weights(mask_BR, self.mode, self.horizon, values.dtype) / totals.denominator
         loss_BR, stats = value_loss(values, batch["values"], batch["returns"], self.clip)
         loss = (weights * loss_BR).sum()
-        figures = {"clip_fraction": stats["clipped"], "vpred_mean": values}
+        figures = {**stats, "vpred_mean": values}
         return Share(loss, {"vf_loss": loss.detach()} | _per_token(figures, mask_BR, totals.tokens))

@@ -84,11 +84,14 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
 def with_models(config: PPOConfig) -> PPOConfig:
     """The configuration as workers take it: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
     policy, critic = config.actor_rollout_ref, critic_settings(config)
+    loss = replace(policy.actor.policy_loss, path=absolute(policy.actor.policy_loss.path))
     policy_path = str(warm_start(config)) if policy.model.path == TINY else absolute(policy.model.path)
     critic_path = policy_path if critic.model.path == TINY else absolute(critic.model.path)
     return replace(
         config,
-        actor_rollout_ref=replace(policy, model=located(policy.model, policy_path)),
+        actor_rollout_ref=replace(
+            policy, model=located(policy.model, policy_path), actor=replace(policy.actor, policy_loss=loss)
+        ),
         critic=replace(critic, model=located(critic.model, critic_path)),
     )
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
-from rlx.config.schema import KL_ESTIMATORS
+from rlx.config.schema import KL_LOSS_ESTIMATORS
 
 F64 = torch.float64
 
@@ -58,6 +58,24 @@ def test_expectations(seed):
     assert estimate(0.4, "k3")[1] > 0 > estimate(-0.4, "k3")[1]
 
 
+@given(st.integers(0, 999))
+def test_with_a_plus_the_value_stays_and_the_expected_gradient_is_that_of_the_kl(seed):
+    """Over the policy's own tokens, against the exact gradient of the KL in the policy's logits."""
+    source = torch.Generator().manual_seed(seed)
+    logits, ref_logits = (0.5 * torch.randn(6, generator=source, dtype=F64) for _ in range(2))
+    logits.requires_grad_()
+    log_probs, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((log_probs.exp() * (log_probs - ref)).sum(), logits, retain_graph=True)
+    for kind in ("kl+", "k1+", "abs+", "low_var_kl+", "k3+"):
+        estimates = kl_estimate(log_probs, ref, kind)
+        assert torch.equal(estimates, kl_estimate(log_probs, ref, kind[:-1]))
+        expected = (log_probs.exp().detach() * estimates).sum()
+        (gradient,) = torch.autograd.grad(expected, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-12)
+    (of_k3,) = torch.autograd.grad((log_probs.exp().detach() * kl_estimate(log_probs, ref, "k3")).sum(), logits)
+    assert not torch.allclose(of_k3, exact, rtol=0, atol=1e-6), "without it the gradient is another one"
+
+
 def test_k3_is_exact_when_the_policies_nearly_agree():
     tiny = torch.tensor([[1e-4]], dtype=torch.float32)
     exact = math.expm1(-float(tiny)) + float(tiny)
@@ -77,7 +95,7 @@ def test_k3_clamps(dtype):
 
 def test_kinds_are_those_of_the_configuration():
     zero = torch.zeros(1, 1)
-    for kind in KL_ESTIMATORS:
+    for kind in KL_LOSS_ESTIMATORS:
         assert kl_estimate(zero, zero, kind).item() == 0
     with pytest.raises(ValueError, match="got 'k4', expected kl, k1"):
         kl_estimate(zero, zero, "k4")

@@ -5,18 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.losses import policy_loss, value_loss
+from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss, vanilla
 
 F64 = torch.float64
 LOW, HIGH, C = 0.2, 0.3, 3.0
+SETTINGS = LossSettings(LOW, HIGH, C)
 
 
 def policy(ratios, advantages, **kwargs):
     """Loss, stats and d loss / d log-prob of tokens with these ratios."""
     log_probs = torch.tensor([ratios], dtype=F64).log().requires_grad_()
     advantages = torch.tensor([advantages], dtype=F64)
-    bounds = {"clip_low": LOW, "clip_high": HIGH, "clip_c": C, **kwargs}
-    loss, stats = policy_loss(log_probs, torch.zeros_like(log_probs), advantages, **bounds)
+    settings = LossSettings(**{"clip_low": LOW, "clip_high": HIGH, "clip_c": C, **kwargs})
+    mask = torch.ones_like(log_probs, dtype=torch.bool)
+    loss, stats = vanilla(log_probs, torch.zeros_like(log_probs), advantages, mask, settings)
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     return loss[0].tolist(), {k: v[0].tolist() for k, v in stats.items()}, gradient[0].tolist()
 
@@ -27,10 +29,8 @@ def test_policy_loss_by_hand():
     loss, stats, gradient = policy(ratios, advantages)
     assert loss == pytest.approx([-2, -2.2, -2.6, -1, 3, 1.6, 6, 0], abs=1e-12)
     assert gradient == pytest.approx([-2, -2.2, 0, -1, 3, 0, 0, 0], abs=1e-12)
-    assert stats["clipped"] == [0, 0, 1, 0, 0, 1, 0, 0]
-    assert stats["clipped_lower"] == [0, 0, 0, 0, 0, 0, 1, 0]
-    assert stats["ratio"] == pytest.approx(ratios, abs=1e-12)
-    assert stats["approx_kl"] == pytest.approx([-math.log(r) for r in ratios], abs=1e-12)
+    assert stats["clip_fraction"] == [0, 0, 1, 0, 0, 1, 0, 0]
+    assert stats["clip_fraction_lower"] == [0, 0, 0, 0, 0, 0, 1, 0]
 
 
 def naive_policy(ratio, advantage, low, high, c):
@@ -56,41 +56,156 @@ def test_on_policy_gradient_is_the_policy_gradient_exactly():
     advantages = [3.0, -0.7, 1e-3, 0.0]
     _, stats, gradient = policy([1.0] * 4, advantages)
     assert gradient == [-a for a in advantages]
-    assert stats["ratio"] == [1.0] * 4 and not any(stats["clipped"] + stats["clipped_lower"])
+    assert not any(stats["clip_fraction"] + stats["clip_fraction_lower"])
 
 
 def test_dual_clip_can_be_switched_off():
     loss, stats, gradient = policy([100.0, 1.0], [-1.0, 1.0], clip_c=math.inf)
-    assert (
-        loss == pytest.approx([100, -1]) and gradient == pytest.approx([100, -1]) and stats["clipped_lower"] == [0, 0]
-    )
+    assert loss == pytest.approx([100, -1]) and gradient == pytest.approx([100, -1])
+    assert stats["clip_fraction_lower"] == [0, 0]
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("distance", [-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_policy_loss_stays_finite_far_from_the_sampler(dtype, distance, advantage):
+def test_policy_losses_stay_finite_far_from_the_sampler(name, dtype, distance, advantage):
     log_probs = torch.tensor([[distance]], dtype=dtype, requires_grad=True)
     zero = torch.zeros(1, 1, dtype=dtype)
-    loss, stats = policy_loss(log_probs, zero, zero + advantage, LOW, HIGH, C)
+    loss, stats = POLICY_LOSSES[name](log_probs, zero, zero + advantage, zero == 0, SETTINGS)
     loss.sum().backward()
     assert loss.dtype == dtype and all(s.dtype == dtype and not s.requires_grad for s in stats.values())
     assert all(x.isfinite().all() for x in (loss, log_probs.grad, *stats.values()))
-    assert stats["approx_kl"].item() == -distance
 
 
-def test_only_the_trained_policy_gets_a_gradient():
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_only_the_trained_policy_gets_a_gradient(name):
     tensors = [torch.randn(2, 3, requires_grad=True) for _ in range(3)]
-    policy_loss(*tensors, LOW, HIGH, C)[0].sum().backward()
+    POLICY_LOSSES[name](*tensors, torch.ones(2, 3).bool(), SETTINGS)[0].sum().backward()
+    assert [t.grad is not None for t in tensors] == [True, False, False]
+
+
+def test_only_the_trained_values_get_a_gradient():
     value, old, returns = (torch.randn(2, 3, requires_grad=True) for _ in range(3))
     value_loss(value, old, returns, 0.5)[0].sum().backward()
-    assert [t.grad is not None for t in (*tensors, value, old, returns)] == [True, False, False, True, False, False]
+    assert [t.grad is not None for t in (value, old, returns)] == [True, False, False]
 
 
 @pytest.mark.parametrize("c", [1.0, 0.5, math.nan])
 def test_dual_clip_must_exceed_one(c):
     with pytest.raises(ValueError, match=r"clip_ratio_c: got .*, expected a number above 1"):
         policy([1.0], [1.0], clip_c=c)
+
+
+# ------------------------------------------------------------------- the other losses, by plain loops over floats
+
+
+def naive_gspo(new, old, advantages, s):
+    """Per sequence, GSPO's own formula: one ratio, one clip; sequences with one advantage."""
+    ratio = math.exp(sum(n - o for n, o in zip(new, old, strict=True)) / len(new))
+    bounded = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
+    clips = [-a * bounded > -a * ratio for a in advantages]
+    loss = [max(-a * ratio, -a * bounded) for a in advantages]
+    # d s / d log p_t = s / length, and the row's equal losses each have it.
+    return (
+        loss,
+        [0.0 if clip else -a * ratio for clip, a in zip(clips, advantages, strict=True)],
+        {"clip_fraction": clips},
+    )
+
+
+def naive_cispo(new, old, advantages, s):
+    ratios = [math.exp(n - o) for n, o in zip(new, old, strict=True)]
+    weights = [min(max(r, 1 - s.clip_low), 1 + s.clip_high) for r in ratios]
+    loss = [-w * a * n for w, a, n in zip(weights, advantages, new, strict=True)]
+    gradient = [-w * a for w, a in zip(weights, advantages, strict=True)]
+    return loss, gradient, {"clip_fraction": [w != r for w, r in zip(weights, ratios, strict=True)]}
+
+
+def naive_sapo(new, old, advantages, s):
+    loss, gradient = [], []
+    for n, o, a in zip(new, old, advantages, strict=True):
+        tau, ratio = s.tau_pos if a > 0 else s.tau_neg, math.exp(n - o)
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        loss.append(-a * 4 / tau * gate)
+        gradient.append(-a * 4 * gate * (1 - gate) * ratio)  # the paper's weight: 4 p (1 - p) r
+    return loss, gradient, {}
+
+
+def naive_geo_mean(new, old, advantages, s):
+    """The root of the product of clipped ratios, as the paper writes it; a row has one advantage."""
+    a, product, clips = advantages[0], 1.0, []
+    sign = 1 if a > 0 else -1
+    for n, o in zip(new, old, strict=True):
+        ratio = math.exp(n - o)
+        bounded = min(max(ratio, math.exp(-s.clip_low)), math.exp(s.clip_high))
+        kept = min(ratio**sign, bounded**sign) ** sign
+        clips.append(not math.isclose(kept, ratio, rel_tol=1e-14))
+        product *= kept
+    ratio = product ** (1 / len(new))
+    # Each of the row's equal losses has 1 / length of this.
+    gradient = [0.0 if clip else -a * ratio for clip in clips]
+    return [-a * ratio] * len(new), gradient, {"clip_fraction": clips}
+
+
+NAIVE = {"gspo": naive_gspo, "cispo": naive_cispo, "sapo": naive_sapo, "geo_mean": naive_geo_mean}
+
+
+@pytest.mark.parametrize("name", NAIVE)
+@given(
+    seed=st.integers(0, 9999), low=st.floats(0.01, 0.9), high=st.floats(0.01, 2), spread=st.sampled_from([0.05, 1.0])
+)
+def test_losses_like_their_formulas(name, seed, low, high, spread):
+    """Rows of several lengths, an empty one among them, with gaps; loss, gradient of each row's sum, statistics."""
+    source = torch.Generator().manual_seed(seed)
+    mask = torch.rand(4, 6, generator=source) < 0.6
+    mask[0] = False
+    new, old = (-2 + spread * torch.randn(4, 6, generator=source, dtype=F64) for _ in range(2))
+    advantages = torch.randn(4, 1, generator=source, dtype=F64).expand(4, 6)
+    settings = LossSettings(low, high, tau_pos=1.3, tau_neg=0.7)
+    new.requires_grad_()
+    loss, stats = POLICY_LOSSES[name](new, old, advantages, mask, settings)
+    (gradient,) = torch.autograd.grad((loss * mask).sum(), new)
+    assert not gradient[~mask].any()
+    for row in range(1, 4):
+        if not mask[row].any():
+            continue
+        n, o, a = (x[row][mask[row]].tolist() for x in (new.detach(), old, advantages))
+        expected_loss, expected_gradient, expected_stats = NAIVE[name](n, o, a, settings)
+        assert loss[row][mask[row]].tolist() == pytest.approx(expected_loss, rel=1e-11, abs=1e-12)
+        assert gradient[row][mask[row]].tolist() == pytest.approx(expected_gradient, rel=1e-11, abs=1e-12)
+        assert {key: x[row][mask[row]].bool().tolist() for key, x in stats.items()} == expected_stats
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_where_the_policy_has_not_moved_every_loss_has_the_policy_gradient(name):
+    log_probs = -torch.rand(3, 5, dtype=F64)
+    mask = torch.arange(5) < torch.tensor([5, 3, 1])[:, None]
+    advantages = torch.tensor([[2.0], [-1.0], [0.5]], dtype=F64).expand(3, 5)
+    moving = log_probs.clone().requires_grad_()
+    loss, _ = POLICY_LOSSES[name](moving, log_probs, advantages, mask, SETTINGS)
+    (gradient,) = torch.autograd.grad((loss * mask).sum(), moving)
+    torch.testing.assert_close(gradient, -advantages * mask, rtol=0, atol=1e-14)
+
+
+def test_gspo_with_an_advantage_per_token_shares_the_ratio_only():
+    """GSPO-token: each token's gradient has its own advantage and the sequence's ratio."""
+    new, old = torch.tensor([[-1.0, -2.0]], dtype=F64).requires_grad_(), torch.tensor([[-1.2, -2.0]], dtype=F64)
+    advantages = torch.tensor([[1.0, -3.0]], dtype=F64)
+    loss, _ = POLICY_LOSSES["gspo"](new, old, advantages, torch.ones(1, 2).bool(), SETTINGS)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    ratio = math.exp(0.1)
+    assert loss[0].tolist() == pytest.approx([-ratio, 3 * ratio]) == gradient[0].tolist()
+
+
+@pytest.mark.parametrize(("pos", "neg"), [(0.0, 1.0), (1.0, -1.0)])
+def test_temperatures_must_be_positive(pos, neg):
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="tau_pos, tau_neg: got"):
+        POLICY_LOSSES["sapo"](one, one, one, one.bool(), LossSettings(LOW, HIGH, tau_pos=pos, tau_neg=neg))
+
+
+# ------------------------------------------------------------------------------------------------------ the critic
 
 
 def test_value_loss_by_hand():
@@ -100,7 +215,7 @@ def test_value_loss_by_hand():
     loss, stats = value_loss(values, old, returns, clip=0.5)
     # clipped values 1, 1.5, 1.5, -0.5, 0; the larger squared error: 4, 2.25, 4, 2.25, 0
     assert loss.tolist() == [[2.0, 1.125, 2.0, 1.125, 0.0]]
-    assert stats["clipped"].tolist() == [[0, 1, 0, 1, 0]] and not stats["clipped"].requires_grad
+    assert stats["clip_fraction"].tolist() == [[0, 1, 0, 1, 0]] and not stats["clip_fraction"].requires_grad
     loss.sum().backward()
     assert values.grad.tolist() == [[-2.0, 0.0, 2.0, 0.0, 0.0]]
 
