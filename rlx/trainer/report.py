@@ -89,7 +89,7 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
     panels = [figure.add_subplot(grid[row, column]) for row in range(2) for column in range(3)]
     draw = (_reward, _accuracy, _kl_and_entropy, _phase_times, _grad_norm, _response_length)
     for axes, panel in zip(panels, draw, strict=True):
-        _style(axes)
+        style(axes)
         panel(axes, metrics)
     figure.text(0.05, 0.955, title, fontsize=16, fontweight="bold", color=INK, va="center")
     figure.text(0.05, 0.912, _headline(metrics), fontsize=11.5, color=GREY, va="center")
@@ -120,7 +120,8 @@ def _series(metrics: Metrics, name: str) -> Series:
     return steps, [metrics[step][name] for step in steps]
 
 
-def _style(axes: Axes) -> None:
+def style(axes: Axes) -> None:
+    """Light grid, no frame."""
     axes.set_facecolor("white")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -158,7 +159,7 @@ def _held_out(axes: Axes, series: Series) -> None:
 def _right(axes: Axes) -> Axes:
     """A second vertical axis."""
     right = axes.twinx()
-    _style(right)
+    style(right)
     right.grid(visible=False)
     return right
 
