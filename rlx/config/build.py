@@ -79,7 +79,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         faults.append(Fault(f"{key} has no value", "nothing", expected, f"add {key}=...", (key,)))
         return leaf.default
     try:
-        read = _convert(value, leaf.hint, leaf.info.bounds)
+        read = value if value in leaf.info.words else _convert(value, leaf.hint, leaf.info.bounds)
     except TypeError:
         got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}={_example(value, leaf)}"
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))

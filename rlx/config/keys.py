@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class KeyInfo(NamedTuple):
     """What is known of one key beside its type and default. Of a tuple, choices and range hold for each element.
 
-    `bounds` marks a str that `read_bounds` understands; it may be given as a number.
+    `bounds` marks a str that `read_bounds` understands; it may be given as a number. `words` may stand in place of a number.
     """
 
     doc: str
@@ -17,6 +17,7 @@ class KeyInfo(NamedTuple):
     maximum: float | None = None
     exclusive_minimum: float | None = None
     bounds: bool = False
+    words: tuple[str, ...] = ()
 
 
 class Bounds(NamedTuple):

@@ -1,6 +1,6 @@
 """The typed configuration tree: every key, its type, default, range and meaning.
 
-A leaf: it imports only the standard library, `keys.py` and the two groups written in files of their own, so every
+A leaf: it imports only the standard library, `keys.py` and the groups written in files of their own, so every
 package may read it. Reading YAML, applying overrides and cross-field rules live beside it. Keys keep verl's names and
 meanings where both have the feature.
 """
@@ -22,6 +22,9 @@ from rlx.config.schema_algorithm import KLControlConfig as KLControlConfig
 from rlx.config.schema_algorithm import OverlongBufferConfig as OverlongBufferConfig
 from rlx.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
 from rlx.config.schema_algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
+from rlx.config.schema_reward import CustomRewardConfig as CustomRewardConfig
+from rlx.config.schema_reward import RewardConfig as RewardConfig
+from rlx.config.schema_reward import RewardManagerConfig as RewardManagerConfig
 from rlx.config.schema_rollout import EngineKwargsConfig as EngineKwargsConfig
 from rlx.config.schema_rollout import RolloutConfig as RolloutConfig
 from rlx.config.schema_rollout import ValKwargsConfig as ValKwargsConfig
@@ -96,8 +99,11 @@ class ActivationOffloadConfig:
     pin_memory: bool = key(True, "Page-locked host memory, for copies that overlap compute.")
     use_streams: bool = key(True, "Copy on streams of their own.")
     max_host_bytes: int | None = key(None, "Limit of host memory per process [bytes]; null: none.", minimum=0)
-    max_device_bytes: int | None = key(
-        None, "What `save=auto` may hold on the device for backward [bytes]; null: what is free.", minimum=0
+    max_device_bytes: int | str = key(
+        "auto",
+        "What `save=auto` may hold on the device for backward [bytes]; auto: what weights, states and a margin leave.",
+        minimum=0,
+        words=("auto",),
     )
 
 
@@ -261,28 +267,36 @@ class CriticConfig:
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
 
 
-# ------------------------------------------------------------------------------------------------ rewards, trainer
+# ---------------------------------------------------------------------------------------------------- reward model
 
 
 @dataclass(frozen=True)
-class CustomRewardConfig:
-    path: str | None = key(None, "Python file with a reward function of your own.")
-    name: str = key(
-        "compute_score",
-        "Its name: f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with `score`.",
+class RewardModelSourceConfig:
+    path: str | None = key(None, "Folder or hub name of a model for sequence classification with one label.")
+    trust_remote_code: bool = key(False, "Let the model folder bring its own code.")
+    override_config: dict[str, Any] = key({}, "Values that replace those of the model's config.json.")
+    attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A model that scores whole conversations, in the place of reward functions or beside them."""
+
+    enable: bool = key(False, "Score responses with a reward model.")
+    rule_weight: float = key(
+        0.0, "What the reward functions' score is multiplied by and added with; 0: they are not asked.", minimum=0
     )
+    strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
+    model: RewardModelSourceConfig = group(RewardModelSourceConfig, "The model.")
+    micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward and process; null without use_dynamic_bsz: the actor's.", minimum=1
+    )
+    use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
+    forward_max_token_len_per_gpu: int = key(32768, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
 
 
-@dataclass(frozen=True)
-class RewardManagerConfig:
-    name: str = key("naive", "naive: each response is scored by the function of its data source.", choices=("naive",))
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Who calls the reward functions.")
-    format_score: float = key(0.0, "Score of a wrong GSM8K answer in the right form.", minimum=0, maximum=1)
-    overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "Penalty for length in training.")
+# --------------------------------------------------------------------------------------------------------- trainer
 
 
 RESUME = ("auto", "disable", "resume_path")
@@ -344,8 +358,9 @@ class PPOConfig:
     data: DataConfig = group(DataConfig, "Prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "Policy, generation, reference.")
     critic: CriticConfig = group(CriticConfig, "Value model, used by gae.")
-    reward: RewardConfig = group(RewardConfig, "Built-in rewards.")
+    reward: RewardConfig = group(RewardConfig, "Reward functions and the processes they run in.")
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig, "A reward function of your own.")
+    reward_model: RewardModelConfig = group(RewardModelConfig, "A model that scores responses.")
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "Advantages, KL, the sampler's mismatch.")
     trainer: TrainerConfig = group(TrainerConfig, "The loop.")
     warm_start: WarmStartConfig = group(WarmStartConfig, "Making `builtin:tiny`.")

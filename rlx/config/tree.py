@@ -44,9 +44,9 @@ def value_at(config: PPOConfig, key: str) -> Any:
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
-    """The type without None, and whether None is allowed."""
+    """The type without None and without the words that stand in its place, and whether None is allowed."""
     if isinstance(hint, UnionType):
-        return next(arg for arg in get_args(hint) if arg is not NoneType), True
+        return next(arg for arg in get_args(hint) if arg is not NoneType), NoneType in get_args(hint)
     return hint, False
 
 
@@ -68,10 +68,11 @@ def describe_range(info: KeyInfo) -> str:
         return "one of " + ", ".join("null" if choice is None else str(choice) for choice in info.choices)
     if info.bounds:
         return "a number > 0 or low_high"
+    words = "".join(f", or {word}" for word in info.words)
     low = f">= {info.minimum:g}" if info.minimum is not None else ""
     low = f"> {info.exclusive_minimum:g}" if info.exclusive_minimum is not None else low
     high = f"<= {info.maximum:g}" if info.maximum is not None else ""
-    return " and ".join(part for part in (low, high) if part)
+    return " and ".join(part for part in (low, high) if part) + words
 
 
 def describe_expected(leaf: Leaf) -> str:

@@ -4,8 +4,13 @@ Lengths come in buckets, each a quarter longer than the one before. In a pass th
 the rest is recomputed, as in all passes until the device has passed what was measured; it is not waited for. The very first
 pass, in which kernels are chosen and memory is taken, is not measured.
 
-Each rank plans by itself, from its own figures, so that nobody waits for another. Ranks may then differ in which layers they
-recompute. So a layer that has communication inside, which recomputation repeats, is not planned.
+Note [ranks that agree]
+Ranks have different lengths in one pass, and one of them a dummy; what one of them measures the others may not meet. So
+nothing is exchanged inside a pass. Plans are made where the caller says that all ranks meet (`Controller.agree`), from all
+that any of them has measured by then: for each length the slowest times, with the least of what any rank has to spend. All
+ranks get the plans of all lengths. Until it is called each rank plans by itself and waits for nobody.
+In both cases two ranks may recompute differently in the same pass, by length or by plan. So a layer that has communication
+inside, which recomputation repeats, is not planned.
 """
 
 from __future__ import annotations
@@ -13,18 +18,20 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.offload.engine import Engine, Layer
 from rlx.offload.identity import is_parameter, size_bytes
+from rlx.offload.measured import Measurement, measured, planned, slowest
 from rlx.offload.orders import Orders
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Operation, predict
+from rlx.offload.plan.step import LayerCost, Machine
 from rlx.offload.sample import Backward, Sample
 
 logger = logging.getLogger("rlx.offload")
@@ -33,7 +40,8 @@ BUCKET = 1.25  # the longest over the shortest length that share a plan
 MARGIN = 0.05  # of device memory that a plan leaves free
 LINK_BYTES_PER_S = 25e9  # of the link until copies have been timed
 _TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
-_MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
+
+Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
 
 
 class Bucket:
@@ -42,20 +50,22 @@ class Bucket:
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self.orders: dict[int, Orders] = {}
+        self.measurement: Measurement | None = None
         self.passes = 0
         self.last_index = -1  # of the layer called last
         self.is_measuring = False
         self.backward = Backward()  # of the pass that was measured last
+        self.coming_bytes = 0  # of states that did not exist in that pass
         self.called: set[int] = set()  # layers in that pass
         self.begun: weakref.WeakValueDictionary[int, Sample] = weakref.WeakValueDictionary()
         self.done: dict[int, Sample] = {}
 
-    def begin_measuring(self) -> None:
+    def begin_measuring(self, coming_bytes: int) -> None:
         """Begin to measure, unless a graph that was measured is alive, or the device has not passed it."""
         is_alive = any(index not in self.done for index in self.begun)
         self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
         if self.is_measuring:
-            self.backward, self.called, self.done = Backward(), set(), {}
+            self.backward, self.coming_bytes, self.called, self.done = Backward(), coming_bytes, set(), {}
             self.begun.clear()
 
     def finish(self, sample: Sample) -> None:
@@ -63,10 +73,25 @@ class Bucket:
         if self.begun.get(sample.index) is sample:
             self.done[sample.index] = sample
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether all that was called has been, and the device has passed it."""
-        return bool(self.called) and self.done.keys() == self.called and all(s.is_known for s in self.done.values())
+    def has_just_been_measured(self) -> bool:
+        """Whether all that was called has been measured, and the device has passed it; True once."""
+        if self.measurement is not None or not self.called or self.done.keys() != self.called:
+            return False
+        if not all(sample.is_known for sample in self.done.values()):
+            return False
+        self.measurement = measured([self.done[i] for i in sorted(self.done)], self.backward.outside_bytes)
+        self.is_measuring = False
+        self.begun.clear()
+        self.done.clear()
+        return True
+
+
+class Means(NamedTuple):
+    """What one rank has to spend; None: it does not know, or has no limit."""
+
+    bytes_per_s: float | None
+    device_bytes: int | None
+    host_bytes: int | None
 
 
 class Controller:
@@ -74,14 +99,22 @@ class Controller:
 
     Args:
         engine: of the handle.
+        parameters: gives the model's.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         self.plan: Plan | None = None  # of the latest pass that followed one
         self._engine = engine
-        self._buckets: dict[tuple[torch.device, int], Bucket] = {}
-        self._is_warm = False
-        self._is_declined = False
+        self._parameters = parameters
+        self._devices: list[torch.device] = []
+        self._buckets: dict[Key, Bucket] = {}
+        self._is_warm = self._is_declined = self._has_noted_no_device = False
+        self._agrees = False  # plans are made in `agree` only
+        self._explains = True
+        self._reserve_bytes = 0
+        self._gradient_bytes: int | None = None  # of all of them, as a rank holds them between steps
+        self._room_bytes: int | None = None  # the least that was found, where it is not the user who says how much
+        self._limit_bytes: int | None = None  # since the device ran out of memory
 
     def orders(self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]) -> Orders | None:
         """What a layer is to do with these inputs; None: send them off and be recomputed."""
@@ -89,7 +122,9 @@ class Controller:
         if self._is_declined or not sizes:
             return None
         longest, device = max(sizes, key=lambda pair: pair[0])
-        key = (device, round(math.log(max(longest, 1)) / math.log(BUCKET)))
+        if device not in self._devices:
+            self._devices.append(device)
+        key = (self._devices.index(device), round(math.log(max(longest, 1)) / math.log(BUCKET)))
         bucket = self._buckets.get(key) or self._buckets.setdefault(key, Bucket())
         if layer.index <= bucket.last_index or not bucket.passes:
             self._begin_pass(bucket, device)
@@ -107,65 +142,120 @@ class Controller:
         bucket.begun[layer.index] = sample
         return Orders(sample=sample)
 
+    def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
+        """Make the plans of all lengths that a rank has measured, together with all ranks of a group.
+
+        Args:
+            group: None: the default one, or this process alone where there is none.
+            reserve_bytes: that this rank will take for good in its next step, gradients aside.
+        """
+        for key, bucket in self._buckets.items():
+            self._look_at(bucket, self._devices[key[0]])
+            if not self._agrees:
+                bucket.plan = None
+        self._agrees, self._reserve_bytes, self._gradient_bytes = True, reserve_bytes, self._count_gradients()
+        own = {key: b.measurement for key, b in self._buckets.items() if b.plan is None and b.measurement is not None}
+        ranks: list[tuple[dict[Key, Measurement], Means]] = [(own, self._means())]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            self._explains = dist.get_rank(group) == 0
+            ranks = ranks * dist.get_world_size(group)
+            dist.all_gather_object(ranks, (own, self._means()), group)
+        machine = self._machine([means for _, means in ranks])
+        for key in sorted({key for found, _ in ranks for key in found}):
+            bucket = self._buckets.setdefault(key, Bucket())
+            bucket.measurement = slowest([found[key] for found, _ in ranks if key in found])
+            self._make_plan(bucket, bucket.measurement, machine)
+
+    def limit(self, device_bytes: int) -> None:
+        """Plan anew, with at most so much of the device."""
+        self._limit_bytes = device_bytes
+        self.plan = None
+        for bucket in self._buckets.values():
+            bucket.plan = None
+
     def _begin_pass(self, bucket: Bucket, device: torch.device) -> None:
         bucket.passes += 1
         self._is_warm = self._is_warm or bucket.passes > 1
-        if bucket.plan is None and bucket.is_measured:
-            self._make_plan(bucket, device)
+        self._look_at(bucket, device)
+        if bucket.plan is None and bucket.measurement is not None and not self._agrees:
+            self._make_plan(bucket, bucket.measurement, self._machine([self._means()]))
         if bucket.plan is not None:
             self.plan = bucket.plan
-        elif self._is_warm:
-            bucket.begin_measuring()
+        elif self._is_warm and bucket.measurement is None:
+            bucket.begin_measuring(self._coming_bytes())
 
-    def _make_plan(self, bucket: Bucket, device: torch.device) -> None:
-        samples = [bucket.done[index] for index in sorted(bucket.done)]
-        priced = costs_of(samples)
-        costs = [cost for cost, _ in priced]
-        room = bucket.backward.outside_bytes
+    def _coming_bytes(self) -> int:
+        """Gradients and other states that do not exist yet and will stay once they do."""
+        if any(parameter.grad is not None for parameter in self._parameters()):
+            return self._reserve_bytes
+        gradients = self._count_gradients() if self._gradient_bytes is None else self._gradient_bytes
+        return self._reserve_bytes + gradients
+
+    def _count_gradients(self) -> int:
+        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
+
+    def _look_at(self, bucket: Bucket, device: torch.device) -> None:
+        """Note what a pass has been measured to cost, and what room it has found on the device."""
+        if bucket.has_just_been_measured() and device.type != "cpu":
+            free, total = torch.get_device_module(device.type).mem_get_info(device)
+            reach = free + torch.accelerator.memory_reserved(device)
+            room = int(reach - MARGIN * total) - bucket.backward.base_bytes - bucket.coming_bytes
+            self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
+
+    def _means(self) -> Means:
+        counters, options = self._engine.counters, self._engine.options
+        self._engine.timeline.harvest()
+        is_timed = counters.copied_bytes >= _TIMED_BYTES and counters.copy_ms
+        rate = counters.copied_bytes / counters.copy_ms * 1e3 if is_timed else None
+        budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
+        return Means(rate, budget, options.max_host_bytes)
+
+    def _machine(self, ranks: Sequence[Means]) -> Machine:
+        """The least of what any rank has."""
+        rates, budgets, hosts = (
+            [value for value in values if value is not None] for values in zip(*ranks, strict=True)
+        )
+        if not budgets and not self._has_noted_no_device:
+            self._has_noted_no_device = True
+            logger.info(
+                "activation offloading: there is no accelerator, whose free memory max_device_bytes='auto' stands for: as "
+                "little as possible stays; set a number of bytes to have more kept"
+            )
+        budget = min(budgets, default=0)
+        budget = budget if self._limit_bytes is None else min(budget, self._limit_bytes)
+        rate = min(rates, default=LINK_BYTES_PER_S)
+        return Machine(rate, rate, budget, min(hosts, default=None))
+
+    def _make_plan(self, bucket: Bucket, measurement: Measurement, machine: Machine) -> None:
+        kinds = [planned(kind) for kind in measurement.kinds]
+        of_layer = {index: kind for kind in kinds for index in kind.members}
+        indices = sorted(of_layer)
+        costs = [of_layer[index].cost for index in indices]
+        room = measurement.outside_bytes
         if room > costs[-1].working_bytes - costs[-1].saved_bytes:  # else the last layer can be kept beside it
-            costs.append(LayerCost(0.0, 0.0, 0.0, 0, 0, room, room))
-        machine = self._machine(costs, bucket.backward.peak_bytes, device)
+            costs.append(LayerCost(0.0, 0.0, 0.0, 0, room, room, room))
         plan = make_plan(costs, machine)
-        for sample, (cost, places), layer in zip(samples, priced, plan.layers, strict=False):
-            bucket.orders[sample.index] = Orders(
+        bucket.orders.clear()
+        for index, layer in zip(indices, plan.layers, strict=False):
+            kind = of_layer[index]
+            bucket.orders[index] = Orders(
                 keep=layer.keep,
                 boundary_leaves=layer.boundary_leaves,
-                on_device=frozenset(places[i] for i in layer.on_device),
-                off_device=frozenset(places[i] for i in layer.off_device),
-                names=tuple(call.name for call in sample.calls),
+                on_device=frozenset(kind.places[i] for i in layer.on_device),
+                off_device=frozenset(kind.places[i] for i in layer.off_device),
+                names=kind.names,
                 fetch_early=plan.fetch_early,
-                saved_bytes=cost.saved_bytes,
+                saved_bytes=kind.cost.saved_bytes,
             )
         bucket.plan = plan
-        bucket.begun.clear()
-        bucket.done.clear()
-        if logger.isEnabledFor(logging.INFO):
+        if self._explains and logger.isEnabledFor(logging.INFO):
             logger.info(
                 "activation offloading: plan for layers with inputs of %d bytes%s\n%s",
                 max(cost.boundary_bytes for cost in costs),
-                "; the last one stands for what follows the layers" if len(costs) > len(samples) else "",
+                "; the last one stands for what follows the layers" if len(costs) > len(indices) else "",
                 explain(costs, plan, machine),
             )
-
-    def _machine(self, costs: Sequence[LayerCost], peak_bytes: int, device: torch.device) -> Machine:
-        counters, options = self._engine.counters, self._engine.options
-        self._engine.timeline.harvest()
-        rate = LINK_BYTES_PER_S
-        if counters.copied_bytes >= _TIMED_BYTES and counters.copy_ms:
-            rate = counters.copied_bytes / counters.copy_ms * 1e3
-        budget = options.max_device_bytes
-        if budget is None:
-            budget = self._free_bytes(costs, peak_bytes, device)
-        return Machine(rate, rate, budget, options.max_host_bytes)
-
-    def _free_bytes(self, costs: Sequence[LayerCost], peak_bytes: int, device: torch.device) -> int:
-        """What a step may hold: what the one measured held, and what was free at its peak but for a margin."""
-        if device.type == "cpu":
-            return 0
-        free, total = torch.get_device_module(device.type).mem_get_info(device)
-        reach = free + torch.accelerator.memory_reserved(device)
-        held = predict(costs, [LayerPlan()] * len(costs), False, Machine(1.0, 1.0, 0)).peak_bytes
-        return max(0, int(held + reach - peak_bytes - MARGIN * total))
 
     def _decline(self, layer: Layer) -> None:
         self._is_declined = True
@@ -176,47 +266,10 @@ class Controller:
         )
 
 
-def costs_of(samples: Sequence[Sample]) -> list[tuple[LayerCost, tuple[int, ...]]]:
-    """The cost of each layer, equal for those that call the same, and the places of its operations among its calls."""
-    groups: dict[tuple[object, ...], list[Sample]] = {}
-    for sample in samples:
-        names = tuple(dict.fromkeys(call.name for call in sample.calls))
-        groups.setdefault((sample.boundary_bytes, names), []).append(sample)
-    costs = {id(sample): cost for members in groups.values() for cost in [_mean(members)] for sample in members}
-    return [costs[id(sample)] for sample in samples]
-
-
-def _mean(members: Sequence[Sample]) -> tuple[LayerCost, tuple[int, ...]]:
-    operations: dict[int, Operation] = {}
-    for place, calls in enumerate(zip(*(sample.calls for sample in members), strict=False)):
-        if len({call.name for call in calls}) > 1:
-            break
-        if all(call.can_be_answered for call in calls):
-            operations[place] = Operation(
-                name=calls[0].name,
-                at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
-                seconds=fmean(call.seconds for call in calls),
-                nbytes=round(fmean(call.nbytes for call in calls)),
-            )
-    dearest = sorted(operations, key=lambda place: -operations[place].seconds)[:_MAX_OPERATIONS]
-    places = tuple(sorted(dearest))
-    forward_s = fmean(sample.forward_s for sample in members)
-    backwards = [sample.backward_s for sample in members if sample.backward_s is not None]
-    boundary = members[0].boundary_bytes
-    saved = round(fmean(sample.saved_bytes for sample in members))
-    working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
-    late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
-    # Without an allocator's figures: what is saved, and a gradient or two.
-    return LayerCost(
-        forward_s=forward_s,
-        backward_s=fmean(backwards) if backwards else 2 * forward_s,
-        recompute_s=fmean(sample.recompute_s for sample in members),
-        boundary_bytes=boundary,
-        saved_bytes=saved,
-        working_bytes=max(working) if late else saved + 2 * boundary,
-        late_bytes=max(late) if late else saved // 2 + 2 * boundary,
-        operations=tuple(operations[place] for place in places),
-    ), places
+def _own_bytes(parameter: Tensor) -> int:
+    """Size of what this rank holds of a parameter that may be sharded."""
+    own = getattr(parameter, "to_local", None)
+    return size_bytes(parameter if own is None else own())
 
 
 def has_collectives(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -122,9 +123,10 @@ class ActivationOffloading:
     def __init__(self, options: OffloadOptions, save: str) -> None:
         self.options = options
         self.engine = Engine(options, save)
+        self._model: weakref.ref[nn.Module] | None = None
         self._controller: Controller | None = None
         if save == "auto":
-            self._controller = Controller(self.engine)
+            self._controller = Controller(self.engine, self._parameters)
             self.engine.orders = self._controller.orders
         self.is_enabled = True
         self._layers: list[weakref.ref[nn.Module]] = []
@@ -144,6 +146,28 @@ class ActivationOffloading:
         """The plan that the latest forward followed with `save="auto"`; None before the first, and with any other `save`."""
         return self._controller.plan if self._controller is not None else None
 
+    def agree(self, group: dist.ProcessGroup | None = None, reserve_bytes: int = 0) -> None:
+        """Make the plans of `save="auto"` together with other ranks, so that all have the same; without effect otherwise.
+
+        All ranks of the group call it, each before its steps, where none has a graph alive. From the first call on plans are
+        made here only: for each length that a rank has measured since, the slowest times and the least room of any rank.
+
+        Args:
+            group: of the ranks that train together; None: the default one. Without one this rank plans by itself.
+            reserve_bytes: device memory that this rank will take for good and has not taken yet: states of an optimizer
+                that has not stepped. Gradients are counted anyway.
+        """
+        if self._controller is not None:
+            self._controller.agree(group, reserve_bytes)
+
+    def limit_device_bytes(self, nbytes: int) -> None:
+        """Let plans of `save="auto"` hold no more than so much on the device from now on, whatever the options say.
+
+        Plans are made anew, from what has been measured, at the next `agree`, or where that is not called in the next passes.
+        """
+        if self._controller is not None:
+            self._controller.limit(nbytes)
+
     def disable(self) -> None:
         """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""
         self.is_enabled = False
@@ -160,6 +184,7 @@ class ActivationOffloading:
 
     def wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
         """Put the engine around the layers of a model."""
+        self._model = weakref.ref(model)
         self._flags = CheckpointingFlags.of(model, layers)
         self.take_over_checkpointing()
         for index, (name, module) in enumerate(layers):
@@ -183,6 +208,10 @@ class ActivationOffloading:
     def layer_ids(self) -> set[int]:
         """Ids of the layers that are wrapped."""
         return {id(module) for reference in self._layers if (module := reference()) is not None}
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        model = self._model() if self._model is not None else None
+        return iter(()) if model is None else model.parameters()
 
     def note_dropped_cache(self) -> None:
         """Say once that recomputed layers fill no cache."""

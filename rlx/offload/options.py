@@ -18,6 +18,7 @@ _KEPT = {
 }
 _SWITCHES = ("pin_memory", "use_streams")
 _COUNTS = ("prefetch_layers", "max_inflight_bytes", "min_bytes", "max_host_bytes", "max_device_bytes")
+_WORDS: dict[str, tuple[str, ...]] = {"min_bytes": (), "max_device_bytes": ("auto",)}  # in place of a count; else None
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class OffloadOptions:
             [bytes]; what does not fit stays on the device, or goes to disk if a directory is given. None: no cap, and
             384 MiB of buffers for the disk.
         max_device_bytes: what `save="auto"` may hold on the device for backward at once, the working set of the layer at
-            work included [bytes]. None: what is free at the peak but for 5 %; without an accelerator as little as possible.
+            work included [bytes]. `"auto"`: what the device has beside weights, gradients, optimizer states and all else
+            that is there when backward begins, but for 5 %; without an accelerator as little as possible.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -58,7 +60,7 @@ class OffloadOptions:
     pin_memory: bool = True
     use_streams: bool = True
     max_host_bytes: int | None = None
-    max_device_bytes: int | None = None
+    max_device_bytes: int | str = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -68,9 +70,10 @@ class OffloadOptions:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"OffloadOptions.{name}: got {getattr(self, name)!r}, expected True or False")
         for name in _COUNTS:
-            value, or_none = getattr(self, name), "" if name == "min_bytes" else " or None"
-            if not (value is None and or_none) and (type(value) is not int or value < 0):
-                raise ValueError(f"OffloadOptions.{name}: got {value!r}, expected an integer >= 0{or_none}")
+            value, words = getattr(self, name), _WORDS.get(name, (None,))
+            if value not in words and (type(value) is not int or value < 0):
+                instead = "".join(f" or {word!r}" for word in words)
+                raise ValueError(f"OffloadOptions.{name}: got {value!r}, expected an integer >= 0{instead}")
         self._check_disk()
 
     @property
@@ -130,7 +133,7 @@ class OffloadOptions:
             for name, is_used in (("directory", self.uses_disk), ("max_device_bytes", self.save == "auto"))
             if not is_used
         ]
-        without_effect = [name for name in unused if getattr(self, name) is not None]
+        without_effect = [name for name in unused if getattr(self, name) != getattr(defaults, name)]
         if not on_accelerator:
             names = ("pin_memory", "use_streams", "max_inflight_bytes")
             without_effect += [name for name in names if getattr(self, name) != getattr(defaults, name)]

@@ -18,14 +18,15 @@ from rlx.offload.identity import is_parameter, is_plain, size_bytes
 from rlx.offload.orders import Orders
 from rlx.offload.stats import Mark, mark
 from rlx.offload.stored import Stored
-from rlx.offload.watch import PlannedWatch, call_name
+from rlx.offload.watch import PlannedWatch, attention_variant, call_name
 
 
 @dataclass
 class Call:
-    """One call of attention or of a linear map: its name, when it ran, and what an answer to it would hold [bytes]."""
+    """One call of attention or of a linear map: what it is, when it ran, and what an answer to it would hold [bytes]."""
 
     name: str
+    variant: str  # what else tells how dear it is
     start: Mark
     stop: Mark | None = None
     nbytes: int = 0
@@ -44,8 +45,8 @@ class Backward:
 
     open: Sample | None = None
     has_begun: bool = False
+    base_bytes: int = 0  # allocated when it begins: all but what the layers are about to need
     outside_bytes: int = 0  # that what follows the layers holds at most for itself
-    peak_bytes: int = 0  # allocated at most, all in all
 
 
 class Sample:
@@ -107,11 +108,10 @@ class Sample:
         self._marks["recompute"] = now = self.mark()
         shared = self._backward
         allocated, peak = self._memory()
-        shared.peak_bytes = max(shared.peak_bytes, peak)
         if shared.open is not None:
             shared.open.end_backward(now, peak)
         elif not shared.has_begun:
-            shared.outside_bytes = peak - allocated
+            shared.base_bytes, shared.outside_bytes = allocated, peak - allocated
         shared.has_begun = True
         shared.open = self
         self._base_bytes = allocated
@@ -126,7 +126,7 @@ class Sample:
     def pass_middle(self) -> None:
         """Backward is through with the widest part of the layer."""
         if self.working_bytes is None and self._backward.open is self:
-            self.working_bytes = self._take_peak() + self.boundary_bytes
+            self.working_bytes = self._memory()[1] - self._base_bytes + self.boundary_bytes
             self._reset_peak()
 
     def end_backward(self, now: Mark, peak: int) -> None:
@@ -164,11 +164,6 @@ class Sample:
         assert call.stop is not None
         return min(1.0, seconds(self._marks["forward"], call.stop) / max(self.forward_s, 1e-12))
 
-    def _take_peak(self) -> int:
-        _, peak = self._memory()
-        self._backward.peak_bytes = max(self._backward.peak_bytes, peak)
-        return peak - self._base_bytes
-
     def _memory(self) -> tuple[int, int]:
         if self._device.type == "cpu":
             return 0, 0
@@ -198,7 +193,8 @@ class MeasuringWatch(PlannedWatch):
         self.answers = [None] * len(self.answers)
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        call = Call(call_name(function, args, is_attention), self._sample.mark())
+        variant = attention_variant(args, kwargs) if is_attention else ""
+        call = Call(call_name(function, args, is_attention), variant, self._sample.mark())
         self._sample.calls.append(call)
         try:
             return super()._run(function, args, kwargs, is_attention)

@@ -10,7 +10,7 @@ it in the graph and no autograd Function lies next to it. What is not reached wi
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from rlx.offload.stored import Stored
 # The last linear map is answered if repeating it takes at least this many operations for each byte of its result: on
 # current machines a link moves one byte in the time of some thousand operations, and has room left at this point.
 MIN_OPERATIONS_PER_BYTE = 1000
+_PLAIN = frozenset({type(None), bool, int, float, str, tuple})  # types whose values tell kinds of attention apart
 _MAX_NODES, _MAX_LEVELS = 96, 12  # of the graph that are looked at behind a call, levels since the last find
 
 
@@ -241,6 +242,12 @@ def call_name(function: Any, args: Sequence[Any], is_attention: bool) -> str:
     rows, columns = weight.shape[-2:]
     wide = (columns, rows) if function is torch.nn.functional.linear else (rows, columns)
     return f"linear {wide[0]}x{wide[1]}"
+
+
+def attention_variant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What tells dear attention from cheap in one pass: all that is no tensor (windows, causality), and where masks are."""
+    named = [*enumerate(args), *sorted(kwargs.items())]
+    return ", ".join(f"{name}={value if type(value) in _PLAIN else type(value).__name__}" for name, value in named)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

@@ -74,6 +74,9 @@ OTHERS = {
     ("use_streams", False): WARNING,
     ("max_device_bytes", MIB): WARNING,
     ("max_device_bytes", -1): FAULT,
+    ("max_device_bytes", "auto"): FINE,
+    ("max_device_bytes", "most"): FAULT,
+    ("max_device_bytes", None): FAULT,
     ("save", "everything"): FAULT,
     ("tier", "tape"): FAULT,
 }

@@ -46,11 +46,13 @@ def test_where_everything_fits_nothing_leaves_and_nothing_is_recomputed(toys, au
     assert step.kept_bytes > 0
 
 
-def test_without_a_budget_little_stays(toys, auto):
+def test_without_an_accelerator_auto_means_that_little_stays(toys, auto, caplog):
     model = toys.decoder(4)
-    handle = auto(model, None)
+    caplog.set_level(logging.INFO, "rlx.offload")
+    handle = auto(model, "auto")
     for _ in range(3):
         read(model).backward()
+    assert sum("there is no accelerator" in record.getMessage() for record in caplog.records) == 1
     assert [layer.keep for layer in handle.plan().layers][:3] == [False] * 3
     assert not any(layer.on_device for layer in handle.plan().layers[:3])
 
@@ -174,3 +176,23 @@ def test_none_but_auto_has_a_plan(toys, enable):
 def test_auto_recomputes_and_therefore_needs_enable_ckpt(toys):
     with pytest.raises(ValueError, match="enable_ckpt=True"):
         enable_activation_offloading(toys.decoder(), False, OffloadOptions(save="auto"))
+
+
+PAIR = (PLENTY, 10_000)
+
+
+def test_ranks_that_agree_follow_one_plan_made_of_the_slowest_and_the_least(two_ranks):
+    # Each measures two lengths that the other has not met, one of them a dummy's; 6 is met by both.
+    first, second = two_ranks("auto", "plans", PAIR, ((6, 6, 40), (6, 2, 6, 300)), (6, 40, 2, 300))
+    assert first == second
+    assert None not in first
+    for plan in first[:4]:
+        assert plan.prediction.peak_bytes <= 10_000 or not any(layer.keep for layer in plan.layers[:-1])
+    assert first[0].prediction.forward_s >= 3 * 0.002, "the slower rank's"
+    assert all(not any(layer.keep or layer.on_device for layer in plan.layers[:-1]) for plan in first[4:])
+
+
+def test_ranks_plan_alone_until_they_agree(two_ranks):
+    (roomy, agreed), (tight, other) = two_ranks("auto", "planned_alone", (PLENTY, 0))
+    assert all(layer.keep for layer in roomy.layers) and not all(layer.keep for layer in tight.layers)
+    assert agreed == other

@@ -20,6 +20,7 @@ from rlx.offload.places import MIN_STAGING_BYTES
         {"max_inflight_bytes": -5},
         {"max_host_bytes": "1G"},
         {"max_device_bytes": -1},
+        {"max_device_bytes": "most"},
         {"pin_memory": 1},
         {"use_streams": None},
         {"directory": 3},

@@ -1,0 +1,114 @@
+"""What a measured pass comes to: what its layers cost, by kinds, on one rank or the slowest of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from statistics import fmean
+from typing import NamedTuple
+
+from rlx.offload.plan.step import LayerCost, Operation
+from rlx.offload.sample import Sample
+
+_MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
+
+
+class Kind(NamedTuple):
+    """Layers that call the same, and what each of them costs.
+
+    Args:
+        members: their indices.
+        names: of the calls that all of them make, up to the first that not all do.
+        cost: mean of them; its operations are those of the calls that can be answered.
+        places: of the operations among the calls.
+    """
+
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    cost: LayerCost
+    places: tuple[int, ...]
+
+
+class Measurement(NamedTuple):
+    """One pass: the layers, and what follows them holds at most for itself [bytes]."""
+
+    kinds: tuple[Kind, ...]
+    outside_bytes: int
+
+
+def measured(samples: Sequence[Sample], outside_bytes: int) -> Measurement:
+    """What the samples of a pass come to. Layers are of one kind if they call the same maps and the same kind of attention."""
+    groups: dict[tuple[object, ...], list[Sample]] = {}
+    for sample in samples:
+        # Each call once: experts are called as often as tokens are sent to them.
+        calls = tuple(dict.fromkeys((call.name, call.variant) for call in sample.calls))
+        groups.setdefault((sample.boundary_bytes, calls), []).append(sample)
+    return Measurement(tuple(map(_kind, groups.values())), outside_bytes)
+
+
+def slowest(measurements: Sequence[Measurement]) -> Measurement:
+    """The longest time and the most bytes of each kind, of ranks that have called the same layers as the first."""
+    first = [kind.members for kind in measurements[0].kinds]
+    alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
+    kinds = zip(*(m.kinds for m in alike), strict=True)
+    return Measurement(tuple(map(_slowest, kinds)), max(m.outside_bytes for m in alike))
+
+
+def planned(kind: Kind) -> Kind:
+    """The kind with as many operations as are planned."""
+    operations = dict(zip(kind.places, kind.cost.operations, strict=True))
+    dearest = sorted(operations, key=lambda place: -operations[place].seconds)[:_MAX_OPERATIONS]
+    return _with(kind, {place: operations[place] for place in sorted(dearest)})
+
+
+def _with(kind: Kind, operations: dict[int, Operation]) -> Kind:
+    return kind._replace(cost=replace(kind.cost, operations=tuple(operations.values())), places=tuple(operations))
+
+
+def _kind(members: Sequence[Sample]) -> Kind:
+    names: list[str] = []
+    operations: dict[int, Operation] = {}
+    for place, calls in enumerate(zip(*(sample.calls for sample in members), strict=False)):
+        if len({call.name for call in calls}) > 1:
+            break
+        names.append(calls[0].name)
+        if all(call.can_be_answered for call in calls):
+            operations[place] = Operation(
+                name=calls[0].name,
+                at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
+                seconds=fmean(call.seconds for call in calls),
+                nbytes=round(fmean(call.nbytes for call in calls)),
+            )
+    forward_s = fmean(sample.forward_s for sample in members)
+    backwards = [sample.backward_s for sample in members if sample.backward_s is not None]
+    boundary = members[0].boundary_bytes
+    saved = round(fmean(sample.saved_bytes for sample in members))
+    working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
+    late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
+    # Without an allocator's figures: what is saved, and a gradient or two.
+    cost = LayerCost(
+        forward_s=forward_s,
+        backward_s=fmean(backwards) if backwards else 2 * forward_s,
+        recompute_s=fmean(sample.recompute_s for sample in members),
+        boundary_bytes=boundary,
+        saved_bytes=saved,
+        working_bytes=max(working) if late else saved + 2 * boundary,
+        late_bytes=max(late) if late else saved // 2 + 2 * boundary,
+        operations=tuple(operations.values()),
+    )
+    return Kind(tuple(sample.index for sample in members), tuple(names), cost, tuple(operations))
+
+
+def _slowest(ranks: Sequence[Kind]) -> Kind:
+    names = list(zip(*(kind.names for kind in ranks), strict=False))
+    count = next((i for i, called in enumerate(names) if len(set(called)) > 1), len(names))
+    found = [dict(zip(kind.places, kind.cost.operations, strict=True)) for kind in ranks]
+    operations: dict[int, Operation] = {}
+    for place in found[0]:
+        if place < count and all(place in others for others in found):
+            same = [others[place] for others in found]
+            at, seconds = max(op.at for op in same), max(op.seconds for op in same)
+            operations[place] = Operation(same[0].name, at, seconds, max(op.nbytes for op in same))
+    numbers = [field.name for field in fields(LayerCost) if field.name != "operations"]
+    cost = LayerCost(**{name: max(getattr(kind.cost, name) for kind in ranks) for name in numbers})
+    return _with(Kind(ranks[0].members, ranks[0].names[:count], cost, ()), operations)
