@@ -1,35 +1,79 @@
 """Gradients as the engine computes them, and as the formulas say."""
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from rank_tools import Gradients, build, corrected, make_batch, own_share, policy, value
 
 from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
-from rlx.algorithms.losses import policy_loss, value_loss
-from rlx.config.schema import AGGREGATIONS, ModelConfig
+from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss
+from rlx.config.schema import AGGREGATIONS, ModelConfig, PolicyLossConfig
+from rlx.data.batch import Batch
 from rlx.models.loading import load_model
 
-OBJECTIVES = {"policy": policy, "corrected": corrected, "value": value}
-HEADS = {"policy": "lm", "corrected": "lm", "value": "value"}
+
+class Kind(NamedTuple):
+    """An objective, by the mode of aggregation; what its model ends in, and the policy loss in it."""
+
+    objective: object
+    head: str = "lm"
+    loss: str = "vanilla"
 
 
-def cut_gradients(folder, kind, strategy, cases):
-    """For each mode and case (shares, cut) the gradient and the metrics, from one engine that stays where it is."""
-    engine = build(folder, strategy=strategy, head=HEADS[kind], lr=0.0)
+def of_loss(objective, loss):
+    return Kind(partial(objective, policy_loss=PolicyLossConfig(loss_mode=loss)), loss=loss)
+
+
+# One of the sequence-level losses sees only what rejections leave of its sequences.
+KINDS = {
+    "policy": Kind(policy),
+    "corrected": Kind(corrected),
+    "value": Kind(value, head="value"),
+    "cispo": of_loss(policy, "cispo"),
+    "geo_mean": of_loss(policy, "geo_mean"),
+    "gspo": of_loss(corrected, "gspo"),
+    "sapo": of_loss(policy, "sapo"),
+}
+CORRECTED = ("corrected", "gspo")
+
+
+def changed(batch, change):
+    """The same samples in another order, or padded further, where columns hold numbers that must not be read."""
+    if change == "reordered":
+        return batch.rows([5, 2, 7, 0, 3, 6, 1, 4])
+    if change is None:
+        return batch
+    left, right = (3, 0) if change == "left" else (0, 2)
+
+    def pad(name, column):
+        window = name not in ("input_ids", "attention_mask")
+        filler = False if column.dtype == torch.bool else 7
+        return torch.nn.functional.pad(column, (0 if window else left, right), value=filler)
+
+    return Batch.of({name: pad(name, column) for name, column in batch.tensors.items()})
+
+
+def cut_gradients(folder, kinds, strategy, cases):
+    """For each kind, mode and case (shares, cut, change) the gradient and the metrics, from one engine that stays where it is."""
+    engine = build(folder, strategy=strategy, head=KINDS[kinds[0]].head, lr=0.0)
     gradients = Gradients(engine)
     metrics = []
-    for mode in AGGREGATIONS:
-        for shares, cut in cases:
-            metrics.append(engine.update(own_share(make_batch(), shares), cut, OBJECTIVES[kind](mode)))
+    for kind in kinds:
+        for mode in AGGREGATIONS:
+            for shares, cut, change in cases:
+                batch = own_share(changed(make_batch(), change), shares)
+                metrics.append(engine.update(batch, cut, KINDS[kind].objective(mode)))
     return torch.stack(gradients.seen), metrics
 
 
-def naive(folder, kind):
+def naive(folder, kinds):
     """The same by the formulas: each row alone, whole and without padding, through the plain model."""
-    batch, head = make_batch(), HEADS[kind]
+    batch, head = make_batch(), KINDS[kinds[0]].head
     model = load_model(ModelConfig(path=folder), head, torch.float64)
-    mask, width = batch["loss_mask" if kind == "corrected" else "response_mask"], batch.response_length
-    outputs = torch.zeros(3, *mask.shape, dtype=torch.float64)
+    width = batch.response_length
+    outputs = torch.zeros(3, *batch["response_mask"].shape, dtype=torch.float64)
     for row, (ids, real) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
         length = int(real[-width:].sum())
         logits = model(input_ids=ids[real][None]).logits[0, : int(real.sum()) - 1][-length:] if length else None
@@ -39,18 +83,25 @@ def naive(folder, kind):
             outputs[1, row, :length] = -(every.exp() * every).sum(-1)
         elif length:
             outputs[2, row, :length] = logits[:, 0]
+    return [found for kind in kinds for found in of_kind(kind, batch, outputs, model)]
+
+
+def of_kind(kind, batch, outputs, model):
+    """Loss and gradient in each mode."""
     log_probs, entropy, values = outputs
-    if head == "lm":
-        loss, _ = policy_loss(log_probs, batch["old_log_probs"], batch["advantages"], 0.2, 0.2, 3.0)
-        loss = loss * batch["rollout_is_weights"] if kind == "corrected" else loss
+    mask = batch["loss_mask" if kind in CORRECTED else "response_mask"]
+    if KINDS[kind].head == "lm":
+        function, settings = POLICY_LOSSES[KINDS[kind].loss], LossSettings(0.2, 0.2)
+        loss, _ = function(log_probs, batch["old_log_probs"], batch["advantages"], mask, settings)
+        loss = loss * batch["rollout_is_weights"] if kind in CORRECTED else loss
         loss = loss - 0.05 * entropy + 0.1 * kl_estimate(log_probs, batch["ref_log_probs"], "k3")
     else:
         loss, _ = value_loss(values, batch["values"], batch["returns"], 0.5)
     found = []
     for mode in AGGREGATIONS:
-        total = (token_weights(mask, mode, width, torch.float64) * loss).sum() / denominator(mask, mode)
+        weights = token_weights(mask, mode, batch.response_length, torch.float64)
+        total = (weights * loss).sum() / denominator(mask, mode)
         _, parameters = zip(*sorted(model.named_parameters()), strict=True)
-        found.append(
-            (total.item(), torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters, retain_graph=True)]))
-        )
+        gradients = torch.autograd.grad(total, parameters, retain_graph=True)
+        found.append((total.item(), torch.cat([g.flatten() for g in gradients])))
     return found

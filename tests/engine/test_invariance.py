@@ -1,4 +1,4 @@
-"""A mini-batch's gradient is one number, however it is cut into micro-batches and over processes."""
+"""A mini-batch's gradient is one number, however it is cut into micro-batches and over processes, padded and ordered."""
 
 import pytest
 
@@ -6,8 +6,14 @@ from rlx.engine.micro_batch import MicroBatchRule
 
 ROWS = [MicroBatchRule(rows=rows) for rows in (8, 4, 2, 1, 3)]
 TOKENS = [MicroBatchRule(tokens=tokens) for tokens in (30, 5)]
-ONE_PROCESS = [((8,), cut) for cut in (*ROWS, *TOKENS)]
-TWO_PROCESSES = [(shares, ROWS[2]) for shares in ((4, 4), (5, 3), (8, 0), (0, 8))] + [((5, 3), TOKENS[0])]
+CHANGES = [((8,), ROWS[4], "left"), ((8,), ROWS[4], "right"), ((8,), TOKENS[0], "reordered")]
+ONE_PROCESS = [*(((8,), cut, None) for cut in (*ROWS, *TOKENS)), *CHANGES]
+TWO_PROCESSES = [
+    *((shares, ROWS[2], None) for shares in ((4, 4), (5, 3), (8, 0), (0, 8))),
+    ((5, 3), TOKENS[0], None),
+    ((3, 5), TOKENS[0], "reordered"),
+]
+LOSSES = ("cispo", "geo_mean", "gspo", "sapo")
 TOLERANCE = 1e-10
 
 
@@ -28,16 +34,41 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def expected(kind, model_folder, one_rank):
-    return one_rank("invariance", "naive", model_folder, kind)[0]
+    return one_rank("invariance", "naive", model_folder, (kind,))[0]
+
+
+@pytest.fixture(scope="module")
+def expected_of_losses(model_folder, one_rank):
+    return one_rank("invariance", "naive", model_folder, LOSSES)[0]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_one_process_by_any_cut(strategy, kind, expected, model_folder, one_rank):
-    ((gradients, metrics),) = one_rank("invariance", "cut_gradients", model_folder, kind, strategy, ONE_PROCESS)
+    ((gradients, metrics),) = one_rank("invariance", "cut_gradients", model_folder, (kind,), strategy, ONE_PROCESS)
     agree(gradients, metrics, expected, len(ONE_PROCESS))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_two_processes_with_any_shares(strategy, kind, expected, model_folder, two_ranks):
-    for gradients, metrics in two_ranks("invariance", "cut_gradients", model_folder, kind, strategy, TWO_PROCESSES):
+    for gradients, metrics in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, TWO_PROCESSES):
         agree(gradients, metrics, expected, len(TWO_PROCESSES))
+
+
+def test_every_policy_loss_in_one_process(expected_of_losses, model_folder, one_rank):
+    cases = [((8,), ROWS[0], None), ((8,), TOKENS[0], None), *CHANGES]
+    ((gradients, metrics),) = one_rank("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases)
+    agree(gradients, metrics, expected_of_losses, len(cases))
+
+
+def test_every_policy_loss_in_two_processes(expected_of_losses, model_folder, two_ranks):
+    cases = TWO_PROCESSES[-2:]
+    for gradients, metrics in two_ranks("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases):
+        agree(gradients, metrics, expected_of_losses, len(cases))
+
+
+def test_four_processes_of_which_one_has_no_rows(model_folder, one_rank, four_ranks):
+    """A loss of tokens and one of sequences, in processes that only this test needs."""
+    kinds, cases = ("policy", "gspo"), [((3, 0, 4, 1), TOKENS[0], "reordered")]
+    expected = one_rank("invariance", "naive", model_folder, kinds)[0]
+    for gradients, metrics in four_ranks("invariance", "cut_gradients", model_folder, kinds, "fsdp2", cases):
+        agree(gradients, metrics, expected, len(cases))
