@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
-from rlx.engine.forward import Distribution, Head, response_outputs
+from rlx.engine.forward import Distribution, Forward, Head
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
@@ -93,6 +93,7 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
+        self._forward = Forward(self.root, plain)
         self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:
             options = OffloadOptions(**vars(model.activation_offload))
@@ -135,7 +136,7 @@ class Engine:
         sequences = batch.select(*SEQUENCE)
         padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
         for rows, part, lead in self._micro_batches(sequences, micro):
-            for name, figures in response_outputs(self.root, part, distribution).items():
+            for name, figures in self._forward(part, distribution).items():
                 column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=figures.dtype))
                 if rows:
                     own = shifted(figures.cpu(), lead, batch.response_length)
@@ -179,7 +180,7 @@ class Engine:
         parts = list(self._micro_batches(batch, micro))
         for number, (_, part, _) in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
-                share = objective.share(response_outputs(self.root, part, objective.distribution), part, totals)
+                share = objective.share(self._forward(part, objective.distribution), part, totals)
                 # FSDP averages gradients over the processes; what is wanted is their sum.
                 (share.loss * dist.get_world_size()).backward()
             for name, figure in {"loss": share.loss.detach(), **share.metrics}.items():

@@ -60,7 +60,7 @@ class Objective(Protocol):
         ...
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
-        """This micro-batch's part of loss and metrics; `outputs` are those of `response_outputs`, (B, R) each."""
+        """This micro-batch's part of loss and metrics; `outputs` are those of `Forward`, (B, R) each."""
         ...
 
 
