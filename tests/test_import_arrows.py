@@ -35,8 +35,11 @@ WITHOUT_LEAVES = {"algorithms", "offload"}
 
 # What these may import at all beside the standard library.
 ONLY = {
-    "rlx.config.schema": {"rlx.config.keys", "rlx.config.schema_algorithm", "rlx.config.schema_rollout"},
+    "rlx.config.schema": {
+        *("rlx.config.keys", "rlx.config.schema_algorithm", "rlx.config.schema_reward", "rlx.config.schema_rollout"),
+    },
     "rlx.config.schema_algorithm": {"rlx.config.keys"},
+    "rlx.config.schema_reward": {"rlx.config.keys", "rlx.config.schema_algorithm"},
     "rlx.config.schema_rollout": {"rlx.config.keys"},
     "rlx.config.keys": set(),
     "rlx.config.vllm_range": set(),

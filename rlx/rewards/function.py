@@ -1,36 +1,140 @@
-"""A reward function of the user's own."""
+"""A reward function, as the driver names it and a reward process loads it, and what a call of it answers.
 
+Every reward process starts with this module, so it imports next to nothing.
+"""
+
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+import math
+import reprlib
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal, NamedTuple
 
-from rlx.config.schema import CustomRewardConfig
 from rlx.user_code import UserCodeError, load_name
 
-RewardFunction = Callable[..., Any]
-"""f(data_source, solution_str, ground_truth, extra_info=None), called by keyword -> a number, or a dict with `score`."""
-
 KEY = "custom_reward_function"
+SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""The parameters of a function that scores one sample, and of one that scores a list of them; all passed by name."""
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 200
 
 
-def load_function(config: CustomRewardConfig) -> RewardFunction:
-    """The function `config.name` in the file `config.path`.
+@dataclass(frozen=True, eq=False)
+class Function:
+    """What a reward process calls.
 
-    Raises:
-        UserCodeError: the file is missing or fails to import, has no such name, or it cannot be called as a reward.
+    Args:
+        source: path of a Python file of the user's, or a module of rlx.
+        name: in it.
+        limit_s: longest call [seconds].
+        batched: one call scores a list of samples.
+        options: further arguments by name.
     """
-    assert config.path is not None, "only called when a path is set"
-    function: RewardFunction = load_name(config.path, config.name, KEY)
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise UserCodeError(
-            f"{KEY}.name: {config.name!r} in {config.path} is {function!r}, expected a plain function "
-            "f(data_source, solution_str, ground_truth, extra_info=None)"
-        )
+
+    source: str
+    name: str
+    limit_s: float
+    batched: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user wrote it."""
+        return self.source.endswith(".py")
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself, with its file imported.
+
+        Raises:
+            UserCodeError: the file is missing or fails to import, has no such name, or it cannot be called as a reward.
+        """
+        if not self.is_own:
+            module = importlib.import_module(self.source)
+            return getattr(module, self.name)  # type: ignore[no-any-return]
+        function = load_name(self.source, self.name, KEY)
+        if not callable(function):
+            raise UserCodeError(
+                f"{KEY}.name: {self.name!r} in {self.source} is {function!r}, expected a function "
+                f"f({', '.join(BATCHED if self.batched else SINGLE)})"
+            )
+        own, other = (BATCHED, SINGLE) if self.batched else (SINGLE, BATCHED)
+        signature = inspect.signature(function)
+        fault = _misfit(signature, (*own, *self.options))
+        if fault is not None:
+            remedy = f"rename its parameters or add **kwargs; {KEY}.reward_kwargs are {self.options}"
+            if _misfit(signature, (*other, *self.options)) is None:
+                remedy = (
+                    f"set reward.reward_manager.name={'naive' if self.batched else 'batch'}, whose parameters it has"
+                )
+            raise UserCodeError(
+                f"{KEY}: {self.name}{signature} in {self.source} cannot take the arguments "
+                f"{', '.join((*own, *self.options))} ({fault}); {remedy}"
+            )
+        return function  # type: ignore[no-any-return]
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives something to await, an object's call too."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _misfit(signature: inspect.Signature, names: Sequence[str]) -> TypeError | None:
     try:
-        inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        signature.bind(**dict.fromkeys(names))
     except TypeError as fault:
-        raise UserCodeError(
-            f"{KEY}: {config.name}{inspect.signature(function)} in {config.path} cannot take the arguments "
-            f"data_source, solution_str, ground_truth, extra_info ({fault}); rename its parameters or add **kwargs"
-        ) from fault
-    return function
+        return fault
+    return None
+
+
+Numbers = dict[str, float]
+
+
+class Outcome(NamedTuple):
+    """How a call ended.
+
+    Args:
+        answers: of each of its samples the numbers reported, `score` among them, or what is wrong with the report.
+        kind: why there are none: the call raised (or returned nothing like a list), took too long, or its process ended.
+        fault: the same in words.
+        traceback: of what was raised.
+    """
+
+    answers: list[Numbers | str]
+    kind: Literal["", "error", "timeout", "crash"] = ""
+    fault: str = ""
+    traceback: str = ""
+
+
+def raised(fault: BaseException) -> Outcome:
+    """The outcome of a call that raised."""
+    what = f"raised {type(fault).__name__}: {fault}"
+    return Outcome([], "error", what, "".join(traceback.format_exception(fault)))
+
+
+def outcome_of(function: Function, result: Any, samples: int) -> Outcome:
+    """What a call returned, reduced to numbers: text, lists and objects stay in the process."""
+    if not function.batched:
+        return Outcome([_numbers(result)])
+    if isinstance(result, str | dict) or not hasattr(result, "__len__") or len(result) != samples:
+        what = f"returned {_shown.repr(result)}, expected a list of {samples} numbers or dicts, one for each sample"
+        return Outcome([], "error", what)
+    return Outcome([_numbers(report) for report in result])
+
+
+def _numbers(result: Any) -> Numbers | str:
+    report = result if isinstance(result, dict) else {"score": result}
+    numbers = {str(name): float(value) for name, value in _scalars(report).items() if isinstance(value, Real)}
+    if math.isfinite(numbers.get("score", math.nan)):
+        return numbers
+    return f"returned {_shown.repr(result)}, expected a finite number or a dict whose `score` is one"
+
+
+def _scalars(report: dict[Any, Any]) -> dict[Any, Any]:
+    """Scalars of numpy and torch, and arrays of one number, as plain ones; this process may have imported neither."""
+    is_one = {name: math.prod(getattr(value, "shape", (2,))) == 1 for name, value in report.items()}
+    return {name: value.item() if is_one[name] else value for name, value in report.items()}

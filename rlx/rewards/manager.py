@@ -1,16 +1,15 @@
 """Scores for a batch of responses: each sample goes to the reward function of its data source."""
 
 import json
+import logging
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +17,22 @@ from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import Batch
 from rlx.errors import ExplainedError
 from rlx.rewards import gsm8k
-from rlx.rewards import math as math_reward
-from rlx.rewards.function import RewardFunction, load_function
+from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, raised
+from rlx.rewards.pool import Call, InProcess, NotSendable, Pool
+
+logger = logging.getLogger(__name__)
+
+MATH_SOURCES = (
+    *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "HuggingFaceH4/aime_2024"),
+    *("math", "math_dapo", "math_dapo_reasoning", "aime24", "aime25"),
+)
+MATH_LIMIT_S = 5.0
+FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
+MOST_WORKERS = 16
+INFO = ("data_source", "response_text", "ground_truth", "extra_info")
+"""What of a batch's info becomes the arguments SINGLE of a reward function."""
+
+Sample = dict[str, Any]
 
 
 class RewardError(ExplainedError, ValueError):
@@ -38,23 +51,57 @@ class Scores(NamedTuple):
     extra: dict[str, list[float]]
 
 
+class Failure(NamedTuple):
+    """Why a sample has no score: error, timeout or crash of its function, in words, and what was raised."""
+
+    kind: str
+    function: Function
+    what: str
+    traceback: str
+
+
+Report = Numbers | Failure
+
+
 class RewardManager:
-    """Knows the reward function of each data source.
+    """Knows the reward function of each data source; a context that ends the processes in which they run.
 
     Args:
-        reward: options of the built-in functions.
-        custom: with a path, that function scores every sample, whatever its data source.
+        reward: options of the built-in functions and of the processes.
+        custom: with a path, that function scores every sample, or those of the data sources that it names.
 
     Raises:
         UserCodeError: the user's function cannot be loaded.
     """
 
     def __init__(self, reward: RewardConfig, custom: CustomRewardConfig):
-        self._custom = load_function(custom) if custom.path is not None else None
-        self._custom_label = f"{custom.name} in {custom.path}"
-        by_rule = partial(gsm8k.compute_score, format_score=reward.format_score)
-        self._known: dict[str, RewardFunction] = dict.fromkeys(gsm8k.SOURCES, by_rule)
-        self._known |= dict.fromkeys(math_reward.SOURCES, math_reward.compute_score)
+        self._config = reward
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        size = reward.num_workers or min(MOST_WORKERS, cores)
+        self._pool = Pool(size, reward.memory_limit_gb, reward.max_concurrent)
+        limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
+        grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
+        grade_maths = Function("rlx.rewards.math", "compute_score", min(MATH_LIMIT_S, limit_s))
+        self._known = dict.fromkeys(gsm8k.SOURCES, grade_number) | dict.fromkeys(MATH_SOURCES, grade_maths)
+        # A rule that always takes microseconds is called in this process.
+        self._here: dict[Function, Callable[..., Any]] = {grade_number: gsm8k.compute_score}
+        self._form = self._all = None
+        self._taken: Counter[str] = Counter()
+        if reward.format is not None:
+            self._form = Function("rlx.rewards.form", "compute_score", limit_s, options={"form": reward.format})
+        if custom.path is not None:
+            path = str(Path(custom.path).expanduser().absolute())
+            batched = reward.reward_manager.name == "batch"
+            own = Function(path, custom.name, limit_s, batched, custom.reward_kwargs)
+            self._pool.check(own)
+            self._known |= dict.fromkeys(custom.data_sources, own)
+            self._all = None if custom.data_sources else own
+
+    def __enter__(self) -> "RewardManager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
 
     def score(self, batch: Batch, dump_dir: str | Path) -> Scores:
         """Scores every sample, in order.
@@ -64,30 +111,36 @@ class RewardManager:
             dump_dir: where the sample that made a reward function fail is kept; made when needed.
 
         Raises:
-            RewardError: unknown data source; a function that raised or returned no finite number: names the sample, the
-                function and the file with a copy of the sample.
+            RewardError: unknown data source; a function that failed and `reward.on_error` or `reward.on_crash` says stop, or
+                that failed for all samples: names the sample, the function and the file with a copy of the sample.
         """
-        samples = [_sample(batch, i) for i in range(len(batch))]
-        functions = [self._function_for(sample["data_source"]) for sample in samples]
-        # Gradings of mathematics wait for processes, so threads run them side by side; other functions are called here.
-        threads = ThreadPoolExecutor(max_workers=math_reward.PARALLEL, thread_name_prefix="rlx-reward")
-        try:
-            calls: list[Callable[[], Any]] = [
-                threads.submit(function, **sample).result
-                if function is math_reward.compute_score
-                else partial(function, **sample)
-                for function, sample in zip(functions, samples, strict=True)
-            ]
-            reports = [self._call(call, samples[i], i, Path(dump_dir)) for i, call in enumerate(calls)]
-        finally:
-            threads.shutdown(cancel_futures=True)
-        names = sorted({name for report in reports for name in report} - {"score"})
-        extra = {name: [report.get(name, math.nan) for report in reports] for name in names}
-        return Scores(torch.tensor([report["score"] for report in reports], dtype=torch.float32), extra)
+        columns = [batch.info[name] for name in INFO]
+        samples: list[Sample] = [dict(zip(SINGLE, values, strict=True)) for values in zip(*columns, strict=True)]
+        reports = self._ask(samples, [self._function_for(sample["data_source"]) for sample in samples])
+        if self._form is not None:
+            forms = self._ask(samples, [self._form] * len(samples))
+            reports = [self._with_form(report, form) for report, form in zip(reports, forms, strict=True)]
+        failures = {row: report for row, report in enumerate(reports) if isinstance(report, Failure)}
+        if failures:
+            self._judge(failures, samples, Path(dump_dir))
+        numbers = [{"score": 0.0} if isinstance(report, Failure) else report for report in reports]
+        names = sorted({name for report in numbers for name in report} - {"score"})
+        extra = {name: [report.get(name, math.nan) for report in numbers] for name in names}
+        return Scores(torch.tensor([report["score"] for report in numbers], dtype=torch.float32), extra)
 
-    def _function_for(self, data_source: Any) -> RewardFunction:
-        if self._custom is not None:
-            return self._custom
+    def usage(self) -> dict[str, float]:
+        """What scoring took since the last call.
+
+        Returns:
+            reward/errors, reward/timeouts, reward/crashes: samples that scored 0 because their call raised, took too long
+            or ended its process; reward/retries: calls that were sent again; reward/processes: those that ended in a call.
+        """
+        taken, self._taken = self._taken, Counter()
+        return {f"reward/{name}": float(taken[name]) for name in FIGURES}
+
+    def _function_for(self, data_source: Any) -> Function:
+        if self._all is not None:
+            return self._all
         if data_source not in self._known:
             raise RewardError(
                 f"no reward function for data source {data_source!r}; known: {', '.join(sorted(self._known))}; "
@@ -95,47 +148,79 @@ class RewardManager:
             )
         return self._known[data_source]
 
-    def _call(self, call: Callable[[], Any], sample: dict[str, Any], row: int, dump_dir: Path) -> dict[str, float]:
-        """The numbers a function reported, `score` among them."""
+    def _ask(self, samples: list[Sample], functions: list[Function]) -> list[Report]:
+        """What each sample's function says of it."""
+        rows_of: dict[Function, list[int]] = {}
+        for row, function in enumerate(functions):
+            rows_of.setdefault(function, []).append(row)
+        reports: dict[int, Report] = {}
+        calls: list[tuple[list[int], Call]] = []
+        for function, rows in rows_of.items():
+            if function in self._here:
+                reports |= {row: self._call_here(function, samples[row]) for row in rows}
+            elif function.batched:
+                lists = {name: [samples[row][one] for row in rows] for one, name in zip(SINGLE, BATCHED, strict=True)}
+                calls.append((rows, Call(function, lists, len(rows))))
+            else:
+                calls += [([row], Call(function, samples[row])) for row in rows]
         try:
-            result = call()
-        except Exception as fault:
-            raise self._error(sample, row, f"raised {type(fault).__name__}: {fault}", dump_dir) from fault
-        numbers = _numbers(result)
-        if not math.isfinite(numbers.get("score", math.nan)):
-            what = f"returned {result!r}, expected a finite number or a dict whose `score` is one"
-            raise self._error(sample, row, what, dump_dir)
-        return numbers
+            outcomes, counts = self._pool.run([call for _, call in calls])
+        except NotSendable as fault:
+            raise RewardError(
+                f"ground_truth or extra_info of a sample cannot be sent to the reward processes ({fault}); keep numbers, "
+                "text, lists and dicts in them"
+            ) from fault
+        for (rows, call), outcome in zip(calls, outcomes, strict=True):
+            reports |= dict(zip(rows, _reports(call.function, outcome, len(rows)), strict=True))
+        self._taken.update(counts._asdict())
+        return [reports[row] for row in range(len(samples))]
 
-    def _error(self, sample: dict[str, Any], row: int, what: str, dump_dir: Path) -> RewardError:
+    def _call_here(self, function: Function, sample: Sample) -> Report:
+        try:
+            outcome = outcome_of(function, self._here[function](**sample, **function.options), 1)
+        except Exception as fault:
+            outcome = raised(fault)
+        return _reports(function, outcome, 1)[0]
+
+    def _with_form(self, report: Report, form: Report) -> Report:
+        """The report with what the form earns, and an `acc` that does not count it."""
+        if isinstance(report, Failure) or isinstance(form, Failure):
+            return report if isinstance(report, Failure) else form
+        right, formed = float(report["score"] >= 1.0), form["score"]
+        score = report["score"] + self._config.format_weight * formed
+        return {"acc": right} | report | {"score": score, "format": formed}
+
+    def _judge(self, failures: dict[int, Failure], samples: list[Sample], dump_dir: Path) -> None:
+        """Stops the run where it is configured so, or where there is no score at all; else says what scores 0."""
+        stops = {"error": self._config.on_error, "timeout": self._config.on_crash, "crash": self._config.on_crash}
+        stopping = [row for row, failure in failures.items() if stops[failure.kind] == "stop"]
+        row = (stopping or list(failures))[0]
+        failure, sample = failures[row], samples[row]
         source, index = sample["data_source"], (sample["extra_info"] or {}).get("index", row)
-        label = self._custom_label if self._custom is not None else f"rlx's reward function of {source!r}"
+        own = failure.function.is_own
+        label = (
+            f"{failure.function.name} in {failure.function.source}" if own else f"rlx's reward function of {source!r}"
+        )
         dump_dir.mkdir(parents=True, exist_ok=True)
         copy = dump_dir / f"reward_error_{re.sub(r'[^0-9A-Za-z]+', '-', str(source))}_{index}.json"
-        report = {**sample, "index": index, "function": label, "fault": what}
+        report = {**sample, "index": index, "function": label, "fault": failure.what, "traceback": failure.traceback}
         text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
         copy.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair stays valid JSON
-        return RewardError(f"{label} {what}; data source {source!r}, sample {index}, a copy of it is in {copy}")
+        what = f"{label} {failure.what}; data source {source!r}, sample {index}, a copy of it is in {copy}"
+        none = len(failures) == len(samples) > 1
+        if stopping or none:
+            cause = InProcess(f"\n{failure.traceback}") if failure.traceback else None
+            raise RewardError(f"{what}{'; no sample of the batch got a score' if none else ''}") from cause
+        self._taken.update(
+            {"error": "errors", "timeout": "timeouts", "crash": "crashes"}[f.kind] for f in failures.values()
+        )
+        logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)
 
 
-def _sample(batch: Batch, row: int) -> dict[str, Any]:
-    """The arguments of a reward function, which are called by keyword as verl does."""
-    info = batch.info
-    return {
-        "data_source": info["data_source"][row],
-        "solution_str": info["response_text"][row],
-        "ground_truth": info["ground_truth"][row],
-        "extra_info": info["extra_info"][row],
-    }
-
-
-def _numbers(result: Any) -> dict[str, float]:
-    """The numbers of a report, by name; text and lists in a dict are for the user's own use."""
-    report = result if isinstance(result, dict) else {"score": result}
-    # A bool of numpy's and an array of one number are no `Real` before .item().
-    scalars = {name: value.item() if _is_scalar(value) else value for name, value in report.items()}
-    return {str(name): float(value) for name, value in scalars.items() if isinstance(value, Real)}
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1)
+def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:
+    """Of each sample of a call."""
+    if outcome.kind:
+        limit = f"took longer than {function.limit_s:g} s (reward.timeout_s)"
+        what = {"timeout": limit, "crash": f"{outcome.fault}, twice"}.get(outcome.kind, outcome.fault)
+        return [Failure(outcome.kind, function, what, outcome.traceback)] * samples
+    return [Failure("error", function, each, "") if isinstance(each, str) else each for each in outcome.answers]

@@ -252,6 +252,7 @@ class Trainer:
 
     def report(self, metrics: Metrics) -> None:
         """Shows and keeps the numbers of the last finished step."""
+        metrics |= self.rewards.usage()
         self.progress.row(metrics, self.finished_steps)
         self.tracker.log(metrics, self.finished_steps)
 

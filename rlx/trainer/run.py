@@ -56,6 +56,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
         progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
     names = config.trainer.project_name, config.trainer.experiment_name
     with (
+        rewards,
         progress,
         Tracker(config.trainer.logger, folder, yaml, *names, resume_step=step if checkpoint else None) as tracker,
         session(config),
