@@ -18,15 +18,17 @@ from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Distribution, Forward, Head
-from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, row_lengths, shifted, take
+from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
+from rlx.engine.out_of_memory import SecondTry
 from rlx.engine.residency import Parking
 from rlx.engine.sharding import precision_of, shard, transformer_layers
 from rlx.models.hf_folder import ModelCard
 from rlx.models.loading import load_model, load_skeleton
 from rlx.models.lora import Adapter, add_lora, merged_weights
-from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena
+from rlx.models.packed_attention import packed_attention
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena, register_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -93,12 +95,16 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
-        self._forward = Forward(self.root, plain)
+        self._forward = Forward(self.root, plain, model, device)
         self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:
+            register_attention(packed_attention)
             options = OffloadOptions(**vars(model.activation_offload))
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
         self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
+        self._second_try = None
+        if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
+            self._second_try = SecondTry(self.offload, self.sharded, self.optimizer, device)
         self.updates = self.steps = 0
         # The arena in which activations wait, if they do: it is page-locked unless its owner has said otherwise.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
@@ -135,23 +141,22 @@ class Engine:
         columns: dict[str, Tensor] = {}
         sequences = batch.select(*SEQUENCE)
         padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
-        for rows, part, lead in self._micro_batches(sequences, micro):
+        for part in self._micro_batches(sequences, micro):
             for name, figures in self._forward(part, distribution).items():
                 column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=figures.dtype))
-                if rows:
-                    own = shifted(figures.cpu(), lead, batch.response_length)
-                    column[rows] = own.masked_fill(padding_BR[rows], 0)
+                if part.rows:
+                    own = shifted(figures.cpu(), part.lead, batch.response_length)
+                    column[part.rows] = own.masked_fill(padding_BR[part.rows], 0)
         self.sharded.reshard()
         return columns
 
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
         """The share on the device, in as many micro-batches on every process; one without rows is a dummy."""
-        lengths = row_lengths(batch)
-        most = torch.tensor(max(1, len(cut(lengths, micro))), device=self.device)
+        lengths, packs = row_lengths(batch), self._forward.packs
+        most = torch.tensor(max(1, len(cut(lengths, micro, packs))), device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        for rows in cut(lengths, micro, at_least=int(most)):
-            part = take(batch, rows, lengths)
-            yield part._replace(batch=part.batch.map_tensors(lambda column: column.to(self.device)))
+        for rows in cut(lengths, micro, packs, at_least=int(most)):
+            yield (pack if packs else take)(batch, rows, lengths).to(self.device)
 
     # Learning -----------------------------------------------------------------------------------------------------
 
@@ -175,20 +180,31 @@ class Engine:
         self.root.train()
         batch = batch.select(*SEQUENCE, *objective.columns)
         totals = self._totals(batch, objective)
+        parts = list(self._micro_batches(batch, micro))
+
+        def passes() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            return self._passes(parts, objective, totals)
+
+        sums, maxima = passes() if self._second_try is None else self._second_try.run(passes)
+        metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
+        return metrics | self._step(self.optimizer, self.optim)
+
+    def _passes(
+        self, parts: list[MicroBatch], objective: Objective, totals: Totals
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Forward and backward of the micro-batches; this process's metrics, to be summed and to be compared."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        parts = list(self._micro_batches(batch, micro))
-        for number, (_, part, _) in enumerate(parts, start=1):
+        for number, part in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
-                share = objective.share(self._forward(part, objective.distribution), part, totals)
+                share = objective.share(self._forward(part, objective.distribution), part.batch, totals)
                 # FSDP averages gradients over the processes; what is wanted is their sum.
                 (share.loss * dist.get_world_size()).backward()
             for name, figure in {"loss": share.loss.detach(), **share.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + figure.double()
             for name, figure in share.maxima.items():
                 maxima[name] = torch.maximum(maxima.get(name, figure), figure)
-        metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
-        return metrics | self._step(self.optimizer, self.optim)
+        return sums, maxima
 
     def _totals(self, batch: Batch, objective: Objective) -> Totals:
         mask_BR = objective.mask(batch)

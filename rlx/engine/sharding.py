@@ -212,6 +212,20 @@ class FSDP2Model(Sharded):
             assert isinstance(unit.wrapped, FSDPModule)
             unit.wrapped.reshard()
 
+    def recover(self) -> None:
+        """Ready for the next forward after an exception has ended a forward or backward; all processes join.
+
+        Needs torch 2.13. What backward has summed up in gathered parameters would else be added to the next gradients.
+        """
+        assert isinstance(self.root, FSDPModule)
+        self.root.reset_iter_state()
+        for unit in self.units:
+            assert isinstance(unit.wrapped, FSDPModule)
+            unit.wrapped.unshard()
+            for tensor in unit.tensors().values():
+                tensor.grad = None
+            unit.wrapped.reshard()
+
     @contextmanager
     def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
         """See Sharded."""
