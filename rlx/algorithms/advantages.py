@@ -34,6 +34,25 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, coef: 
     return rewards if kl is None else rewards - coef * torch.where(mask, kl, 0.0).to(scores.dtype)
 
 
+def overlong_penalty(lengths: Tensor, longest: int, buffer: int, factor: float) -> Tensor:
+    """DAPO's soft overlong punishment: 0 up to `longest - buffer` tokens, then falling to -factor at `longest`.
+
+    min(0, (longest - buffer - length) / buffer) factor.
+
+    Args:
+        lengths: (B,) int, tokens of each response.
+        longest: longest response allowed [tokens].
+        buffer: tokens over which the penalty grows, 1 to `longest`.
+        factor: size of the largest penalty; the paper's is 1.
+
+    Returns:
+        (B,) fp32, at most 0; it is added to the score.
+
+    Source: arXiv:2503.14476, equation 13.
+    """
+    return ((longest - buffer - lengths) / buffer * factor).clamp(max=0.0)
+
+
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over each row's response tokens.
 

@@ -8,6 +8,7 @@ from rlx.config.machine import Setting, on_accelerator, processes
 from rlx.config.roles import TINY, has_critic, has_reference, is_tiny
 from rlx.config.rules_offload import writes_to_disk
 from rlx.config.schema import ARITHMETIC
+from rlx.config.schema_algorithm import GAMMA, LAM, LOSS_MODES, NORM_BY_STD
 
 
 class Idle(NamedTuple):
@@ -51,6 +52,16 @@ def _is_not(key: str, value: object) -> Callable[[Setting], bool]:
 
 def _no_files_of_the_task(s: Setting) -> bool:
     return ARITHMETIC not in (*s.config.data.train_files, *s.config.data.val_files)
+
+
+def _loss_without(*readers: str) -> Callable[[Setting], bool]:
+    """Whether the policy loss is one of rlx's, but none of the readers of a key; what a user's own reads is not known."""
+    loss = f"{ACTOR}.policy_loss"
+    return lambda s: s.value(f"{loss}.path") is None and s.value(f"{loss}.loss_mode") not in readers
+
+
+def _does_not_estimate_with(name: str) -> Callable[[Setting], bool]:
+    return lambda s: not s.config.algorithm.needs(name)
 
 
 def _never_validates(s: Setting) -> bool:
@@ -107,6 +118,15 @@ IDLE = (
         "clip_ratio_low and clip_ratio_high are both set",
     ),
     Idle(
+        _below(ACTOR, "clip_ratio*"),
+        _loss_without(*(mode for mode in LOSS_MODES if mode != "sapo")),
+        "sapo has no clip",
+    ),
+    Idle((f"{ACTOR}.clip_ratio_c",), _loss_without("vanilla"), "only the vanilla loss has a dual clip"),
+    Idle(_below(ACTOR, "tau_pos", "tau_neg"), _loss_without("sapo"), "policy_loss.loss_mode is not sapo"),
+    Idle((f"{ACTOR}.policy_loss.loss_mode",), _is_set(f"{ACTOR}.policy_loss.path"), "policy_loss.path is set"),
+    _flagged(f"{ACTOR}.policy_loss.path", f"{ACTOR}.policy_loss.name"),
+    Idle(
         tuple(f"{fsdp}.{name}" for fsdp in FSDP for name in ("param_offload", "optimizer_offload")),
         _on_cpu,
         "on CPU bytes only move within host memory",
@@ -145,12 +165,16 @@ IDLE = (
         lambda s: s.config.algorithm.rollout_correction.bypass_mode,
         "bypass_mode leaves the phase of the old log-probs out",
     ),
-    Idle(("algorithm.gamma", "algorithm.lam"), lambda s: not has_critic(s.config), "grpo discounts nothing"),
-    Idle(("algorithm.norm_adv_by_std_in_grpo",), _is("algorithm.adv_estimator", "gae"), "adv_estimator is gae"),
+    *(
+        Idle((f"algorithm.{name}",), _does_not_estimate_with(name), "adv_estimator does not read it")
+        for name in (GAMMA, LAM, NORM_BY_STD)
+    ),
+    _flagged("algorithm.filter_groups.enable", "algorithm.filter_groups.*", "data.gen_batch_size"),
+    _flagged("reward.overlong_buffer.enable", "reward.overlong_buffer.*"),
     Idle(
         ("trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"),
         lambda s: not has_critic(s.config),
-        "grpo has no critic",
+        "adv_estimator has no critic",
     ),
     # The loop
     Idle(("trainer.total_epochs",), _is_set("trainer.total_training_steps"), "trainer.total_training_steps is set"),

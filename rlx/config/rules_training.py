@@ -1,4 +1,4 @@
-"""Combinations that cannot train: batches, algorithm, sharding, resuming. Each rule yields the faults it finds."""
+"""Combinations that cannot train: batches, sharding, resuming. Each rule yields the faults it finds."""
 
 from collections.abc import Iterator
 
@@ -66,24 +66,7 @@ def tokens_hold_the_longest_row(s: Setting) -> Faults:
             )
 
 
-# Algorithm
-
-
-def grpo_compares_samples(s: Setting) -> Faults:
-    """A group of one has no advantage."""
-    if s.config.algorithm.adv_estimator == "grpo" and s.config.actor_rollout_ref.rollout.n == 1:
-        keys = ("actor_rollout_ref.rollout.n", "algorithm.adv_estimator")
-        remedy = "set actor_rollout_ref.rollout.n=5, say, or algorithm.adv_estimator=gae"
-        yield Fault("grpo compares the responses to one prompt", f"{keys[0]}=1", "at least 2", remedy, keys)
-
-
-def critic_is_used(s: Setting) -> Faults:
-    """A critic that is configured is trained."""
-    keys = tuple(key for key in s.changed_keys if key.startswith("critic."))
-    if keys and not has_critic(s.config):
-        estimator = s.config.algorithm.adv_estimator
-        remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set algorithm.adv_estimator=gae"
-        yield Fault(f"{estimator} has no critic", ", ".join(keys), "no key below critic", remedy, keys)
+# Sampling, optimizer, model
 
 
 def validation_samples_at_a_temperature(s: Setting) -> Faults:
@@ -188,8 +171,6 @@ TRAINING_RULES = (
     mini_batch_divides_batch,
     micro_batch_has_one_size,
     tokens_hold_the_longest_row,
-    grpo_compares_samples,
-    critic_is_used,
     validation_samples_at_a_temperature,
     betas_are_two,
     tiny_heads_fit,

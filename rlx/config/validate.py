@@ -8,13 +8,14 @@ from rlx.config.faults import Fault
 from rlx.config.idle import idle_keys
 from rlx.config.machine import Machine, Setting, on_accelerator
 from rlx.config.roles import has_critic
+from rlx.config.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
 from rlx.config.rules_correction import CORRECTION_RULES
 from rlx.config.rules_machine import MACHINE_RULES
 from rlx.config.rules_offload import OFFLOAD_RULES, offload_warnings
 from rlx.config.rules_rollout import ROLLOUT_RULES, rollout_warnings
 from rlx.config.rules_training import TRAINING_RULES
 
-RULES = (*TRAINING_RULES, *CORRECTION_RULES, *OFFLOAD_RULES, *ROLLOUT_RULES, *MACHINE_RULES)
+RULES = (*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES, *ROLLOUT_RULES, *MACHINE_RULES)
 
 
 class Verdict(NamedTuple):
@@ -38,6 +39,7 @@ def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:
     idle = {key: why for key, why in idle_keys(s).items() if key not in broken}
     if idle:
         yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in idle.items())
+    yield from algorithm_warnings(s)
     yield from offload_warnings(s)
     yield from rollout_warnings(s)
     if not s.config.actor_rollout_ref.rollout.calculate_log_probs:

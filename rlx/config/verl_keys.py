@@ -15,7 +15,20 @@ REMEDIES: dict[str, str] = {
     "return_raw_input_ids": _NO_NEED,
     "return_full_prompt": "remove it: the prompt's text always stays with it",
     "filter_overlong_prompts_workers": _NO_NEED,
-    "filter_groups": "remove it: rlx does not resample groups of equal reward yet; they are reported and add no gradient",
+    "adv_estimator=grpo_vectorized": "use grpo",
+    "adv_estimator=rloo_vectorized": "use rloo",
+    "adv_estimator=gpg": "use grpo with norm_adv_by_std_in_grpo=False, and filter_groups for its correction of groups "
+    "without a gradient",
+    "loss_mode=gpg": "use vanilla: with one optimizer step per batch its gradient is the same",
+    "loss_mode=clip_cov": "remove it: it picks tokens of a whole batch, which a micro-batch does not see; to keep entropy up "
+    "raise actor.clip_ratio_high",
+    "loss_mode=kl_cov": "remove it: it picks tokens of a whole batch, which a micro-batch does not see; to keep entropy up "
+    "raise actor.clip_ratio_high",
+    "loss_mode=dppo_tv": "write it as a function of your own, actor.policy_loss.path",
+    "loss_mode=dppo_kl": "write it as a function of your own, actor.policy_loss.path",
+    "loss_scale_factor": "remove it: seq-mean-token-sum-norm divides by data.max_response_length",
+    "reward_model.overlong_buffer": "use reward.overlong_buffer",
+    "reward_kwargs.overlong_buffer_cfg": "use reward.overlong_buffer",
     "rollout_correction.loss_type": "remove it: the loss is PPO's clipped one, with bypass_mode too",
     "rollout_correction.debug_rollout_actor_probs": "remove it: the sampler's mismatch is logged with bypass_mode too",
     "rollout_rs_threshold_lower": "write both bounds as low_high in algorithm.rollout_correction.rollout_rs_threshold",

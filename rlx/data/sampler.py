@@ -24,8 +24,8 @@ class PromptSampler:
     def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int):
         if not 1 <= batch_size <= size:
             raise DataError(
-                f"data.train_batch_size is {batch_size}, but there are {size} prompts; "
-                f"expected 1 to {size}: lower data.train_batch_size or add prompts"
+                f"data.train_batch_size is {batch_size}, but there are {size} prompts; expected 1 to {size}: "
+                "lower it, or data.gen_batch_size where that stands for it, or add prompts"
             )
         self._size, self._batch_size, self._shuffle, self._seed = size, batch_size, shuffle, seed
         self._epoch, self._position = 0, 0

@@ -7,13 +7,13 @@ from transformers import PreTrainedTokenizerBase
 from rlx.algorithms.kl import AdaptiveKL, FixedKL
 from rlx.cluster.group import WorkerGroup
 from rlx.config.roles import has_critic, has_reference
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import GREEDY, PPOConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
-from rlx.trainer import memory, mismatch, steps, validation
+from rlx.trainer import draw, memory, mismatch, steps, validation
 from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, reopen, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
@@ -113,12 +113,7 @@ class Trainer:
     def step(self, step: int) -> Metrics:
         """One turn of the road: a batch of prompts and the optimizer steps it gives. Returns the step's metrics."""
         phase, config = self.progress.phase, self.config
-        with phase("rollout"):
-            epoch, prompts = self.sampler.epoch, self.train.batch(self.sampler.next())
-            batch = self.generate(prompts, config.actor_rollout_ref.rollout.n, "train", step)
-        with phase("reward"):
-            scores = self.score(batch)
-            batch = batch.with_(scores=scores.scores)
+        epoch, (batch, scores), drawn = self.sampler.epoch, *self.samples(step)
         if config.trainer.rollout_data_dir:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
         if config.trainer.balance_batch:
@@ -133,7 +128,7 @@ class Trainer:
         with phase("advantages"):
             batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
             batch = steps.add_advantages(batch, config.algorithm)
-        metrics = steps.describe(batch) | compared | validation.extras(scores, "reward")
+        metrics = steps.describe(batch) | drawn | compared | validation.extras(scores, "reward")
         metrics |= {"reward/accuracy": steps.accuracy(scores.scores, scores.extra), "train/epoch": float(epoch)}
         if reward_kl is not None:
             metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
@@ -150,9 +145,41 @@ class Trainer:
 
     # What a step is made of ---------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Batch, samples: int, purpose: str, step: int) -> Batch:
-        """`samples` responses to each prompt, sampled as `purpose` ("train" or "val") is configured."""
-        spread = steps.spread(prompts, samples, self.seed, purpose, step)
+    def samples(self, step: int) -> tuple[draw.Part, Metrics]:
+        """Scored samples of train_batch_size prompts; with filter_groups of such as differ in its metric.
+
+        Prompts are then drawn until there are enough, and what is too many is dropped: the next step draws others.
+        """
+        filters, data = self.config.algorithm.filter_groups, self.config.data
+        if not filters.enable:
+            return self.scored(step, first=0), {}
+        found = draw.Found(filters.metric, data.train_batch_size, self.config.actor_rollout_ref.rollout.n)
+        while not found.enough:
+            if found.generations == filters.max_num_gen_batches > 0:
+                raise found.error(step)
+            found.add(*self.scored(step, first=found.prompts))
+        return found.samples(), found.metrics()
+
+    def scored(self, step: int, first: int) -> draw.Part:
+        """Samples of the next prompts and what the reward functions say of them; `first` prompts came before in this step."""
+        rollout, overlong = self.config.actor_rollout_ref.rollout, self.config.reward.overlong_buffer
+        greedy = None
+        with self.progress.phase("rollout"):
+            prompts = self.train.batch(self.sampler.next())
+            batch = self.generate(prompts, rollout.n, "train", step, first)
+            if self.config.algorithm.needs(GREEDY):
+                greedy = self.generate(prompts, 1, "greedy", step, first)
+        with self.progress.phase("reward"):
+            scores = self.score(batch)
+            batch = draw.with_scores(batch, scores, overlong)
+            if greedy is not None:
+                baseline = draw.with_scores(greedy, self.score(greedy), overlong)["scores"]
+                batch = batch.with_(greedy_scores=baseline[batch["group_id"] - first])
+        return batch, scores
+
+    def generate(self, prompts: Batch, samples: int, purpose: str, step: int, first: int = 0) -> Batch:
+        """`samples` responses to each prompt, sampled as `purpose` ("train", "val" or "greedy") is configured."""
+        spread = steps.spread(prompts, samples, self.seed, purpose, step, first)
         sent = spread.select("prompt_ids", "prompt_mask", "seed")
         written = self.workers.split("rollout", "generate", sent, purpose)
         responses = written.responses().masked_fill(~written["response_mask"], self.tokenizer.pad_token_id)
@@ -199,23 +226,23 @@ class Trainer:
         """One optimizer step per mini-batch and epoch; the mean of their metrics, and how many were skipped.
 
         A skipped one has metrics that are no numbers; they are left out of the means. A mini-batch of which no token is
-        left in the loss gets no step, which would still move the weights, by decay and momentum.
+        in the loss gets no step, which would still move the weights, by decay and momentum.
         """
+        counted = "loss_mask" if "loss_mask" in columns else "response_mask"
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
         each: list[Metrics] = []
         rejected = 0
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
                 part = steps.balance(part, self.workers.world_size)
-            if "loss_mask" in columns and not part["loss_mask"].any():
+            if not part[counted].any():
                 rejected += 1
             else:
                 each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
         if rejected:
             of = f"{rejected} of {rejected + len(each)} mini-batches"
-            self.progress.notice(
-                f"step {step}: rollout_correction rejected every token of {of}: nothing learned from them"
-            )
+            why = "rollout_correction rejected" if counted == "loss_mask" else "empty responses, so no loss for"
+            self.progress.notice(f"step {step}: {why} every token of {of}: nothing learned from them")
         if not each:
             return {f"{role}/skipped": 0.0}
         each, measured = mismatch.split_off(each)
@@ -267,7 +294,7 @@ class Trainer:
             for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):
                 batch = self.generate(self.val.batch(rows), samples, "val", rows[0])
                 parts.append((batch, self.score(batch)))
-        batch, scores = validation.join(parts)
+        batch, scores = draw.join(parts)
         records = validation.generations(batch, scores)
         folder = self.config.trainer.validation_data_dir
         validation.dump(records, Path(folder) if folder else self.folder / "validation", self.finished_steps)

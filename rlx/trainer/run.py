@@ -38,7 +38,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
     train = load_prompts(config.data, tokenizer, "train")
     val = load_prompts(config.data, tokenizer, "val")
     data = config.data
-    drawn = 1 if config.trainer.val_only else data.train_batch_size  # a validation draws none, however few there are
+    drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation draws none, however few there are
     sampler = PromptSampler(len(train), drawn, data.shuffle, data.seed)
     config = with_steps(config, sampler)
     rewards = RewardManager(config.reward, config.custom_reward_function)
@@ -69,6 +69,12 @@ def run(config: PPOConfig, yaml: str) -> Path:
     picture = write_report(folder / "metrics.jsonl", folder / "report.png")
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)
     return folder
+
+
+def prompts_at_once(config: PPOConfig) -> int:
+    """Prompts per generation in training."""
+    filtered = config.algorithm.filter_groups.enable and config.data.gen_batch_size
+    return filtered or config.data.train_batch_size
 
 
 def start_workers(config: PPOConfig) -> WorkerGroup:

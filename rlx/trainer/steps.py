@@ -17,20 +17,21 @@ from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
 
 
-def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int) -> Batch:
+def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
     """Each prompt `samples` times in a row, with its group and the seed of each sample.
 
     Args:
         prompts: one row per prompt.
         samples: responses per prompt.
         run_seed, purpose, step: what the sampling seeds are hashed from, beside the prompt's place and the sample's.
+        first: place of the first prompt, where the step has drawn others before.
 
     Returns:
         A batch of len(prompts) * samples rows with group_id and seed written.
     """
     index = [p for p in range(len(prompts)) for _ in range(samples)]
-    seeds = [seed_for(run_seed, purpose, step, p, s) for p in range(len(prompts)) for s in range(samples)]
-    return prompts.rows(index).with_(group_id=torch.tensor(index), seed=torch.tensor(seeds))
+    seeds = [seed_for(run_seed, purpose, step, first + p, s) for p in range(len(prompts)) for s in range(samples)]
+    return prompts.rows(index).with_(group_id=torch.tensor(index) + first, seed=torch.tensor(seeds))
 
 
 def balance(batch: Batch, parts: int) -> Batch:
@@ -91,11 +92,16 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     return batch.with_(**ESTIMATORS[algorithm.adv_estimator](batch, algorithm))
 
 
-def accuracy(scores_B: Tensor, extra: dict[str, list[float]]) -> float:
-    """Share of right answers: by the reward function's own `acc` where it gives one, else a score of 1 or more."""
+def correct(scores_B: Tensor, extra: dict[str, list[float]]) -> Tensor:
+    """(B,) which answers are right: by the reward function's own `acc` where it gives one, else a score of 1 or more."""
     by_score_B = (scores_B >= 1.0).double()
     own_B = torch.tensor(extra.get("acc", [math.nan] * len(scores_B)), dtype=torch.float64)
-    return torch.where(own_B.isnan(), by_score_B, own_B).mean().item()
+    return torch.where(own_B.isnan(), by_score_B, own_B)
+
+
+def accuracy(scores_B: Tensor, extra: dict[str, list[float]]) -> float:
+    """Share of right answers."""
+    return correct(scores_B, extra).mean().item()
 
 
 def zero_advantage_share(batch: Batch) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlx.data.batch import Batch, concat
+from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
 from rlx.trainer.steps import accuracy
 
@@ -69,14 +69,3 @@ def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
     (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def join(parts: list[tuple[Batch, Scores]]) -> tuple[Batch, Scores]:
-    """Validation chunks as one."""
-    # Prompts are padded to the longest of their chunk, so only what has one width everywhere is kept.
-    batch = concat([part.drop("input_ids", "attention_mask") for part, _ in parts])
-    names = sorted({name for _, scores in parts for name in scores.extra})
-    extra = {
-        name: [v for part, scores in parts for v in scores.extra.get(name, [math.nan] * len(part))] for name in names
-    }
-    return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)

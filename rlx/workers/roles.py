@@ -5,7 +5,7 @@ Each method is called on all ranks together, with the rank's share of the rows w
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -163,7 +163,7 @@ class RolloutRole:
 
     Attributes:
         sampler: who generates.
-        sampling: how, for training and validation.
+        sampling: how, for each purpose.
     """
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase", actor: ActorRole):
@@ -178,7 +178,7 @@ class RolloutRole:
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, actor.engine)
-        self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in ("train", "val")}
+        self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in get_args(Purpose)}
 
     def rest(self) -> None:
         """See Role."""

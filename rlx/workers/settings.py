@@ -5,7 +5,8 @@ from typing import Literal
 from rlx.config.schema import PPOConfig
 from rlx.rollout.protocol import Sampling
 
-Purpose = Literal["train", "val"]
+Purpose = Literal["train", "val", "greedy"]
+"""Training, validation, or the greedy responses that ReMax compares with in training."""
 
 
 def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
@@ -19,13 +20,13 @@ def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
 
 
 def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How responses are sampled in training or validation."""
+    """How responses are sampled."""
     rollout = config.actor_rollout_ref.rollout
     length = config.data.max_response_length
     if purpose == "train":
         cut = rollout.temperature, rollout.top_p, rollout.top_k or -1
         return Sampling(length, *cut, stop_token_ids, rollout.calculate_log_probs)
     val = rollout.val_kwargs
-    if not val.do_sample:
+    if purpose == "greedy" or not val.do_sample:
         return Sampling(length, temperature=0.0, stop_token_ids=stop_token_ids, with_log_probs=False)
     return Sampling(length, val.temperature, val.top_p, val.top_k or -1, stop_token_ids, with_log_probs=False)

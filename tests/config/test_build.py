@@ -152,7 +152,8 @@ def test_an_unknown_group_is_reported_leaf_by_leaf():
         "actor_rollout_ref.model.use_fused_kernels",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         "data.return_raw_chat",
-        "algorithm.filter_groups.enable",
+        "reward_model.overlong_buffer.enable",
+        "actor_rollout_ref.actor.loss_scale_factor",
         f"{CORRECTION}.loss_type",
         f"{CORRECTION}.rollout_rs_threshold_lower",
         "actor_rollout_ref.actor.tis_imp_ratio_cap",
@@ -172,6 +173,18 @@ def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
     for name in ("param_dtype", "reduce_dtype"):
         _, (fault,) = build_one(f"critic.fsdp.mixed_precision.{name}", "fp16")
         assert "out of range" in fault.what and "bf16" in fault.remedy and "loss scaling" in fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("algorithm.adv_estimator", name) for name in ("gpg", "grpo_vectorized", "rloo_vectorized")),
+        *(("actor_rollout_ref.actor.policy_loss.loss_mode", name) for name in ("gpg", "clip_cov", "kl_cov", "dppo_tv")),
+    ],
+)
+def test_algorithms_of_verl_that_rlx_lacks_get_a_remedy_of_their_own(key: str, value: str):
+    _, (fault,) = build_one(key, value)
+    assert "out of range" in fault.what and fault.remedy == remedy_for(f"{key}={value}")
 
 
 def test_tests_that_verl_had_by_another_name_are_named():

@@ -13,6 +13,7 @@ from rlx.config.tree import LEAVES
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
+OVERLONG = ["reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor"]
 
 # (command line, the keys in it that have no effect)
 CASES = [
@@ -93,6 +94,29 @@ CASES = [
         [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"],
     ),
     (f"{GAE} algorithm.norm_adv_by_std_in_grpo=False", ["algorithm.norm_adv_by_std_in_grpo"]),
+    (
+        "algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9 algorithm.lam=0.9 trainer.critic_warmup=2",
+        ["algorithm.lam", "trainer.critic_warmup"],
+    ),
+    (
+        "algorithm.filter_groups.metric=score algorithm.filter_groups.max_num_gen_batches=3 data.gen_batch_size=9",
+        ["data.gen_batch_size", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"],
+    ),
+    ("reward.overlong_buffer.len=9 reward.overlong_buffer.penalty_factor=2", OVERLONG),
+    ("reward.overlong_buffer.len=9 reward.overlong_buffer.enable=True", []),
+    (f"{ACTOR}.tau_pos=2 {ACTOR}.policy_loss.name=f", [f"{ACTOR}.tau_pos", f"{ACTOR}.policy_loss.name"]),
+    (
+        f"{ACTOR}.policy_loss.loss_mode=sapo {ACTOR}.tau_neg=2 {ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_c=4",
+        [f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c"],
+    ),
+    (
+        f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_c=4",
+        [f"{ACTOR}.clip_ratio_c"],
+    ),
+    (
+        f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.policy_loss.path={__file__} {ACTOR}.clip_ratio_c=4 {ACTOR}.tau_pos=2",
+        [f"{ACTOR}.policy_loss.loss_mode"],
+    ),
     ("trainer.critic_warmup=3", ["trainer.critic_warmup"]),
     ("trainer.total_epochs=3", ["trainer.total_epochs"]),
     ("trainer.resume_from_path=/c/global_step_1", ["trainer.resume_from_path"]),

@@ -82,7 +82,40 @@ CASES = [
         "=176",
     ),
     # algorithm
-    ("grpo_compares_samples", f"{ROLLOUT}.n=1", ["grpo compares"], f"{ROLLOUT}.n=5"),
+    ("estimator_compares_samples", f"{ROLLOUT}.n=1", ["grpo compares"], f"{ROLLOUT}.n=5"),
+    *(
+        (
+            "estimator_compares_samples",
+            f"{ROLLOUT}.n=1 algorithm.adv_estimator={name}",
+            [f"{name} compares"],
+            f"{ROLLOUT}.n=5",
+        )
+        for name in ("rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline")
+    ),
+    (
+        "filtered_groups_can_differ",
+        f"algorithm.filter_groups.enable=True algorithm.adv_estimator=remax {ROLLOUT}.n=1",
+        ["a single response to a prompt"],
+        f"{ROLLOUT}.n=8",
+    ),
+    (
+        "filtered_groups_can_differ",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=f1",
+        ["algorithm.filter_groups.metric is not known"],
+        "algorithm.filter_groups.metric=acc",
+    ),
+    (
+        "filtered_groups_can_differ",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward algorithm.use_kl_in_reward=True",
+        ["dynamic sampling does not know the KL"],
+        "algorithm.filter_groups.metric=seq_reward",
+    ),
+    (
+        "penalty_fits_the_length",
+        "reward.overlong_buffer.enable=True reward.overlong_buffer.len=49",
+        ["the penalty begins before the response"],
+        "reward.overlong_buffer.len=9",
+    ),
     ("critic_is_used", "critic.optim.lr=1e-4 critic.cliprange_value=0.2", ["grpo has no critic"], GAE),
     (
         "validation_samples_at_a_temperature",
@@ -362,6 +395,22 @@ def test_every_rule_has_a_case():
 )
 def test_what_can_run_has_no_faults(verdict, command: str):
     assert whats(verdict(command.split())) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "gspo is defined as a mean over sequences"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.loss_agg_mode=seq-mean-token-mean", None),
+        (f"{ACTOR}.policy_loss.loss_mode=cispo", None),
+        ("algorithm.filter_groups.enable=True", None),
+        ("algorithm.filter_groups.enable=True trainer.total_training_steps=null", "several batches of prompts"),
+    ],
+)
+def test_algorithms_that_are_put_together_oddly_are_warned_of(verdict, command: str, warning: str | None):
+    found = verdict(command.split())
+    assert not found.faults
+    assert [warning in text for text in found.warnings] == ([True] if warning else [])
 
 
 def test_a_run_that_cannot_see_the_mismatch_says_so_once(verdict):

@@ -9,6 +9,7 @@ import torch
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
 from rlx.trainer import validation
+from rlx.trainer.draw import join
 
 
 def part(prompt_width, rows, source, scores, extra):
@@ -31,7 +32,7 @@ def test_chunks_cover_every_row_once():
 
 def test_parts_of_different_width_and_numbers_are_joined_and_summarised_by_source():
     parts = [part(5, 2, "a", [1.0, 0.0], {}), part(7, 1, "b", [1.0], {"steps": [4.0]})]
-    batch, scores = validation.join(parts)
+    batch, scores = join(parts)
     metrics = validation.summarise(batch, scores)
     assert metrics["val/accuracy"] == pytest.approx(2 / 3)
     assert metrics["val/accuracy/a"] == 0.5 and metrics["val/accuracy/b"] == 1.0

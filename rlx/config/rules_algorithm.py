@@ -1,0 +1,89 @@
+"""Algorithms that cannot work as they are put together, and what to be warned of."""
+
+from collections.abc import Iterator
+
+from rlx.config.faults import Fault
+from rlx.config.machine import Setting
+from rlx.config.roles import has_critic
+from rlx.config.schema import GROUPS
+
+Faults = Iterator[Fault]
+
+ESTIMATOR, SAMPLES = "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"
+FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
+LENGTH, LONGEST = "reward.overlong_buffer.len", "data.max_response_length"
+MODE, AGGREGATION = (f"actor_rollout_ref.actor.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode"))
+
+METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
+
+
+def estimator_compares_samples(s: Setting) -> Faults:
+    """A group of one has no advantage."""
+    if s.config.algorithm.needs(GROUPS) and s.config.actor_rollout_ref.rollout.n == 1:
+        name = s.config.algorithm.adv_estimator
+        remedy = f"set {SAMPLES}=5, say, or {ESTIMATOR} to one that needs no group: gae, reinforce_plus_plus or remax"
+        keys = (SAMPLES, ESTIMATOR)
+        yield Fault(f"{name} compares the responses to one prompt", f"{SAMPLES}=1", "at least 2", remedy, keys)
+
+
+def critic_is_used(s: Setting) -> Faults:
+    """A critic that is configured is trained."""
+    keys = tuple(key for key in s.changed_keys if key.startswith("critic."))
+    if keys and not has_critic(s.config):
+        estimator = s.config.algorithm.adv_estimator
+        remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set {ESTIMATOR}=gae"
+        yield Fault(f"{estimator} has no critic", ", ".join(keys), "no key below critic", remedy, keys)
+
+
+def filtered_groups_can_differ(s: Setting) -> Faults:
+    """Dynamic sampling has samples to compare, and a number that is known when it compares them."""
+    filters = s.config.algorithm.filter_groups
+    if not filters.enable:
+        return
+    if s.config.actor_rollout_ref.rollout.n == 1:
+        remedy = f"set {SAMPLES}=8, say, or {FILTER}=False"
+        got = f"{FILTER}=True, {SAMPLES}=1"
+        yield Fault(
+            "a single response to a prompt differs from none", got, f"{SAMPLES} >= 2", remedy, (FILTER, SAMPLES)
+        )
+    if filters.metric not in METRICS and s.config.custom_reward_function.path is None:
+        expected = f"one of {', '.join(METRICS)}, or a number that a custom_reward_function reports"
+        yield Fault(
+            f"{METRIC} is not known", f"{METRIC}={filters.metric}", expected, f"set {METRIC}=acc", (FILTER, METRIC)
+        )
+    if filters.metric == "seq_final_reward" and s.config.algorithm.use_kl_in_reward:
+        keys = (METRIC, "algorithm.use_kl_in_reward")
+        got = f"{METRIC}=seq_final_reward, {keys[1]}=True"
+        expected = "a metric without the KL: prompts are chosen before log-probs are computed"
+        yield Fault("dynamic sampling does not know the KL", got, expected, f"set {METRIC}=seq_reward", keys)
+
+
+def penalty_fits_the_length(s: Setting) -> Faults:
+    """The penalty for length begins at a length of 0 or more."""
+    overlong, longest = s.config.reward.overlong_buffer, s.config.data.max_response_length
+    if overlong.enable and overlong.len > longest:
+        got = f"{LENGTH}={overlong.len}, {LONGEST}={longest}"
+        remedy = f"set {LENGTH}={max(1, longest // 5)}, say"
+        yield Fault("the penalty begins before the response", got, f"at most {longest}", remedy, (LENGTH, LONGEST))
+
+
+ALGORITHM_RULES = (
+    estimator_compares_samples,
+    critic_is_used,
+    filtered_groups_can_differ,
+    penalty_fits_the_length,
+)
+
+
+def algorithm_warnings(s: Setting) -> Iterator[str]:
+    """What works otherwise than its paper, or than one might expect."""
+    actor, trainer = s.config.actor_rollout_ref.actor, s.config.trainer
+    mode = actor.policy_loss.loss_mode
+    if mode in SEQUENCE_LOSSES and actor.policy_loss.path is None and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield f"{mode} is defined as a mean over sequences: {AGGREGATION}={actor.loss_agg_mode}, not seq-mean-token-mean"
+    if s.config.algorithm.filter_groups.enable and trainer.total_training_steps is None:
+        yield (
+            "with algorithm.filter_groups a step may take several batches of prompts, so that trainer.total_epochs="
+            f"{trainer.total_epochs} gives more passes over them: trainer.total_training_steps says when to stop"
+        )

@@ -1,0 +1,151 @@
+"""Which samples a step learns from: penalties for length, dynamic sampling, and joining what was generated in parts.
+
+Pure functions of the driver. Shape letters as in `rlx/data/batch.py`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlx.algorithms.advantages import overlong_penalty
+from rlx.config.schema import OverlongBufferConfig
+from rlx.data.batch import Batch, concat
+from rlx.errors import ExplainedError
+from rlx.rewards.manager import Scores
+from rlx.trainer.steps import correct
+
+Part = tuple[Batch, Scores]
+"""Samples and what the reward functions said of them."""
+
+
+class DrawError(ExplainedError, ValueError):
+    """Dynamic sampling did not find its prompts, or does not know what to tell samples apart by."""
+
+
+def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) -> Batch:
+    """Writes scores: those of the reward functions, less the penalty for length where the configuration asks for it."""
+    if not overlong.enable:
+        return batch.with_(scores=scores.scores)
+    lengths_B, longest = batch["response_mask"].sum(dim=1), batch.response_length
+    penalty_B = overlong_penalty(lengths_B, longest, overlong.len, overlong.penalty_factor)
+    return batch.with_(scores=scores.scores + penalty_B)
+
+
+def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
+    """The rows of prompts whose samples differ in `metric`, in order.
+
+    Args:
+        batch: with group_id and scores.
+        scores: of its rows.
+        metric: acc (as the reward function's own `acc`, else right where the score is 1 or more), score (of the reward
+            function), seq_reward or seq_final_reward (scores of the batch), or a number that reward functions report; a
+            sample without it differs from none.
+
+    Raises:
+        DrawError: no reward function reported such a number.
+    """
+    named = {"acc": correct(scores.scores, scores.extra), "score": scores.scores}
+    named |= dict.fromkeys(("seq_reward", "seq_final_reward"), batch["scores"])
+    named |= {name: torch.tensor(values) for name, values in scores.extra.items() if name not in named}
+    if metric not in named:
+        raise DrawError(
+            f"algorithm.filter_groups.metric: got {metric!r}, which no reward function reported; "
+            f"expected one of {', '.join(named)}"
+        )
+    value_B = named[metric].double()
+    known_B, (groups, of_row_B) = ~value_B.isnan(), batch["group_id"].unique(return_inverse=True)
+    lowest_G, highest_G = (
+        torch.full((len(groups),), end, dtype=torch.float64).scatter_reduce(
+            0, of_row_B, value_B.where(known_B, end), how
+        )
+        for end, how in ((math.inf, "amin"), (-math.inf, "amax"))
+    )
+    return (highest_G > lowest_G)[of_row_B].nonzero().flatten().tolist()
+
+
+def take_rows(part: Part, rows: Sequence[int]) -> Part:
+    """These rows, in that order."""
+    batch, scores = part
+    extra = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
+    return batch.rows(rows), scores._replace(scores=scores.scores[list(rows)], extra=extra)
+
+
+def join(parts: Sequence[Part]) -> Part:
+    """The rows of all parts; prompts are padded on the left to the longest, numbers that a part lacks are NaN.
+
+    Failures add up, also those of samples that `take_rows` has left out.
+    """
+    widest = max(batch["input_ids"].shape[1] for batch, _ in parts)
+    batch = concat([_widened(batch, widest) for batch, _ in parts])
+    names = sorted({name for _, scores in parts for name in scores.extra})
+    extra = {
+        name: [v for part, scores in parts for v in scores.extra.get(name, [math.nan] * len(part))] for name in names
+    }
+    kinds = parts[0][1].failures
+    failures = {kind: sum(scores.failures[kind] for _, scores in parts) for kind in kinds}
+    return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra, failures)
+
+
+def _widened(batch: Batch, width: int) -> Batch:
+    def wider(column: Tensor) -> Tensor:
+        return pad(column, (width - column.shape[1], 0))
+
+    return batch.with_(input_ids=wider(batch["input_ids"]), attention_mask=wider(batch["attention_mask"]))
+
+
+class Found:
+    """What dynamic sampling has found in a step.
+
+    Args:
+        metric: what a prompt's samples must differ in.
+        wanted: prompts to find.
+        samples: per prompt.
+    """
+
+    def __init__(self, metric: str, wanted: int, samples: int):
+        self._metric, self._wanted, self._samples = metric, wanted, samples
+        self._kept: list[Part] = []
+        self._right = 0.0
+        self.generations = self.prompts = 0
+
+    def add(self, batch: Batch, scores: Scores) -> None:
+        """Keeps what is informative of one generation."""
+        self.generations += 1
+        self.prompts += len(batch) // self._samples
+        self._right += correct(scores.scores, scores.extra).sum().item()
+        self._kept.append(take_rows((batch, scores), informative(batch, scores, self._metric)))
+
+    @property
+    def kept(self) -> int:
+        """Prompts that were kept."""
+        return sum(len(batch) for batch, _ in self._kept) // self._samples
+
+    @property
+    def enough(self) -> bool:
+        """Whether as many were found as are wanted."""
+        return self.kept >= self._wanted
+
+    def samples(self) -> Part:
+        """Those of the first prompts kept, as many as are wanted."""
+        return take_rows(join(self._kept), range(self._wanted * self._samples))
+
+    def metrics(self) -> dict[str, float]:
+        """Of all that was generated: in how many parts, the share of prompts kept, and the share of right answers."""
+        return {
+            "filter_groups/generations": float(self.generations),
+            "filter_groups/kept_share": self.kept / self.prompts,
+            "filter_groups/accuracy": self._right / (self.prompts * self._samples),
+        }
+
+    def error(self, step: int) -> DrawError:
+        """What to raise when the generations allowed are used up."""
+        return DrawError(
+            f"step {step}: algorithm.filter_groups kept {self.kept} of {self.prompts} prompts, whose samples differ in "
+            f"{self._metric}, expected data.train_batch_size={self._wanted} after {self.generations} generations; "
+            f"{self.metrics()['filter_groups/accuracy']:.1%} of all answers were right: prompts that are too easy or too hard "
+            "teach nothing. Raise algorithm.filter_groups.max_num_gen_batches (0: no limit), data.gen_batch_size or "
+            "actor_rollout_ref.rollout.n, or choose other prompts"
+        )
