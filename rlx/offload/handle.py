@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,26 +21,20 @@ from rlx.offload.module_state import Places
 from rlx.offload.options import OffloadOptions
 from rlx.offload.plan.planner import Plan
 from rlx.offload.saving import RegionHooks, run_saving, unpack
+from rlx.offload.stand_in import StandIn
 from rlx.offload.stats import OffloadStats
 
 logger = logging.getLogger("rlx.offload")
 _is_grad_enabled = torch.is_grad_enabled  # asked for each layer of each generated token
 
 
-class LayerForward:
-    """Stands in for a layer's forward as an attribute of the instance.
-
-    It is entered inside `module.__call__`, after the module's own pre-hooks and before its hooks. So hooks run once a
-    call, and under FSDP the parameters are gathered when it runs, in forward and again when backward comes to the layer:
-    recomputing gathers nothing more.
-    """
+class LayerForward(StandIn):
+    """Stands in for a layer's forward. What it does again in backward gathers no parameters a second time."""
 
     def __init__(self, handle: ActivationOffloading, layer: Layer, module: nn.Module) -> None:
-        self.__signature__ = inspect.signature(module.forward)
+        super().__init__(module)
         self.handle = handle
-        self.own_forward = vars(module).get("forward")
         self._layer = layer
-        self._module = weakref.ref(module)  # the module holds this object
         self._places: Places | None = None
         # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
@@ -54,11 +46,11 @@ class LayerForward:
         # Without gradient; or disabled but still called, because somebody else has wrapped this object since.
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
-        module: Any = self._module()
+        module: Any = self.module()
         return type(module).forward(module, *args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self._module()
+        module = self.module()
         assert module is not None
         forward = self.original(module)
         if module.training and is_checkpointed(module):
@@ -79,28 +71,6 @@ class LayerForward:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return run_recomputed(engine, self._layer, repeatable, args, kwargs, tensors)
 
-    def original(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward that this object stands in for, bound to a module."""
-        if self.own_forward is not None:
-            return self.own_forward  # type: ignore[no-any-return]
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copied layer runs its own forward on its own weights, without the engine.
-        module = self._module()
-        copied = memo.get(id(module))
-        if copied is None:
-            raise TypeError("the forward of an enabled layer cannot be copied without the layer")
-        if self.own_forward is not None:
-            return copy.deepcopy(self.own_forward, memo)
-        return type(copied).forward.__get__(copied)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a model with activation offloading enabled cannot be pickled; call handle.disable() first, or save its "
-            "state_dict, which is unchanged"
-        )
-
     def _check_empty(self, caches: Sequence[Any], module: nn.Module) -> None:
         if any(is_filled(cache, module) for cache in caches):
             raise ValueError(
@@ -110,7 +80,7 @@ class LayerForward:
         self.handle.note_dropped_cache()
 
     def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
-        module = self._module()
+        module = self.module()
         # transformers' own checkpointing, on again after disable() or switched on since forward, must not nest.
         if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
             return CheckpointingFlags.cleared(module.modules())
@@ -129,7 +99,7 @@ class ActivationOffloading:
             self._controller = Controller(self.engine, self._parameters)
             self.engine.orders = self._controller.orders
         self.is_enabled = True
-        self._layers: list[weakref.ref[nn.Module]] = []
+        self._layers: list[weakref.ref[LayerForward]] = []
         self._flags = CheckpointingFlags(())
         self._has_noted_cache = False
         self._has_noted_checkpointing = False
@@ -172,13 +142,9 @@ class ActivationOffloading:
         """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""
         self.is_enabled = False
         for reference in self._layers:
-            module = reference()
-            wrapper = vars(module).get("forward") if module is not None else None
-            if module is not None and isinstance(wrapper, LayerForward) and wrapper.handle is self:
-                if wrapper.own_forward is not None:
-                    module.forward = wrapper.own_forward
-                else:
-                    del module.forward
+            forward = reference()
+            if forward is not None:
+                forward.remove()
         self._layers.clear()
         self._flags.restore()
 
@@ -190,8 +156,7 @@ class ActivationOffloading:
         for index, (name, module) in enumerate(layers):
             layer = Layer(index, name)
             self.engine.layers.append(layer)
-            module.forward = LayerForward(self, layer, module)
-            self._layers.append(weakref.ref(module))
+            self._layers.append(weakref.ref(LayerForward(self, layer, module)))
 
     def take_over_checkpointing(self) -> None:
         """Switch transformers' gradient checkpointing of the layers off, whoever has switched it on and when."""
@@ -207,7 +172,8 @@ class ActivationOffloading:
 
     def layer_ids(self) -> set[int]:
         """Ids of the layers that are wrapped."""
-        return {id(module) for reference in self._layers if (module := reference()) is not None}
+        forwards = filter(None, (reference() for reference in self._layers))
+        return {id(module) for forward in forwards if (module := forward.module()) is not None}
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         model = self._model() if self._model is not None else None
