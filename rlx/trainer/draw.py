@@ -70,23 +70,18 @@ def take_rows(part: Part, rows: Sequence[int]) -> Part:
     """These rows, in that order."""
     batch, scores = part
     extra = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
-    return batch.rows(rows), scores._replace(scores=scores.scores[list(rows)], extra=extra)
+    return batch.rows(rows), Scores(scores.scores[list(rows)], extra)
 
 
 def join(parts: Sequence[Part]) -> Part:
-    """The rows of all parts; prompts are padded on the left to the longest, numbers that a part lacks are NaN.
-
-    Failures add up, also those of samples that `take_rows` has left out.
-    """
+    """The rows of all parts; prompts are padded on the left to the longest, numbers that a part lacks are NaN."""
     widest = max(batch["input_ids"].shape[1] for batch, _ in parts)
     batch = concat([_widened(batch, widest) for batch, _ in parts])
     names = sorted({name for _, scores in parts for name in scores.extra})
     extra = {
         name: [v for part, scores in parts for v in scores.extra.get(name, [math.nan] * len(part))] for name in names
     }
-    kinds = parts[0][1].failures
-    failures = {kind: sum(scores.failures[kind] for _, scores in parts) for kind in kinds}
-    return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra, failures)
+    return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)
 
 
 def _widened(batch: Batch, width: int) -> Batch:

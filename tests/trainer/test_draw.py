@@ -61,12 +61,6 @@ def test_parts_of_other_widths_are_joined_and_what_one_lacks_is_no_number():
     assert scores.extra["acc"][:2] == [1.0, 0.0] and all(math.isnan(value) for value in scores.extra["acc"][2:])
 
 
-def test_failures_of_all_parts_add_up_also_those_of_rows_left_out():
-    parts = [(batch, scores._replace(failures={"errors": 2})) for batch, scores in (part([1.0, 0.0]), part([0.0, 0.0]))]
-    _, scores = draw.join([draw.take_rows(parts[0], [0]), draw.take_rows(parts[1], [])])
-    assert scores.failures == {"errors": 4} and scores.scores.tolist() == [1.0]
-
-
 def test_what_was_found_is_counted_and_cut_to_what_is_wanted():
     found = draw.Found("acc", wanted=2, samples=2)
     found.add(*part([1.0, 1.0, 0.0, 1.0]))

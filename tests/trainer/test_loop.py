@@ -99,7 +99,8 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
 
     def generate(prompts, count, purpose, step):
         batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
-        return batch.with_(response_mask=torch.ones(len(batch), 2, dtype=torch.bool)).drop("prompt_ids", "prompt_mask")
+        masks = {name: torch.ones(len(batch), 2, dtype=torch.bool) for name in ("attention_mask", "response_mask")}
+        return batch.with_(input_ids=batch["prompt_ids"].expand(-1, 2), **masks).drop("prompt_ids", "prompt_mask")
 
     monkeypatch.setattr(trainer, "generate", generate)
     monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.ones(len(batch)), {}))
