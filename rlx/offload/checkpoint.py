@@ -96,7 +96,8 @@ class RecomputedCall(LayerCall):
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
         self._slots = Slots()
-        self._values: list[tuple[Tensor, int] | None] = []  # of each slot, recomputed, not asked for yet; and versions
+        # Of each slot the tensor, recomputed and not asked for yet, and its version.
+        self._values: tuple[list[Tensor | None], list[int]] = ([], [])
         self._prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self._attention_slots: int | None = None
         self._lock = threading.Lock()
@@ -122,15 +123,12 @@ class RecomputedCall(LayerCall):
             watch = watches[index]
             if watch is not None and watch._version != versions[index]:
                 raise slots.written(index)
-            values = self._values
-            value = values[index] if values else None
-            if value is None:
-                value = self._value(index)
-                values = self._values
-            if values:  # else another thread has moved on from this layer meanwhile
-                values[index] = None
-            tensor, version = value
-            if tensor._version != version:  # a backward has written to memory that slots share
+            values, recomputed_versions = self._values
+            tensor = values[index] if values else None
+            if tensor is None:
+                tensor, values, recomputed_versions = self._value(index)
+            values[index] = None
+            if tensor._version != recomputed_versions[index]:  # a backward has written to memory that slots share
                 raise slots.written(index)
             if index < self._prefetch_below:
                 self._prefetch_below = 0
@@ -186,7 +184,7 @@ class RecomputedCall(LayerCall):
                 self._is_watched = True
                 self._answers = watch.answers
                 self._attention_slots = watch.attention_slots
-            self._slots.end_forward()
+            self.layer.kinds = self._slots.end_forward(self.layer.kinds)
         finally:
             self._slots.leave_forward()
             self._ambient.end_forward()
@@ -199,18 +197,19 @@ class RecomputedCall(LayerCall):
 
     def unload(self, unless_parked_by: LayerCall | None = None) -> None:
         """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
-        self._values = []
+        self._values = ([], [])
         super().unload(unless_parked_by)
 
-    def _value(self, index: int) -> tuple[Tensor, int]:
-        """The tensor of a slot whose value is not there: recomputes the layer, which gives those of all slots."""
+    def _value(self, index: int) -> tuple[Tensor, list[Tensor | None], list[int]]:
+        """The tensor of a slot whose value is not there, and those of all slots: recomputes the layer."""
         with self._lock:
-            values = self._values
-            value = values[index] if values else None
-            if value is None:
-                value = self._recompute()[index]
-            assert value is not None
-            return value
+            values, versions = self._values
+            tensor = values[index] if values else None
+            if tensor is None:
+                values, versions = self._recompute()
+                tensor = values[index]
+            assert tensor is not None
+            return tensor, values, versions
 
     def _keep(self, tensor: Tensor) -> Tensor:
         # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
@@ -248,7 +247,7 @@ class RecomputedCall(LayerCall):
         start, stop = span_bytes(tensor)
         return stop - start >= max(self.engine.options.min_bytes, 1)
 
-    def _recompute(self) -> list[tuple[Tensor, int] | None]:
+    def _recompute(self) -> tuple[list[Tensor | None], list[int]]:
         if self._repeatable.module.training != self._was_training:
             raise RecomputeError(
                 f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
@@ -276,16 +275,18 @@ class RecomputedCall(LayerCall):
         else:
             self._prefetch_below = (self.slot_count + 1) // 2
         start = mark(stream)
-        values = self._save_again(args, kwargs)
+        self._values = values = self._save_again(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
         if sample is not None:
             sample.end_recompute()
         super().unload()
-        self._values = values
         return values
 
-    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int] | None]:
-        """Run forward up to the last tensor that autograd saves; returns these, looked at before any is handed out."""
+    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor | None], list[int]]:
+        """Run forward up to the last tensor that autograd saves; returns these, looked at before any is handed out.
+
+        They keep the graph that made them, in which nothing is saved.
+        """
         saved: list[Tensor] = []
         answered: set[int] = set()
         count = self.slot_count
@@ -321,7 +322,7 @@ class RecomputedCall(LayerCall):
             difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
             if difference is not None:
                 self._fail(difference)
-            return [(tensor.detach(), tensor._version) for tensor in saved]
+            return list(saved), [tensor._version for tensor in saved]
         finally:
             saved.clear()  # Note [the work of hooks]
 

@@ -22,6 +22,7 @@ from rlx.offload.identity import Region, region_of
 from rlx.offload.options import OffloadOptions
 from rlx.offload.orders import Orders
 from rlx.offload.places import DiskStore, HostStore, Staging, Store
+from rlx.offload.slots import Kinds
 from rlx.offload.stats import Counters, LayerStats, OffloadStats, Timeline
 from rlx.offload.transfer import Mover, Parked
 
@@ -41,6 +42,7 @@ class Layer:
         self.name = name
         self.counters = Counters()
         self.attention_count = 0  # how many calls of attention its last forward made
+        self.kinds: Kinds | None = None  # of the tensors that were saved in it last
 
 
 class LayerCall:

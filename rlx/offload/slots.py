@@ -10,13 +10,39 @@ the hooks, the hooks the lists, and the tensors the graph.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from rlx.offload.identity import modified_in_place, without_memory
+
+
+_SHAPE = operator.attrgetter("shape")
+
+
+class Kinds(NamedTuple):
+    """Dtypes and shapes of tensors; None for a shape: nested tensors have none."""
+
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size | None]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Kinds:
+        """Those of some tensors."""
+        return cls([tensor.dtype for tensor in tensors], [_shape(tensor) for tensor in tensors])
+
+    def are_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether they are those of some tensors; False where one of these is nested."""
+        try:
+            return [tensor.dtype for tensor in tensors] == self.dtypes and all(
+                map(operator.eq, map(_SHAPE, tensors), self.shapes)
+            )
+        except RuntimeError:
+            return False
 
 
 class Slots:
@@ -28,8 +54,7 @@ class Slots:
         # Known when forward has ended. What shares the version counter: a parameter itself, else a tensor without memory.
         self.watches: list[Tensor | None] = []
         self.parameters: dict[int, Parameter] = {}  # those that slots look at
-        self._shapes: list[torch.Size | None] = []  # None: nested tensors have none
-        self._dtypes: list[torch.dtype] = []
+        self._kinds = Kinds([], [])
         # While forward runs: what watches a tensor and its views, by the id of the one that they are views of.
         self._watch_by_base: dict[int, Tensor] = {}
 
@@ -53,33 +78,31 @@ class Slots:
             base = tensor._base
             self._watch_by_base[id(tensor if base is None else base)] = watch
 
-    def end_forward(self) -> None:
-        """Keep of the saved tensors all but their memory."""
+    def end_forward(self, expected: Kinds | None) -> Kinds:
+        """Keep of the saved tensors all but their memory.
+
+        Args:
+            expected: what this returned for the layer's last forward. As a rule it is the same: one object for all steps.
+        """
         saved, versions, by_base = self.saved, self.versions, self._watch_by_base
         watches: list[Tensor | None] = []
-        bases = [tensor._base for tensor in saved]
-        for index, tensor in enumerate(saved):
+        for index, base in enumerate(_bases(saved)):
+            if type(base) is Parameter and versions[index] is not None:
+                self.parameters[index] = base
+                watches.append(base)
+                continue
             watch: Tensor | None = None
-            base = bases[index]
-            if base is None:
-                base = tensor
-            if versions[index] is None:
-                pass
-            elif type(base) is Parameter:
-                self.parameters[index] = watch = base
-            elif type(tensor) is Tensor:
+            if versions[index] is not None and type(saved[index]) is Tensor:
                 watch = by_base.get(id(base))  # all views of a tensor share its version counter
                 if watch is None:
-                    watch = _watch(tensor)
-                    if watch is not None:
-                        by_base[id(base)] = watch
+                    try:
+                        by_base[id(base)] = watch = without_memory(saved[index])
+                    except RuntimeError:  # sparse and nested layouts
+                        pass
             watches.append(watch)
-        self._dtypes = [tensor.dtype for tensor in saved]
-        try:
-            self._shapes = [tensor.shape for tensor in saved]
-        except RuntimeError:
-            self._shapes = [_shape(tensor) for tensor in saved]
+        self._kinds = expected if expected is not None and expected.are_of(saved) else Kinds.of(saved)
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
+        return self._kinds
 
     def leave_forward(self) -> None:
         """Let go of the tensors, also when an exception has ended forward."""
@@ -91,44 +114,42 @@ class Slots:
         version = self.versions[index]
         assert version is not None
         return modified_in_place(
-            self._shapes[index] or (), self._dtypes[index], version, "but was written to after that"
+            self._kinds.shapes[index] or (), self._kinds.dtypes[index], version, "but was written to after that"
         )
 
     def difference(self, saved: Sequence[Tensor]) -> str | None:
         """How tensors that were saved again differ from those that were saved first; None where they do not."""
         if len(saved) != len(self.versions):
             return f"{len(self.versions)} tensors were saved and {len(saved)} are now"
-        try:
-            if [t.dtype for t in saved] == self._dtypes and [t.shape for t in saved] == self._shapes:
-                return None
-        except RuntimeError:  # nested tensors have no shape
-            pass
-        for index, (tensor, shape, dtype) in enumerate(zip(saved, self._shapes, self._dtypes, strict=True)):
+        if self._kinds.are_of(saved):
+            return None
+        for index, (tensor, dtype, shape) in enumerate(zip(saved, *self._kinds, strict=True)):
             if dtype != tensor.dtype or (shape is not None and shape != tensor.shape):
                 return f"tensor {index} was {dtype} {shape} and is {tensor.dtype} {tensor.shape} now"
         return None
 
     def changed_parameter(self, saved: Sequence[Tensor], answered: Set[int]) -> str | None:
         """What has been done to a parameter that was saved; None for nothing. Slots in `answered` hold results only."""
-        for index, tensor in enumerate(saved):
-            base = tensor._base
-            if base is None:
-                base = tensor
-            parameter = self.parameters.get(index)
-            if parameter is not None and base is parameter:
-                if base._version != self.versions[index]:
-                    return f"a parameter of shape {list(base.shape)} has been modified by an inplace operation"
-            elif (parameter is not None or type(base) is Parameter) and index not in answered:
-                return f"a parameter of shape {list(tensor.shape)} has been replaced"
+        bases = _bases(saved)
+        others = list(map(type, bases)).count(Parameter)
+        for index, parameter in self.parameters.items():
+            if index >= len(bases):
+                break
+            if bases[index] is parameter:
+                others -= 1
+                if parameter._version != self.versions[index]:
+                    return f"a parameter of shape {list(parameter.shape)} has been modified by an inplace operation"
+            elif index not in answered:
+                return f"a parameter of shape {list(saved[index].shape)} has been replaced"
+        if others:
+            index = next(i for i, base in enumerate(bases) if type(base) is Parameter and i not in self.parameters)
+            return f"a parameter of shape {list(saved[index].shape)} has been replaced"
         return None
 
 
-def _watch(tensor: Tensor) -> Tensor | None:
-    """What shares a tensor's version counter and keeps nothing else of it; None where nothing can."""
-    try:
-        return without_memory(tensor)
-    except RuntimeError:  # sparse and nested layouts
-        return None
+def _bases(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that tensors are views of; those that are none themselves."""
+    return [tensor if tensor._base is None else tensor._base for tensor in tensors]
 
 
 def _shape(tensor: Tensor) -> torch.Size | None:
