@@ -57,8 +57,7 @@ Keys and meanings are verl's wherever both have the feature. The differences:
 
 - The entry is `python -m rlx.main_ppo`, and without arguments it runs.
 - Defaults: `actor.strategy` is fsdp2, `rollout.calculate_log_probs` is on, `rollout.tensor_model_parallel_size` is 1,
-  `trainer.resume_mode` is disable (a second run starts anew in a folder of its own), `model.use_remove_padding` is off and
-  without effect.
+  `trainer.resume_mode` is disable (a second run starts anew in a folder of its own).
 - `ppo_mini_batch_size` counts prompts, as in verl, and must divide `data.train_batch_size`; nothing below it need divide.
   Losses are normalised over the whole mini-batch, so neither the micro-batch size nor the number of processes changes them.
 - Exactly one of `ppo_micro_batch_size_per_gpu` and `use_dynamic_bsz` is set. The critic, the reference and the old

@@ -82,7 +82,6 @@ def _of_trained_model(role: str, model: str) -> tuple[Idle, ...]:
     """What holds for the actor and the critic alike, which are configured at `role` and `model`."""
     offload, optim = f"{model}.activation_offload", f"{role}.optim"
     return (
-        Idle((f"{model}.use_remove_padding",), lambda s: True, "rows are cut to the longest of a micro-batch"),
         _flagged(f"{model}.enable_activation_offload", f"{offload}.*"),
         Idle(
             (f"{offload}.directory",),

@@ -133,7 +133,9 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
     activation_offload: ActivationOffloadConfig = group(ActivationOffloadConfig, "How, when the flag above is set.")
-    use_remove_padding: bool = key(False, "Without effect yet: rows are cut to the longest of a micro-batch.")
+    use_remove_padding: bool = key(
+        True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
+    )
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
     target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
-from rlx.engine.forward import Distribution, Forward, Head
+from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
@@ -47,7 +47,7 @@ class Engine:
         fsdp: sharding and precision.
         strategy: `fsdp2` or `fsdp`.
         device: of this process.
-        head: `lm` for log-probs, `value` for values.
+        head: `lm` for log-probs, `value` for values, `score` for one score of the whole sequence.
         optim: None for a model that is never trained.
         total_steps: optimizer steps of the whole run, for the learning rate's schedule.
         grad_clip: largest gradient norm.
@@ -95,7 +95,8 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
-        self._forward = Forward(self.root, plain, model, device)
+        packs = model.use_remove_padding and head != "score"
+        self._forward = Forward(self.root, plain, device, model.attn_implementation if packs else None)
         self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:
             register_attention(packed_attention)
@@ -135,6 +136,25 @@ class Engine:
         return self._per_token(batch, micro, None)["values"]
 
     @torch.no_grad()
+    def scores(self, batch: Batch, micro: MicroBatchRule) -> Tensor:
+        """What a model with a score head says of whole sequences, prompt and response: (B,) on CPU, fp32 or wider.
+
+        Args:
+            batch: this process's rows; reads input_ids, attention_mask, response_mask.
+            micro: size of a forward.
+        """
+        self.to_device(optimizer=False)
+        self.root.eval()
+        pad, found_B = self.card.config.get_text_config().pad_token_id, torch.zeros(len(batch))
+        for part in self._micro_batches(batch.select(*SEQUENCE), micro):
+            scores = sequence_scores(self.root, part.batch["input_ids"], part.batch["attention_mask"], pad).cpu()
+            found_B = found_B.to(scores.dtype)
+            if part.rows:
+                found_B[part.rows] = scores
+        self.sharded.reshard()
+        return found_B
+
+    @torch.no_grad()
     def _per_token(self, batch: Batch, micro: MicroBatchRule, distribution: Distribution | None) -> dict[str, Tensor]:
         self.to_device(optimizer=False)
         self.root.eval()
@@ -153,9 +173,14 @@ class Engine:
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
         """The share on the device, in as many micro-batches on every process; one without rows is a dummy."""
         lengths, packs = row_lengths(batch), self._forward.packs
-        most = torch.tensor(max(1, len(cut(lengths, micro, packs))), device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        for rows in cut(lengths, micro, packs, at_least=int(most)):
+        count, most = 0, 1
+        while count < most:  # on every process alike
+            count = most
+            parts = cut(lengths, micro, packs, at_least=count)
+            largest = torch.tensor(len(parts), device=self.device)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            most = int(largest)
+        for rows in parts:
             yield (pack if packs else take)(batch, rows, lengths).to(self.device)
 
     # Learning -----------------------------------------------------------------------------------------------------

@@ -1,23 +1,40 @@
 """One micro-batch through a model, from tokens to what concerns the responses.
 
-Shape letters: B rows, W columns of the window that holds the responses.
+Shape letters: B rows, W columns of the window that holds the responses, K response tokens in it.
 """
 
 import logging
+from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlx.data.batch import Batch
+from rlx.engine.micro_batch import MicroBatch
 from rlx.models.log_probs import head_replaced, token_log_probs
+from rlx.models.packed_attention import use_packed_attention, why_not_packed, witnessed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "score"]
 
 logger = logging.getLogger(__name__)
+
+
+def sequence_scores(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor, pad_token_id: int) -> Tensor:
+    """What a model for sequence classification with one label says of each row: (B,), fp32 or wider.
+
+    Args:
+        model: sharded or not; where a sequence ends it finds itself, at the last token that is not `pad_token_id`.
+        ids_BT, mask_BT: tokens, and which of them are no padding; on the model's device.
+        pad_token_id: of the model.
+    """
+    input_ids = ids_BT.masked_fill(~mask_BT, pad_token_id)
+    scores: Tensor = model(input_ids=input_ids, attention_mask=mask_BT.long()).logits[:, 0]
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class Distribution(NamedTuple):
@@ -33,65 +50,118 @@ class Forward:
     Args:
         root: what is called: the model, sharded or not.
         plain: the model inside it.
+        device: of this process.
+        attention: implementation of attention, as transformers names it, with which sequences are to be packed; None
+            where rows are to be padded.
     """
 
-    def __init__(self, root: nn.Module, plain: "PreTrainedModel"):
-        self._root, self._plain = root, plain
-        self._reads_logits: bool | None = None  # found out by the first call
+    def __init__(self, root: nn.Module, plain: "PreTrainedModel", device: torch.device, attention: str | None):
+        self._root, self._plain, self._device, self._attention = root, plain, device, attention
 
-    def __call__(self, batch: Batch, distribution: Distribution | None) -> dict[str, Tensor]:
+    def __call__(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
         """What the model says at the positions from which the tokens of the window are predicted.
 
         Args:
-            batch: laid out as Note [rows start at column 0] of micro_batch.py says, on the model's device.
+            part: on the model's device, packed if `packs` says so.
             distribution: of a language model; None for a value model.
 
         Returns:
             log_probs of the window's tokens and, if asked for, entropy; of a value model values. All (B, W), fp32 or wider.
         """
-        # Nothing is predicted from the last token, so it need not be read.
-        inputs, window = {"input_ids": batch["input_ids"][:, :-1]}, batch.response_length
+        if part.packed is None:
+            # Nothing is predicted from the last token, so it need not be read.
+            inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
+            return self._figures(inputs, window, slice(-window, None), part.batch.responses(), distribution)
+        predicting, shape = part.packed.predicting, part.batch["response_mask"].shape
+        inputs = _inputs(*part.packed[:4])
+        figures = self._figures(inputs, predicting, predicting, part.packed.targets, distribution)
+        # Places without a response token, at the end of a row, stay 0.
+        empty = {name: x.new_zeros(shape.numel()) for name, x in figures.items()}
+        return {name: empty[name].index_copy(0, part.packed.places, x[0]).view(shape) for name, x in figures.items()}
+
+    def _figures(
+        self,
+        inputs: dict[str, Any],
+        logits_to_keep: int | Tensor,
+        kept: slice | Tensor,
+        ids: Tensor,
+        distribution: Distribution | None,
+    ) -> dict[str, Tensor]:
+        """Figures at the positions that are kept, from which `ids` are predicted."""
         if distribution is None:
-            values = self._call(inputs)[:, -window:, 0]
+            values = self._call(inputs)[:, kept, 0]
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
-        return self._log_probs(inputs | {"logits_to_keep": window}, batch.responses(), distribution)
+        figures: Iterable[Tensor | None]
+        if self._head_ends_it:
+            with head_replaced(self._plain.get_output_embeddings(), ids, *distribution):
+                figures = self._call(inputs | {"logits_to_keep": logits_to_keep}).unbind(dim=-1)
+        else:
+            figures = token_log_probs(self._call(inputs | {"logits_to_keep": logits_to_keep}), ids, *distribution)
+        return {name: x for name, x in zip(("log_probs", "entropy"), figures, strict=False) if x is not None}
 
     def _call(self, inputs: dict[str, Any]) -> Tensor:
         output: Tensor = self._root(**inputs, use_cache=False).logits
         return output
 
-    def _log_probs(self, inputs: dict[str, Any], ids: Tensor, distribution: Distribution) -> dict[str, Tensor]:
-        if self._reads_logits is None:
-            self._reads_logits = self._must_read_logits(inputs["input_ids"].device)
-        if self._reads_logits:
-            figures = token_log_probs(self._call(inputs), ids, *distribution)
-        else:
-            with head_replaced(self._plain.get_output_embeddings(), ids, *distribution):
-                figures = self._call(inputs).unbind(dim=-1)
-        return {name: x for name, x in zip(("log_probs", "entropy"), figures, strict=False) if x is not None}
+    # What the model can do, found out once with a few tokens; all processes together ------------------------------
 
-    def _must_read_logits(self, device: torch.device) -> bool:
-        """Whether log-probs have to be taken from logits; no if these are what a linear head gives, as it gives it."""
-        head = self._plain.get_output_embeddings()
-        reason = None
-        if type(head) is not nn.Linear or head.bias is not None:
-            reason = f"its head is {head}"
-        elif not self._gives_what_its_head_gives(head, device):
-            reason = "it goes on computing with what its head gives"
+    @cached_property
+    def packs(self) -> bool:
+        """Whether it takes packed sequences."""
+        if self._attention is None:
+            return False
+        reason = why_not_packed(self._plain, self._attention)
+        if reason is None and self._attention == "sdpa":
+            use_packed_attention(self._plain)
+            reason = self._why_attention_fails()
+            if reason is not None:
+                self._plain.set_attn_implementation(self._attention)
         if reason is not None:
-            logger.info("%s: log-probs are taken from logits, since %s", type(self._plain).__name__, reason)
-        return reason is not None
+            self._tell("rows are padded", reason)
+        return reason is None
+
+    def _why_attention_fails(self) -> str | None:
+        ids, positions = torch.zeros(2, 1, 3, dtype=torch.int64, device=self._device)
+        starts = torch.tensor([0, 1, 3], dtype=torch.int32, device=self._device)
+        positions[0, 2] = 1
+        with witnessed() as calls:
+            self._try(_inputs(ids, positions, starts, longest=2))
+        return next(filter(None, calls), None) if calls else "its attention is its own"
+
+    @cached_property
+    def _head_ends_it(self) -> bool:
+        """Whether its head is a linear map whose result it returns as it is: then that can be log-probs."""
+        head = self._plain.get_output_embeddings()
+        if type(head) is not nn.Linear or head.bias is not None:
+            self._tell("log-probs are taken from logits", f"its head is {head}")
+            return False
+        ids, given = torch.zeros(1, 2, dtype=torch.int64, device=self._device), []
+        with head_replaced(head, ids, 1.0, with_entropy=False):
+            hook = head.register_forward_hook(lambda module, inputs, output: given.append(output))
+            returned = self._try({"input_ids": ids})
+            hook.remove()
+        is_last = len(given) == 1 and returned is given[0]
+        if not is_last:
+            self._tell("log-probs are taken from logits", "it goes on computing with what its head gives")
+        return is_last
 
     @torch.no_grad()
-    def _gives_what_its_head_gives(self, head: nn.Linear, device: torch.device) -> bool:
-        tokens, given = torch.zeros(1, 2, dtype=torch.int64, device=device), []
-        with (
-            torch.compiler.set_stance("force_eager"),
-            head_replaced(head, tokens, 1.0, with_entropy=False),
-        ):
-            hook = head.register_forward_hook(lambda module, inputs, output: given.append(output))
-            try:
-                output = self._call({"input_ids": tokens})
-            finally:
-                hook.remove()
-        return len(given) == 1 and output is given[0]
+    def _try(self, inputs: dict[str, Any]) -> Tensor:
+        with torch.compiler.set_stance("force_eager"):
+            return self._call(inputs)
+
+    def _tell(self, what: str, reason: str) -> None:
+        if dist.get_rank() == 0:
+            logger.warning("%s: %s, since %s", type(self._plain).__name__, what, reason)
+
+
+def _inputs(input_ids: Tensor, position_ids: Tensor, starts: Tensor, longest: int) -> dict[str, Any]:
+    """Packed sequences as transformers names them, for its own variable-length kernels and ours."""
+    return {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

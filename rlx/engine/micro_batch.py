@@ -2,7 +2,9 @@
 
 Shape letters as in `rlx/data/batch.py`: B rows, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
 
-Note [rows start at column 0]: in a micro-batch every row begins with its first prompt token and all padding is behind
+Packed, a micro-batch is one row of N tokens: its sequences one behind the other, without padding.
+
+Note [rows start at column 0]: in a padded micro-batch every row begins with its first prompt token and all padding is behind
 its last token. A causal model then never sees padding, so it needs no attention mask: the fastest kernels apply, and no
 query is without keys, which some kernels answer with gradients that are NaN. Responses begin in different columns, so the
 R columns of a micro-batch are a window of W that holds them all; `lead` says where in it each row's response begins.
@@ -15,12 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlx.algorithms.partition import partition
 from rlx.data.batch import TENSORS, Batch
 
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """How large a micro-batch may be: by `rows`, or by `tokens` that its forward computes, padding included.
+    """How large a micro-batch may be: by `rows`, or by `tokens` that its forward computes.
 
     Raises:
         ValueError: both or neither are given, or below 1.
@@ -59,21 +62,42 @@ def _reach(mask: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(places[:, :1]), places], dim=1).amax(dim=1)
 
 
-def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int = 0) -> list[list[int]]:
+def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, packs: bool, at_least: int = 0) -> list[list[int]]:
     """Row numbers of each micro-batch.
 
-    By rows: rows with prompts of like length together, so that the window of their responses is narrow; the last one
-    ragged. By tokens: longest rows first, so that rows of like length share their padding; a row longer than the limit
-    is its own micro-batch. When there are fewer than `at_least`, the ones with most
-    rows are halved; what is still missing then is empty.
+    A row longer than a limit of tokens is its own micro-batch.
 
     Args:
         lengths: of the rows, in their order.
         rule: the limit.
-        at_least: micro-batches that the processes agreed on.
+        packs: rows are packed; else they are padded, and padding counts as tokens.
+        at_least: micro-batches that the processes agreed on; some may be empty.
 
     Returns:
         Each row exactly once.
+    """
+    return (_cut_packed if packs else _cut_padded)(lengths, rule, at_least)
+
+
+def _cut_packed(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
+    """Micro-batches of about as many tokens each, as few as the limit allows, the largest first."""
+    tokens = [sum(length) for length in lengths]
+    rows = rule.rows or max(1, len(tokens))
+    limit = max(1, sum(tokens)) if rule.tokens is None else rule.tokens
+    fewest = max(-(-len(tokens) // rows), -(-sum(min(own, limit) for own in tokens) // limit))
+    for count in range(max(at_least, fewest, 1), max(at_least, len(tokens)) + 1):
+        parts = partition(tokens, count, [rows] * count)
+        loads = [sum(tokens[row] for row in part) for part in parts]
+        if all(load <= limit or len(part) == 1 for load, part in zip(loads, parts, strict=True)):
+            # Every process begins with its largest, so that none waits for long at the collectives.
+            return [part for _, part in sorted(zip(loads, parts, strict=True), key=lambda pair: -pair[0])]
+    return []
+
+
+def _cut_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
+    """By rows: rows with prompts of like length together, so that the window of their responses is narrow; the last one
+    ragged. By tokens: longest rows first, so that rows of like length share their padding. When there are fewer than
+    `at_least`, the ones with most rows are halved; what is still missing then is empty.
     """
     parts = _by_rows(lengths, rule.rows) if rule.rows is not None else _by_tokens(lengths, rule.tokens or 1)
     while len(parts) < at_least and (largest := max(parts, key=len, default=[])) and len(largest) > 1:
@@ -97,6 +121,27 @@ def _by_tokens(lengths: Sequence[RowLength], tokens: int) -> list[list[int]]:
     return parts
 
 
+class Packed(NamedTuple):
+    """Sequences one behind the other, each without its last token, from which nothing is predicted.
+
+    Args:
+        input_ids, position_ids: (1, N) int64; positions begin anew with each sequence.
+        starts: (B + 1,) int32, where the sequences begin, and N.
+        longest: tokens of the longest sequence.
+        predicting: (K,) int64, those of the N tokens from which response tokens are predicted.
+        targets: (1, K) int64, these response tokens.
+        places: (K,) int64, where they are in the flattened window (B, W).
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    longest: int
+    predicting: Tensor
+    targets: Tensor
+    places: Tensor
+
+
 class MicroBatch(NamedTuple):
     """Rows laid out for one forward; see Note [rows start at column 0].
 
@@ -105,15 +150,49 @@ class MicroBatch(NamedTuple):
             collective and weighs nothing.
         batch: the columns, in which R is the window W.
         lead: (B,) int64 on CPU, window columns before each row's first response token.
+        packed: what the model reads instead of the batch's tokens, if it takes packed sequences.
     """
 
     rows: list[int]
     batch: Batch
     lead: Tensor
+    packed: Packed | None = None
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """A copy whose columns and sequences are on the device."""
+        packed = self.packed and Packed(*(x.to(device) if isinstance(x, Tensor) else x for x in self.packed))
+        return self._replace(batch=self.batch.map_tensors(lambda column: column.to(device)), packed=packed)
+
+
+def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:
+    """These rows of the share as one packed row; without rows, a dummy. Responses keep their columns, less empty ones."""
+    share, chosen = (batch.rows(rows), [lengths[row] for row in rows]) if rows else (_dummy(batch), [RowLength(1, 1)])
+    prompt_width = share["input_ids"].shape[1] - share.response_length
+    # A row without response tokens takes part like one with a single one, which is padding.
+    sizes = [RowLength(max(1, prompt), max(1, response)) for prompt, response in chosen]
+    width = max(size.response for size in sizes)
+    tokens = [ids[prompt_width - p : prompt_width + r] for ids, (p, r) in zip(share["input_ids"], sizes, strict=True)]
+    counts = torch.tensor([len(own) - 1 for own in tokens])
+    ends = counts.cumsum(0)
+    spans = list(zip((ends - counts).tolist(), sizes, strict=True))
+    packed = Packed(
+        torch.cat([own[:-1] for own in tokens])[None],
+        torch.cat([torch.arange(count) for count in counts.tolist()])[None],
+        torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
+        int(counts.max()),
+        torch.cat([torch.arange(start + p - 1, start + p + r - 1) for start, (p, r) in spans]),
+        torch.cat([own[p:] for own, (p, _) in zip(tokens, sizes, strict=True)])[None],
+        torch.cat([torch.arange(r) + number * width for number, (_, r) in enumerate(sizes)]),
+    )
+    last = {"": None, "T": prompt_width + width, "R": width}
+    columns = {
+        name: x[:, : last[letter]] if (letter := TENSORS[name].shape[1:]) else x for name, x in share.tensors.items()
+    }
+    return MicroBatch(rows, Batch.of(columns), torch.zeros(len(sizes), dtype=torch.int64), packed)
 
 
 def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:
-    """These rows of the share as a micro-batch; without rows, a dummy."""
+    """These rows of the share as a padded micro-batch; without rows, a dummy."""
     if not rows:
         return MicroBatch(rows, _dummy(batch), torch.zeros(1, dtype=torch.int64))
     prompts = torch.tensor([max(1, lengths[row].prompt) for row in rows])

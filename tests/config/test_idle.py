@@ -23,7 +23,6 @@ CASES = [
     (f"experiment=arithmetic {MODEL}.path=o/m {MODEL}.tiny.hidden_size=64", [f"{MODEL}.tiny.hidden_size"]),
     (f"experiment=arithmetic {MODEL}.path=o/m warm_start.lr=0.1", ["warm_start.lr"]),
     (f"{GAE} critic.model.tiny.hidden_size=64", ["critic.model.tiny.hidden_size"]),
-    (f"{MODEL}.use_remove_padding=True", [f"{MODEL}.use_remove_padding"]),
     (
         f"{MODEL}.enable_activation_offload=False {MODEL}.activation_offload.prefetch_layers=2",
         [f"{MODEL}.activation_offload.prefetch_layers"],
@@ -42,7 +41,6 @@ CASES = [
     *(
         (f"{GAE} critic.model.{key}", [f"critic.model.{key.split('=')[0]}"])
         for key in (
-            "use_remove_padding=True",
             "activation_offload.max_device_bytes=9",
             "activation_offload.pin_memory=False",
         )
@@ -183,7 +181,7 @@ def test_defaults_and_keys_with_effect_are_silent(verdict, command: str):
 
 
 def test_values_of_packaged_files_are_not_the_users(verdict):
-    # The experiment sets use_remove_padding and the reference's param_offload; on CPU neither has an effect.
+    # The experiment sets the reference's param_offload; on CPU it has no effect.
     assert not any("without effect" in warning for warning in verdict(["experiment=gsm8k_grpo_8gpu"]).warnings)
 
 

@@ -4,40 +4,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.data.batch import Batch
-from rlx.engine.micro_batch import MicroBatchRule, RowLength, cut, row_lengths, shifted, take
+from rlx.engine.micro_batch import MicroBatchRule, RowLength, cut, pack, row_lengths, shifted, take
 
 LENGTHS = st.lists(st.builds(RowLength, st.integers(0, 20), st.integers(0, 20)), max_size=12)
 
 
-@given(LENGTHS, st.integers(1, 5), st.integers(0, 15))
-def test_by_rows_each_row_comes_once_and_no_part_is_too_large(lengths, rows, at_least):
-    parts = cut(lengths, MicroBatchRule(rows=rows), at_least)
+@given(LENGTHS, st.integers(1, 5), st.booleans(), st.integers(0, 15))
+def test_by_rows_each_row_comes_once_and_no_part_is_too_large(lengths, rows, packs, at_least):
+    parts = cut(lengths, MicroBatchRule(rows=rows), packs, at_least)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert max((len(part) for part in parts), default=0) <= rows
     assert len(parts) == max(at_least, -(-len(lengths) // rows))
 
 
-@given(LENGTHS, st.integers(1, 80), st.integers(0, 15))
-def test_by_tokens_no_part_computes_more_unless_it_is_one_row(lengths, tokens, at_least):
-    parts = cut(lengths, MicroBatchRule(tokens=tokens), at_least)
+@given(LENGTHS, st.integers(1, 80), st.booleans(), st.integers(0, 15))
+def test_by_tokens_no_part_computes_more_unless_it_is_one_row(lengths, tokens, packs, at_least):
+    parts = cut(lengths, MicroBatchRule(tokens=tokens), packs, at_least)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert len(parts) >= at_least
     for part in parts:
-        computed = len(part) * max((sum(lengths[row]) for row in part), default=0)
+        each = [sum(lengths[row]) for row in part]
+        computed = sum(each) if packs else len(part) * max(each, default=0)
         assert computed <= tokens or len(part) == 1
 
 
+def test_packed_micro_batches_are_few_and_alike_and_the_largest_comes_first():
+    lengths = [RowLength(1, n) for n in (9, 1, 5, 5, 3, 7, 1, 1)]
+    loads = [sum(sum(lengths[row]) for row in part) for part in cut(lengths, MicroBatchRule(tokens=20), packs=True)]
+    assert loads == [20, 20]
+    assert [len(part) for part in cut(lengths, MicroBatchRule(rows=4), packs=True)] == [4, 4]
+    parts = cut(lengths, MicroBatchRule(tokens=100), packs=True, at_least=3)
+    assert [sum(sum(lengths[row]) for row in part) for part in parts] == [14, 14, 12]
+
+
 def test_rows_with_like_prompts_are_together_and_the_end_is_ragged():
-    assert cut([RowLength(1, 1)] * 8, MicroBatchRule(rows=3)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert cut([RowLength(9, 1), RowLength(2, 5), RowLength(9, 2)], MicroBatchRule(rows=2)) == [[1, 0], [2]]
+    assert cut([RowLength(1, 1)] * 8, MicroBatchRule(rows=3), packs=False) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert cut([RowLength(9, 1), RowLength(2, 5), RowLength(9, 2)], MicroBatchRule(rows=2), packs=False) == [
+        [1, 0],
+        [2],
+    ]
 
 
-def test_a_row_longer_than_the_limit_is_alone():
-    assert cut([RowLength(2, 2), RowLength(9, 9), RowLength(2, 2)], MicroBatchRule(tokens=8)) == [[1], [0, 2]]
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_row_longer_than_the_limit_is_alone(packs):
+    assert cut([RowLength(2, 2), RowLength(9, 9), RowLength(2, 2)], MicroBatchRule(tokens=8), packs) == [[1], [0, 2]]
+    assert cut([RowLength(9, 9)], MicroBatchRule(tokens=2), packs) == [[0]]
 
 
 def test_missing_micro_batches_come_from_the_largest_and_then_are_empty():
-    assert cut([RowLength(1, 1)] * 3, MicroBatchRule(rows=3), at_least=5) == [[0], [1], [2], [], []]
+    assert cut([RowLength(1, 1)] * 3, MicroBatchRule(rows=3), packs=False, at_least=5) == [[0], [1], [2], [], []]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"rows": 2, "tokens": 3}, {"rows": 0}, {"tokens": 0}])
@@ -63,7 +78,7 @@ def test_row_lengths_count_from_the_first_prompt_to_the_last_response_token():
 
 
 def test_rows_start_with_their_prompt_and_end_with_padding_only():
-    rows, taken, lead = take(batch(), [2, 0, 1], row_lengths(batch()))
+    rows, taken, lead, _ = take(batch(), [2, 0, 1], row_lengths(batch()))
     assert rows == [2, 0, 1] and lead.tolist() == [0, 1, 2]
     mask = taken["attention_mask"]
     assert mask.tolist() == [[True] * 1 + [False] * 4, [True] * 3 + [False] * 2, [True] * 5]
@@ -71,7 +86,7 @@ def test_rows_start_with_their_prompt_and_end_with_padding_only():
 
 
 def test_the_window_holds_every_response_and_its_columns():
-    _, taken, lead = take(batch(), [2, 0, 1], row_lengths(batch()))
+    _, taken, lead, _ = take(batch(), [2, 0, 1], row_lengths(batch()))
     assert taken["response_mask"].tolist() == [[False] * 4, [False, True, False, False], [False, False, True, True]]
     assert (taken["advantages"] * taken["response_mask"]).tolist() == [[0] * 4, [0, 0, 0, 0], [0, 0, 3, 4]]
     assert (taken.responses() * taken["response_mask"]).tolist() == [[0] * 4, [0, 4, 0, 0], [0, 0, 11, 12]]
@@ -89,9 +104,91 @@ def test_a_prompt_and_a_response_column_stay_of_an_empty_row():
 
 
 def test_no_rows_give_a_dummy_that_counts_for_nothing():
-    rows, dummy, _ = take(batch(), [], [])
+    rows, dummy, *_ = take(batch(), [], [])
     assert rows == [] and dummy["input_ids"].shape == (1, 2)
     assert dummy["attention_mask"].all() and not dummy["response_mask"].any()
+
+
+def test_packed_rows_follow_each_other_without_padding_and_without_their_last_token():
+    rows, taken, lead, packed = pack(batch(), [2, 0, 1], row_lengths(batch()))
+    assert rows == [2, 0, 1] and lead.tolist() == [0, 0, 0]
+    assert packed.input_ids.tolist() == [[17, 2, 3, 8, 9, 10, 11]], (
+        "of the empty row its prompt, and no column of padding"
+    )
+    assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 3]]
+    assert packed.starts.tolist() == [0, 1, 3, 7] and packed.starts.dtype == torch.int32 and packed.longest == 4
+    # Each response token is predicted from the token before it, and stands in its own column of the window.
+    assert packed.predicting.tolist() == [0, 2, 5, 6]
+    assert packed.targets.tolist() == [[18, 4, 11, 12]]
+    assert packed.places.tolist() == [0, 2, 4, 5]
+    assert taken["response_mask"].tolist() == [[False, False], [True, False], [True, True]]
+    assert taken["advantages"].tolist() == [[6, 7], [0, 1], [3, 4]]
+
+
+def test_a_packed_dummy_is_one_token_that_counts_for_nothing():
+    rows, dummy, _, packed = pack(batch(), [], [])
+    assert rows == [] and not dummy["response_mask"].any()
+    assert packed.input_ids.shape == (1, 1) and packed.starts.tolist() == [0, 1] and packed.places.tolist() == [0]
+
+
+def test_packed_rows_follow_each_other_without_padding_and_without_their_last_token():
+    rows, taken, lead, packed = pack(batch(), [2, 0, 1], row_lengths(batch()))
+    assert rows == [2, 0, 1] and lead.tolist() == [0, 0, 0]
+    assert packed.input_ids.tolist() == [[17, 2, 3, 8, 9, 10, 11]], "of the empty row its prompt, and no column of padding"
+    assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 3]]
+    assert packed.starts.tolist() == [0, 1, 3, 7] and packed.starts.dtype == torch.int32 and packed.longest == 4
+    # Each response token is predicted from the token before it, and stands in its own column of the window.
+    assert packed.predicting.tolist() == [0, 2, 5, 6]
+    assert packed.targets.tolist() == [[18, 4, 11, 12]]
+    assert packed.places.tolist() == [0, 2, 4, 5]
+    assert taken["response_mask"].tolist() == [[False, False], [True, False], [True, True]]
+    assert taken["advantages"].tolist() == [[6, 7], [0, 1], [3, 4]]
+
+
+def test_a_packed_dummy_is_one_token_that_counts_for_nothing():
+    rows, dummy, _, packed = pack(batch(), [], [])
+    assert rows == [] and not dummy["response_mask"].any()
+    assert packed.input_ids.shape == (1, 1) and packed.starts.tolist() == [0, 1] and packed.places.tolist() == [0]
+
+
+def test_packed_rows_follow_each_other_without_padding_and_without_their_last_token():
+    rows, taken, lead, packed = pack(batch(), [2, 0, 1], row_lengths(batch()))
+    assert rows == [2, 0, 1] and lead.tolist() == [0, 0, 0]
+    assert packed.input_ids.tolist() == [[17, 2, 3, 8, 9, 10, 11]], "of the empty row its prompt, and no column of padding"
+    assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 3]]
+    assert packed.starts.tolist() == [0, 1, 3, 7] and packed.starts.dtype == torch.int32 and packed.longest == 4
+    # Each response token is predicted from the token before it, and stands in its own column of the window.
+    assert packed.predicting.tolist() == [0, 2, 5, 6]
+    assert packed.targets.tolist() == [[18, 4, 11, 12]]
+    assert packed.places.tolist() == [0, 2, 4, 5]
+    assert taken["response_mask"].tolist() == [[False, False], [True, False], [True, True]]
+    assert taken["advantages"].tolist() == [[6, 7], [0, 1], [3, 4]]
+
+
+def test_a_packed_dummy_is_one_token_that_counts_for_nothing():
+    rows, dummy, _, packed = pack(batch(), [], [])
+    assert rows == [] and not dummy["response_mask"].any()
+    assert packed.input_ids.shape == (1, 1) and packed.starts.tolist() == [0, 1] and packed.places.tolist() == [0]
+
+
+def test_packed_rows_follow_each_other_without_padding_and_without_their_last_token():
+    rows, taken, lead, packed = pack(batch(), [2, 0, 1], row_lengths(batch()))
+    assert rows == [2, 0, 1] and lead.tolist() == [0, 0, 0]
+    assert packed.input_ids.tolist() == [[17, 2, 3, 8, 9, 10, 11]], "of the empty row its prompt, and no column of padding"
+    assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 3]]
+    assert packed.starts.tolist() == [0, 1, 3, 7] and packed.starts.dtype == torch.int32 and packed.longest == 4
+    # Each response token is predicted from the token before it, and stands in its own column of the window.
+    assert packed.predicting.tolist() == [0, 2, 5, 6]
+    assert packed.targets.tolist() == [[18, 4, 11, 12]]
+    assert packed.places.tolist() == [0, 2, 4, 5]
+    assert taken["response_mask"].tolist() == [[False, False], [True, False], [True, True]]
+    assert taken["advantages"].tolist() == [[6, 7], [0, 1], [3, 4]]
+
+
+def test_a_packed_dummy_is_one_token_that_counts_for_nothing():
+    rows, dummy, _, packed = pack(batch(), [], [])
+    assert rows == [] and not dummy["response_mask"].any()
+    assert packed.input_ids.shape == (1, 1) and packed.starts.tolist() == [0, 1] and packed.places.tolist() == [0]
 
 
 def test_lengths_of_no_rows():

@@ -1,0 +1,187 @@
+"""Causal attention over sequences that stand one behind the other in one row, without padding.
+
+`PACKED` is its name among transformers' attention implementations; a model that has it gets the sequences' lengths as the
+keyword arguments that transformers passes to variable-length kernels (`cu_seq_lens_q`, `max_length_q`).
+
+Shape letters: H heads, N tokens of all sequences, D width of a head, S sequences.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PACKED = "rlx_packed"
+CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+# What some models want done to the scores, by the names of transformers' arguments.
+UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
+
+_witnesses: list[list[str | None]] = []
+
+
+def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
+    """What keeps a model's sequences from being packed, as far as its parts tell; None if nothing does.
+
+    Only attention may carry anything from one token to another, and it must be open to other implementations. What a
+    model asks of attention beyond its lengths is seen when it runs, by `witnessed`.
+
+    Args:
+        model: as it was loaded.
+        attention: its implementation of attention, as transformers names it.
+    """
+    if attention != "sdpa" and not attention.startswith("flash_attention"):
+        return f"attn_implementation={attention} has no kernel for it"
+    if not model.is_backend_compatible():
+        return "its attention is not open to other implementations"
+    other = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - CAUSAL_LAYERS
+    if other:
+        return f"it has layers of type {', '.join(sorted(other))}"
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return "it has convolutions over the sequence"
+    return None
+
+
+def use_packed_attention(model: "PreTrainedModel") -> None:
+    """Gives a model the attention of this file."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, _attention)
+    model.set_attn_implementation(PACKED)
+
+
+@contextmanager
+def witnessed() -> Iterator[list[str | None]]:
+    """Lists for each call of this attention why it would be wrong, None where it is right; then nothing is raised."""
+    calls: list[str | None] = []
+    _witnesses.append(calls)
+    try:
+        yield calls
+    finally:
+        _witnesses.pop()
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    scaling: float | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Each token attends to those of its own sequence that are not behind it.
+
+    On CUDA in bf16 and fp16 by torch's kernel for variable lengths, else a sequence at a time. No mask is larger than a
+    window times two.
+
+    Args:
+        query: (1, H, N, D).
+        key, value: (1, H or a divisor of it, N, D), of value another D.
+        starts: (S + 1,) int32, where the sequences begin, and N.
+        longest: tokens of the longest sequence.
+        scaling: of the scores; None: D ** -0.5.
+        window: how many tokens are attended to, the own one included; None: all.
+        dropout: rate on the weights.
+
+    Returns:
+        (1, N, H, D of value).
+    """
+    tensors = (query, key, value)
+    # Makes it one function to whoever watches torch's functions, whichever kernel it takes.
+    if not torch.compiler.is_compiling() and has_torch_function(tensors):
+        rest = (starts, longest, scaling, window, dropout)
+        result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
+        return result
+    if dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1]):
+        return _by_kernel(query, key, value, starts, longest, scaling, window)
+    bounds = pairwise(starts.tolist())
+    each = [_sequence(*(x[:, :, a:b] for x in tensors), scaling, window, dropout) for a, b in bounds]
+    return torch.cat(each, dim=2).transpose(1, 2)
+
+
+@cache
+def _has_kernel(device: torch.device, dtype: torch.dtype, query_width: int, value_width: int) -> bool:
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and query_width == value_width <= 256
+        and query_width % 8 == 0
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and torch.backends.cuda.is_flash_attention_available()
+    )
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.12 it is always enabled
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    result: Tensor = varlen_attn(*rows, starts, starts, longest, longest, **options)
+    return result.unsqueeze(0)
+
+
+def _sequence(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, dropout: float
+) -> Tensor:
+    """Causal attention within each row (B, H, T, D), in blocks where the rows are longer than the window."""
+    length = query.shape[2]
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    if window is None or length <= window:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    place = torch.arange(length, device=query.device)
+    blocks = []
+    for first in range(0, length, window):
+        own, seen = slice(first, first + window), slice(max(0, first - window + 1), first + window)
+        behind = place[own, None] - place[seen]
+        mask = (behind >= 0) & (behind < window)
+        q, k, v = query[:, :, own], key[:, :, seen], value[:, :, seen]
+        blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options))
+    return torch.cat(blocks, dim=2)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls; without lengths each row is one sequence."""
+    wrong = [what for name, what in UNKNOWN.items() if more.get(name) is not None]
+    if attention_mask is not None:
+        wrong.append("masks tokens")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        wrong.append("is not causal")
+    if _witnesses:
+        told = cu_seq_lens_q is not None
+        _witnesses[-1].append(", ".join(wrong) or (None if told else "is not told where sequences begin"))
+    elif wrong:
+        raise ValueError(
+            f"{type(module).__name__} {', '.join(wrong)}: packed attention cannot do that; set model.use_remove_padding=False"
+        )
+    if cu_seq_lens_q is None:
+        return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2), None
+    assert max_length_q is not None
+    return packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout), None
