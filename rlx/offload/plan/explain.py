@@ -95,7 +95,7 @@ def limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> dict[str
         "device full (twice the room": replace(machine, device_bytes=2 * machine.device_bytes),
         "host full (without a limit": replace(machine, host_bytes=None),
     }
-    seconds = {words: make_plan(costs, other).prediction.step_s for words, other in more.items()}
+    seconds = {words: make_plan(costs, other, plan.layers).prediction.step_s for words, other in more.items()}
     return {words: step_s for words, step_s in seconds.items() if step_s < plan.prediction.step_s * (1 - WORTH_SAYING)}
 
 

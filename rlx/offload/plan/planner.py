@@ -5,12 +5,15 @@ A pure function of measured times and sizes, without torch: `make_plan` searches
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
 from typing import Literal, NamedTuple
 
-from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Part, Prediction, part_of, play
+from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Prediction, busy_s, part_of, play
 
+KEPT = LayerPlan(keep=True)
 MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers that are kept where a search begins
 
@@ -23,7 +26,7 @@ class Plan(NamedTuple):
     prediction: Prediction
 
 
-def make_plan(costs: Sequence[LayerCost], machine: Machine) -> Plan:
+def make_plan(costs: Sequence[LayerCost], machine: Machine, begin: Sequence[LayerPlan] | None = None) -> Plan:
     """The fastest plan found within the budgets.
 
     Where every layer fits nothing leaves. Else it begins with the layers' inputs alone off the device, which needs the least
@@ -34,98 +37,160 @@ def make_plan(costs: Sequence[LayerCost], machine: Machine) -> Plan:
         costs: of each layer.
         machine: link and budgets. Inputs that the host has no room for stay on the device. Where even so the device's budget
             is exceeded, the plan needs no more than that.
+        begin: begin with this alone if it keeps to the budgets: sooner done.
     """
     search = _Search(costs, machine)
-    kept = search.planned([LayerPlan(keep=True)] * len(costs), False)
-    return kept if search.fits(kept) else min(search.found(), key=_seconds)
+    kept = search.state([KEPT] * len(costs))
+    found = kept if search.fits(kept) else min(search.found(begin), key=_seconds)
+    return Plan(tuple(choice.plan for choice in found.layers), found.fetch_early, found.prediction)
 
 
 What = Literal["all", "inputs"] | int
 Place = Literal["off_device", "on_device", "nowhere"]
 
 
+class _Choice:
+    """A plan for layers of one kind, what a step needs to know of them under it, and what it can be changed to."""
+
+    def __init__(self, kind: _Kind, plan: LayerPlan) -> None:
+        self.plan, self.part = plan, part_of(kind.cost, plan, kind.machine)
+        self._kind = kind
+        self._moved: dict[tuple[What, Place], _Choice] = {}
+
+    def moved(self, what: What, place: Place) -> _Choice:
+        """With a thing elsewhere; itself where that cannot be."""
+        found = self._moved.get((what, place))
+        if found is None:
+            found = self._moved[what, place] = self._kind.choice(_moved(self.plan, what, place))
+        return found
+
+
+class _Kind:
+    """Layers of equal cost, and the choices for them that have been looked at."""
+
+    def __init__(self, cost: LayerCost, machine: Machine) -> None:
+        self.cost, self.machine = cost, machine
+        self.members: list[int] = []
+        self._choices: dict[LayerPlan, _Choice] = {}
+
+    def choice(self, plan: LayerPlan) -> _Choice:
+        """The one for a plan."""
+        return self._choices.get(plan) or self._choices.setdefault(plan, _Choice(self, plan))
+
+
+class _State(NamedTuple):
+    """A plan while it is searched for."""
+
+    layers: tuple[_Choice, ...]
+    fetch_early: bool
+    prediction: Prediction
+
+
 class _Search:
     """Plans for the same costs and machine, and what has been worked out for them."""
 
     def __init__(self, costs: Sequence[LayerCost], machine: Machine) -> None:
-        self.costs, self.machine = costs, machine
-        kinds: dict[LayerCost, list[int]] = {}
-        for index, cost in enumerate(costs):
-            kinds.setdefault(cost, []).append(index)
-        self.kinds = list(kinds.items())
-        self.kind_of = {index: kind for kind, (_, members) in enumerate(self.kinds) for index in members}
-        self.parts: dict[tuple[int, LayerPlan], Part] = {}
-        self.device_bytes = machine.device_bytes
+        self.machine, self.device_bytes = machine, machine.device_bytes
+        self.count = len(costs)
+        kinds: dict[LayerCost, _Kind] = {}
+        self.kind_of = [kinds.get(cost) or kinds.setdefault(cost, _Kind(cost, machine)) for cost in costs]
+        for index, kind in enumerate(self.kind_of):
+            kind.members.append(index)
+        self.kinds = list(kinds.values())
 
-    def planned(self, layers: Iterable[LayerPlan], fetch_early: bool) -> Plan:
-        """The plan with what is expected of it."""
-        chosen = tuple(layers)
-        return Plan(chosen, fetch_early, play([self.part(*item) for item in enumerate(chosen)], fetch_early))
+    def state(self, plans: Sequence[LayerPlan]) -> _State:
+        """Plans of all layers, fetched late, with what is expected of them."""
+        state = _played([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], False, inf)
+        assert state is not None
+        return state
 
-    def part(self, index: int, plan: LayerPlan) -> Part:
-        key = (self.kind_of[index], plan)
-        if key not in self.parts:
-            self.parts[key] = part_of(self.costs[index], plan, self.machine)
-        return self.parts[key]
-
-    def fits(self, plan: Plan) -> bool:
+    def fits(self, state: _State) -> bool:
         """Whether it keeps to the budgets."""
-        has_room = self.machine.host_bytes is None or plan.prediction.host_bytes <= self.machine.host_bytes
-        return has_room and plan.prediction.peak_bytes <= self.device_bytes
+        has_room = self.machine.host_bytes is None or state.prediction.host_bytes <= self.machine.host_bytes
+        return has_room and state.prediction.peak_bytes <= self.device_bytes
 
-    def found(self) -> Iterator[Plan]:
+    def found(self, begin: Sequence[LayerPlan] | None) -> Iterator[_State]:
         """The best that is reached from each begin."""
-        leanest = self._leanest()
-        self.device_bytes = max(self.device_bytes, leanest.prediction.peak_bytes)
-        begins = [leanest.layers, [LayerPlan(boundary_leaves=False)] * len(self.costs)]
+        leanest, leanest_bytes = self._leanest()
+        self.device_bytes = max(self.device_bytes, leanest_bytes)
+        begins = [leanest, [LayerPlan(boundary_leaves=False)] * self.count]
         for share in _SHARES:
-            kept = _last_of(range(len(self.costs)), round(share * len(self.costs)))
-            begins.append([LayerPlan(keep=True) if i in kept else p for i, p in enumerate(leanest.layers)])
-        for begin in filter(self.fits, (self.planned(layers, False) for layers in begins)):
-            yield self._improved(self._improved(begin, ("off_device",)), ("off_device", "on_device", "nowhere"))
+            kept = _last_of(range(self.count), round(share * self.count))
+            begins.append([KEPT if i in kept else plan for i, plan in enumerate(leanest)])
+        if begin is not None and self.fits(self.state(begin)):
+            begins = [list(begin)]
+        for state in map(self.state, begins):
+            if self.fits(state):
+                yield self._improved(self._improved(state, ("off_device",)), ("off_device", "on_device", "nowhere"))
 
-    def _leanest(self) -> Plan:
-        """As many inputs off the device as the host has room for, those of the last layer after all others, and nothing else."""
-        everyone = range(len(self.costs))
+    def _leanest(self) -> tuple[list[LayerPlan], int]:
+        """As many inputs off the device as the host has room for, those of the last layer after all others, and its peak."""
+        everyone = range(self.count)
         room = self.machine.host_bytes if self.machine.out_bytes_per_s and self.machine.in_bytes_per_s else 0
-        for count in reversed(range(len(self.costs) + 1)):
-            leave = everyone if count == len(everyone) else _middle_of(everyone[:-1], count)
-            plan = self.planned([LayerPlan(boundary_leaves=i in leave) for i in everyone], False)
-            if room is None or plan.prediction.host_bytes <= room:
+        for count in reversed(range(self.count + 1)):
+            leave = everyone if count == self.count else _middle_of(everyone[:-1], count)
+            plans = [LayerPlan(boundary_leaves=i in leave) for i in everyone]
+            prediction = self.state(plans).prediction
+            if room is None or prediction.host_bytes <= room:
                 break
-        return plan
+        return plans, prediction.peak_bytes
 
-    def _improved(self, best: Plan, places: Sequence[Place]) -> Plan:
-        """The plan changed step by step, each time by what saves the most, until nothing does."""
+    def _improved(self, best: _State, places: Sequence[Place]) -> _State:
+        """Changed step by step, each time by what saves the most, until nothing does."""
         while True:
-            found = min(filter(self.fits, self._changed(best, places)), key=_seconds, default=best)
-            other = self.planned(found.layers, not found.fetch_early)
-            if self.fits(other) and _seconds(other) < _seconds(found):
-                found = other
+            found = best
+            for busy, change in sorted(self._changes(best, places), key=lambda one: one[0]):
+                if busy >= _seconds(found):
+                    break  # none of the rest can be faster
+                changed = _played(change(), best.fetch_early, _seconds(found))
+                if changed is not None and self.fits(changed):
+                    found = changed
+            changed = _played(found.layers, not found.fetch_early, _seconds(found))
+            if changed is not None and self.fits(changed):
+                found = changed
             if not _seconds(found) < _seconds(best) * (1 - MIN_GAIN):
                 return best
             best = found
 
-    def _changed(self, plan: Plan, places: Sequence[Place]) -> Iterator[Plan]:
-        """The plan with one thing of one kind of layers elsewhere, for all of them, half of them, and so on down to one."""
-        for cost, members in self.kinds:
-            for what in ("all", "inputs", *range(len(cost.operations))):
+    def _changes(self, state: _State, places: Sequence[Place]) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
+        """With one thing of one kind of layers elsewhere, for all of them, half of them, and so on down to one.
+
+        Each with the time for which the device computes then, where that is less than the step takes now.
+        """
+        layers = state.layers
+        now = sum(busy_s(choice.part) for choice in layers)
+        for kind in self.kinds:
+            choices = {layers[i] for i in kind.members}
+            for what in ("all", "inputs", *range(len(kind.cost.operations))):
                 for place in places:
-                    changes = {i: _moved(plan.layers[i], what, place) for i in members}
-                    able = [i for i in members if changes[i] != plan.layers[i]]
-                    count = len(able)
+                    targets = {
+                        choice: found for choice in choices if (found := choice.moved(what, place)) is not choice
+                    }
+                    gains = {
+                        choice: choice.part.recompute_s - found.part.recompute_s for choice, found in targets.items()
+                    }
+                    able = [i for i in kind.members if layers[i] in targets]
+                    count = len(able) if now - max(gains.values(), default=0.0) < _seconds(state) else 0
                     while count:
                         # The last layer holds nothing while another is at work; what leaves is spread to suit the link.
                         chosen = _last_of(able, count) if place == "on_device" else _middle_of(able, count)
-                        layers = [changes[i] if i in chosen else p for i, p in enumerate(plan.layers)]
-                        yield self.planned(layers, plan.fetch_early)
+                        yield now - sum([gains[layers[i]] for i in chosen]), partial(_changed, layers, targets, chosen)
                         count //= 2
 
 
+def _played(layers: Sequence[_Choice], fetch_early: bool, faster_than: float) -> _State | None:
+    prediction = play([choice.part for choice in layers], fetch_early, faster_than)
+    return None if prediction is None else _State(tuple(layers), fetch_early, prediction)
+
+
+def _changed(layers: Sequence[_Choice], targets: Mapping[_Choice, _Choice], chosen: Container[int]) -> list[_Choice]:
+    return [targets[choice] if i in chosen else choice for i, choice in enumerate(layers)]
+
+
 def _moved(plan: LayerPlan, what: What, place: Place) -> LayerPlan:
-    """The layer's plan with a thing elsewhere; as it was where that cannot be."""
+    """A layer's plan with a thing elsewhere; as it was where that cannot be."""
     if what == "all" and place == "on_device":
-        return LayerPlan(keep=True)
+        return KEPT
     if what == "all":
         return LayerPlan() if plan.keep and place == "nowhere" else plan
     if plan.keep:
@@ -149,5 +214,5 @@ def _last_of(items: Sequence[int], count: int) -> set[int]:
     return {items[(k + 1) * len(items) // count - 1] for k in range(count)}
 
 
-def _seconds(plan: Plan) -> float:
-    return plan.prediction.step_s
+def _seconds(state: _State) -> float:
+    return state.prediction.step_s

@@ -10,7 +10,8 @@ order. A layer begins once what the layer two before it sent has left.
 layer's backward, when its widest part has given its memory back, or with `fetch_early` when its backward begins. Recomputation
 goes as far as what has arrived lets it; a saved operation takes no time in it. What the last layer sent is still there.
 *Memory* for backward, above weights and gradients: what kept layers and operations hold on the device, what is on its way,
-and what the layer at work needs for itself. The peak stands where backward is in one of the last layers, or in the widest.
+and what the layer at work needs for itself: in forward what autograd saves of it, all of which is there until it ends, beside
+what the layer before is still sending. The peak stands where backward is in one of the last layers, or in the widest.
 The last layer can therefore be kept at no price in memory, unless something wider follows it.
 
 Note [a layer as two lines]
@@ -137,7 +138,9 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early
         fetch_early: see there.
         machine: link and budgets; the budgets are not looked at.
     """
-    return play([part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)], fetch_early)
+    prediction = play([part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)], fetch_early)
+    assert prediction is not None
+    return prediction
 
 
 class Part(NamedTuple):
@@ -149,7 +152,7 @@ class Part(NamedTuple):
         left_s: from the layer's begin until all has left, where the link is free.
         in_s: the link's time for what is fetched.
         ready_s: from the fetch's begin until recomputation is over, where the device waits for every piece.
-        held_bytes, sent_bytes, working_bytes, late_bytes: memory.
+        held_bytes, sent_bytes, saved_bytes, working_bytes, late_bytes: memory.
     """
 
     forward_s: float
@@ -161,6 +164,7 @@ class Part(NamedTuple):
     ready_s: float
     held_bytes: int
     sent_bytes: int
+    saved_bytes: int
     working_bytes: int
     late_bytes: int
 
@@ -184,6 +188,7 @@ def part_of(cost: LayerCost, plan: LayerPlan, machine: Machine) -> Part:
         ready_s=ready_s,
         held_bytes=held_bytes(cost, plan),
         sent_bytes=sent_bytes(cost, plan),
+        saved_bytes=cost.saved_bytes,
         working_bytes=max(cost.working_bytes, cost.saved_bytes) if plan.keep else cost.working_bytes,
         late_bytes=cost.late_bytes,
     )
@@ -208,31 +213,35 @@ def _over(nbytes: int, rate: float) -> float:
     return nbytes / rate if rate else inf if nbytes else 0.0
 
 
-def play(parts: Sequence[Part], fetch_early: bool) -> Prediction:
-    """What is expected of a step of these layers."""
-    forward_s, leaving = _forward(parts)
+def play(parts: Sequence[Part], fetch_early: bool, faster_than: float = inf) -> Prediction | None:
+    """What is expected of a step of these layers; None if it takes as long as `faster_than` or longer [s]."""
+    forward_s, is_leaving = _forward(parts)
     step_s = _backward(parts, fetch_early, forward_s)
-    busy_s = sum(part.forward_s + part.recompute_s + part.backward_s for part in parts)
+    if step_s >= faster_than < inf:
+        return None
     return Prediction(
         step_s,
-        max(0.0, step_s - busy_s),
-        _peak(parts, fetch_early, len(parts) > 1 and leaving[-2] > forward_s),
+        max(0.0, step_s - sum(map(busy_s, parts))),
+        _peak(parts, fetch_early, is_leaving),
         sum(part.sent_bytes for part in parts),
         forward_s,
     )
 
 
-def _forward(parts: Sequence[Part]) -> tuple[float, list[float]]:
-    """When forward ends, and for each layer when all that it sends has left."""
-    now = link_free = 0.0
-    leaving: list[float] = []
-    for index, part in enumerate(parts):
-        if index > 1:
-            now = max(now, leaving[index - 2])
+def busy_s(part: Part) -> float:
+    """Time in which the device computes for a layer, which a step cannot be shorter than."""
+    return part.forward_s + part.recompute_s + part.backward_s
+
+
+def _forward(parts: Sequence[Part]) -> tuple[float, bool]:
+    """When forward ends, and whether what the last layer but one sends is on its way then."""
+    now = link_free = left_before = left = 0.0  # the latter two: when all has left that the two layers before sent
+    for part in parts:
+        now = max(now, left_before)
         link_free = max(link_free + part.out_s, now + part.left_s)
         now += part.forward_s
-        leaving.append(link_free)
-    return now, leaving
+        left_before, left = left, link_free
+    return now, left_before > now
 
 
 def _backward(parts: Sequence[Part], fetch_early: bool, now: float) -> float:
@@ -256,7 +265,8 @@ def _peak(parts: Sequence[Part], fetch_early: bool, is_leaving: bool) -> int:
     peak = held = coming = 0
     for index, part in enumerate(parts, 1):
         early = coming if fetch_early or (is_leaving and index == len(parts)) else 0
-        peak = max(peak, held + part.working_bytes + early, held + part.late_bytes + coming)
+        own = max(part.working_bytes + early, part.late_bytes + coming, part.saved_bytes + coming)
+        peak = max(peak, held + own)
         held += part.held_bytes
         coming = part.sent_bytes
     return peak

@@ -116,10 +116,16 @@ def test_a_last_layer_that_is_kept_costs_no_memory():
 def test_what_is_on_its_way_counts():
     sends = saving(off=[0, 1])
     assert play([sends] * 3, early=True).peak_bytes == 16 + 40
-    wide = LayerCost(1.0, 2.0, 0.8, 30, 30, 40, 20)
+    wide = LayerCost(1.0, 2.0, 0.8, 30, 10, 40, 20)
     assert play([BOUNDARY] * 3, cost=wide).peak_bytes == 30 + 20  # in the second half of a backward
     # Of two layers the first's input takes 5 s to leave, and is there when backward begins.
     assert play([BOUNDARY, KEPT], Machine(2, 1e9, 0)).peak_bytes == 10 + 40
+
+
+def test_in_forward_all_that_a_layer_saves_is_there_beside_what_the_one_before_is_sending():
+    sends = LayerCost(1.0, 2.0, 0.8, 25, 30, 40, 10)
+    assert play([BOUNDARY], cost=sends).peak_bytes == 40
+    assert play([BOUNDARY] * 3, cost=sends).peak_bytes == 25 + 30
 
 
 def test_no_layers_no_step():
