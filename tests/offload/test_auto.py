@@ -6,8 +6,10 @@ import logging
 
 import pytest
 import torch
+import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.measured import measured
 
 PLENTY = 1 << 40
 
@@ -196,3 +198,20 @@ def test_ranks_plan_alone_until_they_agree(two_ranks):
     (roomy, agreed), (tight, other) = two_ranks("auto", "planned_alone", (PLENTY, 0))
     assert all(layer.keep for layer in roomy.layers) and not all(layer.keep for layer in tight.layers)
     assert agreed == other
+
+
+@pytest.mark.parametrize(("tokens", "kinds"), [(24, {(0, 2), (1,)}), (6, {(0, 1, 2)})])
+def test_layers_of_different_attention_are_of_different_kinds(enable, tokens, kinds):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, sliding_window=8, layer_types=types)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    seen = []
+    handle = enable(model, True, save="auto", max_device_bytes=0)
+    follow = handle.engine.orders
+    handle.engine.orders = lambda *call: seen.append(follow(*call)) or seen[-1]
+    ids = torch.arange(tokens)[None] % 64
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    samples = [orders.sample for orders in seen if orders is not None and orders.sample is not None]
+    assert {kind.members for kind in measured(samples, 0).kinds} == kinds
