@@ -13,6 +13,7 @@ from rlx.config.schema import (
     ActorRolloutRefConfig,
     AlgorithmConfig,
     DataConfig,
+    FilterGroupsConfig,
     ModelConfig,
     PPOConfig,
     RolloutConfig,
@@ -24,6 +25,7 @@ from rlx.data.batch import Batch
 from rlx.data.sampler import PromptSampler
 from rlx.rewards.manager import Scores
 from rlx.trainer import checkpoints as ck
+from rlx.trainer.draw import DrawError
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
@@ -213,3 +215,62 @@ def test_bypass_takes_the_samplers_log_probs_and_calls_nobody(tmp_path):
     assert workers.calls == [("actor", "log_probs")] and compared == {}
     trainer.update_actor(batch.with_(advantages=torch.ones(4, 3)), step=1)
     assert not {"loss_mask", "rollout_is_weights"} & set(workers.sent[0].tensors.keys())
+
+
+def drawing(tmp_path, monkeypatch, scores, **algorithm):
+    """A trainer of which each generation of 2 prompts is 4 one-token samples with the next of these scores; and its calls."""
+    policy = ActorRolloutRefConfig(rollout=RolloutConfig(n=2))
+    data = DataConfig(train_batch_size=2, gen_batch_size=2)
+    config = PPOConfig(data=data, algorithm=AlgorithmConfig(**algorithm), actor_rollout_ref=policy)
+    sampler, left, calls = PromptSampler(6, 2, shuffle=False, seed=0), iter(scores), []
+    trainer = Trainer(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None)
+
+    def generate(prompts, count, purpose, step, first):
+        calls.append((purpose, prompts["prompt_ids"].flatten().tolist(), first))
+        batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
+        mask = torch.ones(len(batch), 2, dtype=torch.bool)
+        ids = {"input_ids": batch["prompt_ids"].expand(-1, 2), "group_id": first + torch.arange(len(batch)) // count}
+        return batch.with_(attention_mask=mask, response_mask=mask[:, 1:], **ids).drop("prompt_ids", "prompt_mask")
+
+    monkeypatch.setattr(trainer, "generate", generate)
+    monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.tensor(next(left)), {}))
+    return trainer, calls
+
+
+def test_remax_compares_each_sample_with_the_greedy_response_to_its_prompt(tmp_path, monkeypatch):
+    scores = [[1.0, 0.0, 0.0, 1.0], [0.25, 0.5]]
+    trainer, calls = drawing(tmp_path, monkeypatch, scores, adv_estimator="remax")
+    (batch, _), numbers = trainer.samples(1)
+    assert calls == [("train", [0, 1], 0), ("greedy", [0, 1], 0)] and numbers == {}
+    assert batch["greedy_scores"].tolist() == [0.25, 0.25, 0.5, 0.5]
+
+
+def test_dynamic_sampling_goes_on_until_there_are_enough_prompts(tmp_path, monkeypatch):
+    filters = FilterGroupsConfig(enable=True)
+    scores = [[0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]]
+    trainer, calls = drawing(tmp_path, monkeypatch, scores, adv_estimator="grpo", filter_groups=filters)
+    (batch, verdict), numbers = trainer.samples(1)
+    assert calls == [("train", [0, 1], 0), ("train", [2, 3], 2), ("train", [4, 5], 4)]
+    assert batch["group_id"].tolist() == [1, 1, 4, 4] and verdict.scores.tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert batch["scores"].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert numbers["filter_groups/generations"] == 3 and trainer.sampler.epoch == 1
+
+
+def test_dynamic_sampling_that_finds_nothing_stops_with_what_it_saw(tmp_path, monkeypatch):
+    filters = FilterGroupsConfig(enable=True, max_num_gen_batches=2)
+    trainer, calls = drawing(tmp_path, monkeypatch, [[1.0] * 4] * 3, adv_estimator="grpo", filter_groups=filters)
+    with pytest.raises(
+        DrawError, match=r"step 9: .* kept 0 of 4 prompts.* after 2 generations; 100\.0% of all answers"
+    ):
+        trainer.samples(9)
+    assert len(calls) == 2
+
+
+def test_a_mini_batch_of_empty_responses_gets_no_step(tmp_path):
+    stream = io.StringIO()
+    workers, trainer = correcting(tmp_path, stream)
+    batch = sampled().with_(advantages=torch.ones(4, 3), old_log_probs=torch.zeros(4, 3))
+    mask = torch.arange(4)[:, None].expand(4, 3) > 1
+    trainer.config = replace(trainer.config, actor_rollout_ref=mini_batches_of(2))
+    assert trainer.update_actor(batch.with_(response_mask=mask), step=3)["actor/grad_norm"] == 2.0
+    assert len(workers.sent) == 1 and "step 3: empty responses" in stream.getvalue()

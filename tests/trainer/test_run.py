@@ -29,6 +29,13 @@ def constant(data_source, solution_str, ground_truth, extra_info=None):
 def broken(data_source, solution_str, ground_truth, extra_info=None):
     return float("nan")
 
+def mixed(data_source, solution_str, ground_truth, extra_info=None):
+    return float(any(letter in solution_str for letter in "abcdefghijk"))
+
+def policy_loss(log_probs, old_log_probs, advantages, mask, settings):
+    ratio = (log_probs - old_log_probs).exp()
+    return -advantages * ratio, {"own_ratio": ratio}
+
 def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
     for process in psutil.Process().children(recursive=True):
         try:
@@ -173,6 +180,32 @@ def test_equal_rewards_and_the_samplers_log_probs_give_a_reported_step_without_n
     assert metrics[1]["advantages/abs_mean"] == 0.0
     assert metrics[1]["train/skipped_steps"] == 0
     assert torch.isfinite(torch.tensor([v for v in metrics[1].values() if isinstance(v, float)])).all()
+
+
+def test_remax_with_dynamic_sampling_and_an_own_loss_resumes(train, custom):
+    """Greedy responses, generations until there are enough prompts, a penalty for length, a user's loss: in one run."""
+    path, name = custom("mixed")
+    options = [
+        path,
+        name,
+        path.replace("custom_reward_function", "actor_rollout_ref.actor.policy_loss"),
+        "algorithm.adv_estimator=remax",
+        "algorithm.filter_groups.enable=True",
+        "data.gen_batch_size=6",
+        "reward.overlong_buffer.enable=True",
+        "reward.overlong_buffer.len=8",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+    ]
+    folder, whole = train(*options)
+    for step in (1, 2):
+        generations, kept = (whole[step][f"filter_groups/{name}"] for name in ("generations", "kept_share"))
+        assert generations >= 2 and 8 <= kept * generations * 6 <= generations * 6
+        assert whole[step]["actor/own_ratio"] == pytest.approx(1, abs=0.2) and "actor/clip_fraction" not in whole[step]
+        assert whole[step]["train/zero_advantage_share"] == 0, "the samples of every prompt differ"
+        assert whole[step]["reward/mean"] < whole[step]["reward/accuracy"], "long responses lose some of their score"
+    _, resumed = train(*options, *resume_from(folder, 1))
+    assert results(resumed[2]) == results(whole[2])
 
 
 def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, custom, tmp_path):
