@@ -9,7 +9,7 @@ t c (4 d + 2 h e + 2 k e + 4 f) while its backward runs (inputs and outputs of t
 up, activation, product; attention itself is fused and keeps no matrix of scores). Kept for backward: t c d L with
 gradient checkpointing (each layer's input), t c L (2 d + 2 h e + 2 k e) where activation offloading saves `attention` too
 (output projection; q, attention output, k, v), else L times what one layer holds. The sampler keeps its own copy of the
-weights and 2 L k e values per token of its key/value cache. Logits, buffers of collectives and the allocator's slack
+weights and 2 L k e values per token of its key/value cache. A chunk of logits, buffers of collectives and the allocator's slack
 come on top. On the host wait, at most and not all at once: parameters and optimizer states that fsdp_config takes off the
 device, and what activation offloading keeps for backward, up to `max_host_bytes`; what exceeds that stays on the device or
 is on disk. Staging memory of the disk tier comes on top.

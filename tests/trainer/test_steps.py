@@ -52,7 +52,7 @@ def test_balance_keeps_every_row(lengths, parts):
 
 @pytest.mark.parametrize(
     ("lengths", "shares"),
-    [([8, 8, 1, 1], ([8, 1], [8, 1])), ([9, 8, 5, 4, 1], ([9, 4, 1], [8, 5])), ([3], ([3], []))],
+    [([8, 8, 1, 1], ([8, 1], [8, 1])), ([9, 8, 5, 4, 1], ([8, 4, 1], [9, 5])), ([3], ([3], []))],
 )
 def test_balance_evens_out_the_tokens_and_keeps_the_row_counts(lengths, shares):
     counts = [count - 1 for count in steps.balance(batch_of(lengths, response=9), 2).token_counts()]
