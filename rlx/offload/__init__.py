@@ -11,6 +11,7 @@ from rlx.offload.options import OffloadOptions
 from rlx.offload.places import trim
 from rlx.offload.replay import register_attention
 from rlx.offload.stats import LayerStats, OffloadStats
+from rlx.offload.tiling import Tiling, enable_tiling
 
 __all__ = [
     "Account",
@@ -22,7 +23,9 @@ __all__ = [
     "OffloadOptions",
     "OffloadStats",
     "RecomputeError",
+    "Tiling",
     "enable_activation_offloading",
+    "enable_tiling",
     "host_arena",
     "offload_activations",
     "register_attention",

@@ -20,6 +20,7 @@ may be those before or after the write. Random numbers that the call drew are sk
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -134,8 +135,31 @@ class Watcher(TorchFunctionMode):
         finally:
             self._is_inside = False
 
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """See nothing of a block."""
+        was, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = was
+
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         raise NotImplementedError
+
+
+def run_as_one_call(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function so that a watch on this thread sees one linear map, its first argument, instead of what is called inside."""
+    watch: Watcher | None = getattr(_active, "watch", None)
+    return function(*args) if watch is None else watch.run(function, args, {}, is_attention=False)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Hide the calls in a block from a watch on this thread: they are not made when the layer is recomputed."""
+    watch: Watcher | None = getattr(_active, "watch", None)
+    with contextlib.nullcontext() if watch is None else watch.looking_away():
+        yield
 
 
 class Replay(Watcher):
