@@ -3,12 +3,12 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlx.models.loading import explained
+from rlx.models.loading import Head, explained
 
 # transformers takes seconds to import.
 if TYPE_CHECKING:
@@ -26,22 +26,20 @@ class ModelCard:
         tokenizer: None when the folder shall hold none.
     """
 
-    head: Literal["lm", "value"]
+    head: Head
     config: "PreTrainedConfig"
     generation: "GenerationConfig | None"
     tokenizer: "PreTrainedTokenizerBase | None"
 
     @classmethod
-    def of(
-        cls, model: "PreTrainedModel", head: Literal["lm", "value"], tokenizer: "PreTrainedTokenizerBase | None"
-    ) -> "ModelCard":
+    def of(cls, model: "PreTrainedModel", head: Head, tokenizer: "PreTrainedTokenizerBase | None") -> "ModelCard":
         """The card of a loaded model."""
         config = copy.deepcopy(model.config)
         config.use_cache = True  # training has no use for the key/value cache, whoever loads the folder has
         return cls(head, config, model.generation_config if head == "lm" else None, tokenizer)
 
     @classmethod
-    def read(cls, folder: Path, head: Literal["lm", "value"], trust_remote_code: bool) -> "ModelCard":
+    def read(cls, folder: Path, head: Head, trust_remote_code: bool) -> "ModelCard":
         """The card that `write` left. Raises ModelError when it cannot be read."""
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 

@@ -32,11 +32,13 @@ NOT_OVERRIDABLE = {
     "dtype": "set fsdp_config.model_dtype instead",
     "torch_dtype": "set fsdp_config.model_dtype instead",
     "attn_implementation": "set model.attn_implementation instead",
-    "num_labels": "a value model has one output",
+    "num_labels": "a value or reward model has one output",
     "use_cache": "training keeps no key/value cache",
 }
 DROPOUT = re.compile("dropout|pdrop")
 FRESH_HEAD_SCALE = 0.01
+Head = Literal["lm", "value", "score"]
+"""What a model ends in: next-token logits, one number per token, one number per sequence."""
 
 
 class ModelError(ExplainedError, ValueError):
@@ -99,14 +101,13 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
     return loaded
 
 
-def load_model(
-    config: ModelConfig, head: Literal["lm", "value"], dtype: torch.dtype, seed: int = 0
-) -> "PreTrainedModel":
+def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 0) -> "PreTrainedModel":
     """A model on CPU in eval mode, all its weights from the checkpoint but a value head that the checkpoint lacks.
 
     Args:
         config: reads path, trust_remote_code, override_config, attn_implementation.
-        head: `lm`: next-token logits (B, T, V). `value`: one number per token, logits (B, T, 1).
+        head: `lm`: next-token logits (B, T, V). `value`: one number per token, logits (B, T, 1). `score`: one number
+            per sequence, logits (B, 1).
         dtype: of all parameters.
         seed: of a fresh value head, whose weights are the same wherever they are made. They are small, so that first
             values are near 0, but not 0, so that the backbone learns from the first step. The caller's random state stays
@@ -119,7 +120,7 @@ def load_model(
     with (
         explained(f"{config.path} as {head} model"),
         torch.random.fork_rng(devices=[]),
-        _load_report(show=head == "lm"),
+        _load_report(show=head != "value"),
     ):
         model, report = auto_class.from_pretrained(
             _source(config.path),
@@ -136,7 +137,7 @@ def load_model(
     return model.eval()
 
 
-def load_skeleton(config: ModelConfig, head: Literal["lm", "value"], dtype: torch.dtype) -> "PreTrainedModel":
+def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTrainedModel":
     """What `load_model` gives, on the meta device: shapes without weights, for processes that receive them from another.
 
     Raises:
@@ -153,14 +154,39 @@ def load_skeleton(config: ModelConfig, head: Literal["lm", "value"], dtype: torc
     return model.eval()
 
 
-def _class_and_config(config: ModelConfig, head: Literal["lm", "value"]) -> tuple[Any, "PreTrainedConfig"]:
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+def _class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedConfig"]:
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     loaded = load_config(config)
     if head == "value":
         loaded.num_labels = 1
         loaded.classifier_dropout = 0.0
-    return {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head], loaded
+    if head == "score":
+        _check_labels(config.path, loaded)
+    classes = {
+        "lm": AutoModelForCausalLM,
+        "value": AutoModelForTokenClassification,
+        "score": AutoModelForSequenceClassification,
+    }
+    return classes[head], loaded
+
+
+def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
+    """Refuses a model that does not give one number per sequence, or would not know where a padded one ends."""
+    if loaded.num_labels != 1:
+        raise ModelError(
+            f"{path}: got a model of {loaded.architectures} with {loaded.num_labels} labels, expected one for sequence "
+            "classification with one label; a reward model gives one score"
+        )
+    if loaded.get_text_config().pad_token_id is None:
+        raise ModelError(
+            f"{path}: its config has no pad_token_id, so it would not find the end of a padded sequence; set it in "
+            "override_config, to the id that it was trained with"
+        )
 
 
 def _source(path: str | None) -> str:
@@ -243,7 +269,7 @@ def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, 
         raise ModelError(
             f"{path}: weights of other shapes than its config says: {_some(wrong)}; check model.override_config"
         )
-    missing = sorted(k for k in report["missing_keys"] if head == "lm" or k.startswith(backbone))
+    missing = sorted(k for k in report["missing_keys"] if head != "value" or k.startswith(backbone))
     if missing:
         raise ModelError(
             f"{path}: the checkpoint lacks {_some(missing)} of {type(model).__name__}; is it a {head} model, and does "

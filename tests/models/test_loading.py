@@ -176,6 +176,25 @@ def test_incomplete_checkpoint_is_refused(folders, tmp_path, head):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_reward_model_gives_one_score_and_all_its_weights(folders, tmp_path):
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForSequenceClassification.from_pretrained(folders["qwen3"], num_labels=1, pad_token_id=0)
+    model.save_pretrained(tmp_path / "one")
+    config = ModelConfig(path=str(tmp_path / "one"))
+    loaded, skeleton = load_model(config, "score", torch.float32), load_skeleton(config, "score", torch.float32)
+    assert torch.equal(loaded.score.weight, model.score.weight)
+    assert skeleton.state_dict().keys() == loaded.state_dict().keys()
+    with pytest.raises(ModelError, match=r"no pad_token_id.*override_config"):
+        load_model(ModelConfig(path=config.path, override_config={"pad_token_id": None}), "score", torch.float32)
+    with pytest.raises(ModelError, match=r"ForCausalLM'\] with 2 labels, expected one for sequence"):
+        load_model(ModelConfig(path=folders["qwen3"]), "score", torch.float32)
+    headless = edit_weights(
+        tmp_path / "one", tmp_path / "two", lambda w: {k: v for k, v in w.items() if k != "score.weight"}
+    )
+    with pytest.raises(ModelError, match=r"the checkpoint lacks score\.weight"):
+        load_model(ModelConfig(path=headless), "score", torch.float32)
+
+
 def test_value_model_is_no_language_model(folders, tmp_path):
     load_model(ModelConfig(path=folders["llama"]), "value", torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"lacks lm_head\.weight of LlamaForCausalLM; is it a lm model"):
