@@ -1,12 +1,29 @@
 import math
 import statistics
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.advantages import gae, grpo, masked_whiten, token_rewards
+from rlx.algorithms.advantages import (
+    ESTIMATORS,
+    gae,
+    grpo,
+    grpo_passk,
+    masked_whiten,
+    opo,
+    overlong_penalty,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    token_rewards,
+)
+from rlx.config.schema import ADV_ESTIMATORS, CRITIC, GREEDY, GROUPS, AlgorithmConfig
+from rlx.config.schema_algorithm import GAMMA, LAM, NORM_BY_STD
 
 F64 = torch.float64
 
@@ -184,3 +201,195 @@ def test_grpo_raises_what_scored_above_its_group():
     advantages = grpo(scores, torch.ones(4, 1, dtype=torch.bool), torch.zeros(4, dtype=torch.int64), True)[:, 0]
     assert (advantages > 0).tolist() == [False, True, True, False]
     assert advantages.sum().abs() < 1e-6
+
+
+# ----------------------------------------------------------------- the other estimators, by plain loops over floats
+
+samples = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([-2.0, 0.0, 0.1, 1.0, 3.5]), st.integers(0, 4)),
+    min_size=1,
+    max_size=12,
+)
+"""Group, score and response tokens of each sample."""
+
+
+def others(drawn, i):
+    return [(score, length) for j, (group, score, length) in enumerate(drawn) if group == drawn[i][0] and j != i]
+
+
+def naive_rloo(drawn, i):
+    rest = [score for score, _ in others(drawn, i)]
+    return drawn[i][1] - sum(rest) / len(rest) if rest else 0.0
+
+
+def naive_opo(drawn, i):
+    group = [(score, length) for g, score, length in drawn if g == drawn[i][0]]
+    tokens = sum(length for _, length in group)
+    return drawn[i][1] - sum(score * length for score, length in group) / tokens if tokens else 0.0
+
+
+def naive_passk(drawn, i):
+    rest = [score for score, _ in others(drawn, i)]
+    return max(0.0, drawn[i][1] - max(rest)) if rest else 0.0
+
+
+def naive_passk_by_std(drawn, i):
+    group = [score for g, score, _ in drawn if g == drawn[i][0]]
+    return naive_passk(drawn, i) / (statistics.stdev(group) + 1e-6) if len(group) > 1 else 0.0
+
+
+BY_GROUP = {
+    "rloo": (rloo, naive_rloo),
+    "opo": (opo, naive_opo),
+    "grpo_passk": (partial(grpo_passk, norm_by_std=False), naive_passk),
+    "grpo_passk by std": (partial(grpo_passk, norm_by_std=True), naive_passk_by_std),
+}
+
+
+def tensors(drawn):
+    mask = torch.arange(4) < torch.tensor([[length] for _, _, length in drawn])
+    return (
+        torch.tensor([score for _, score, _ in drawn], dtype=F64),
+        mask,
+        torch.tensor([group for group, _, _ in drawn]),
+    )
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+@given(drawn=samples)
+def test_estimators_that_compare_samples_like_the_loop(name, drawn):
+    estimate, naive = BY_GROUP[name]
+    advantages = estimate(*tensors(drawn))
+    for i, (_, _, length) in enumerate(drawn):
+        expected = [naive(drawn, i)] * length + [0.0] * (4 - length)
+        assert advantages[i].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_rloo_by_hand():
+    """Three samples of a prompt: 1 - (0 + 4) / 2, 0 - (1 + 4) / 2, 4 - (1 + 0) / 2."""
+    advantages = rloo(torch.tensor([1.0, 0.0, 4.0]), torch.ones(3, 1).bool(), torch.zeros(3, dtype=torch.int64))
+    assert advantages.flatten().tolist() == [-1.0, -2.5, 3.5]
+
+
+def test_opo_by_hand():
+    """Lengths 1 and 3: the baseline is (1 * 8 + 3 * 4) / 4 = 5."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
+    advantages = opo(torch.tensor([8.0, 4.0]), mask, torch.zeros(2, dtype=torch.int64))
+    assert advantages.tolist() == [[3, 0, 0], [-1, -1, -1]]
+
+
+def test_passk_by_hand():
+    """One best sample has what it is above the second; of two best ones neither has anything."""
+    scores, groups = torch.tensor([1.0, 0.25, 0.5, 2.0, 2.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    advantages = grpo_passk(scores, torch.ones(6, 1).bool(), groups, norm_by_std=False)
+    assert advantages.flatten().tolist() == [0.5, 0, 0, 0, 0, 0]
+
+
+def naive_whitened(rows):
+    """All numbers of all rows, less their mean, over the root of their unbiased variance."""
+    every = [x for row in rows for x in row]
+    if len(every) < 2:
+        return [[0.0] * len(row) for row in rows]
+    mean, scale = statistics.mean(every), math.sqrt(statistics.variance(every) + 1e-8)
+    return [[(x - mean) / scale for x in row] for row in rows]
+
+
+@given(**shapes, gamma=st.sampled_from([0.0, 0.9, 1.0]))
+def test_reinforce_plus_plus_like_the_loop(seed, rows, width, gamma):
+    mask, noise = random_batch(seed, rows, width)
+    rewards = noise()
+    advantages = reinforce_plus_plus(rewards, mask, gamma)
+    assert not advantages[~mask].any()
+    own = [rewards[b][mask[b]].tolist() for b in range(rows)]
+    to_go = [[sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in own]
+    for b, expected in enumerate(naive_whitened(to_go)):
+        assert advantages[b][mask[b]].tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_reinforce_plus_plus_by_hand():
+    """Score 2 and 0, KL of 0.5 on each token: rewards to go 1, 1.5 and -0.5; mean 2/3, variance 13/12."""
+    mask = torch.tensor([[1, 1], [1, 0]]).bool()
+    rewards = token_rewards(torch.tensor([2.0, 0.0], dtype=F64), mask, torch.full((2, 2), 0.5, dtype=F64), 1.0)
+    scale = math.sqrt(13 / 12 + 1e-8)
+    expected = [[(1 - 2 / 3) / scale, (1.5 - 2 / 3) / scale], [(-0.5 - 2 / 3) / scale, 0.0]]
+    assert torch.allclose(
+        reinforce_plus_plus(rewards, mask, 1.0), torch.tensor(expected, dtype=F64), rtol=0, atol=1e-14
+    )
+
+
+@given(drawn=samples)
+def test_reinforce_plus_plus_with_a_baseline_like_the_loop(drawn):
+    advantages = reinforce_plus_plus_baseline(*tensors(drawn))
+    centred = [
+        [score - statistics.mean(s for g, s, _ in drawn if g == group)] * length for group, score, length in drawn
+    ]
+    for row, expected, (_, _, length) in zip(advantages, naive_whitened(centred), drawn, strict=True):
+        assert row[:length].tolist() == pytest.approx(expected, abs=1e-9) and not row[length:].any()
+
+
+def test_remax_by_hand():
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0]]).bool()
+    rewards = torch.tensor([[-0.5, 9.0, 2.0], [0.0, 1.0, 9.0], [9.0, 9.0, 9.0]])
+    advantages = remax(rewards, torch.tensor([1.0, 0.25, 5.0]), mask)
+    assert advantages.tolist() == [[0.5, 0, 1.0], [0.75, 0.75, 0], [0, 0, 0]]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1), st.integers(1, 30), st.sampled_from([0.0, 1.0, 0.5]))
+def test_penalty_for_length_like_the_paper(lengths, buffer, factor):
+    def punishment(length):
+        if length <= 30 - buffer:
+            return 0.0
+        return ((30 - buffer) - length) / buffer
+
+    found = overlong_penalty(torch.tensor(lengths), 30, buffer, factor).tolist()
+    assert found == pytest.approx([factor * punishment(length) for length in lengths], abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- the registry
+
+
+def columns(rows=6):
+    """A batch of pairs, as the driver has it, and the options that estimators read."""
+    mask = torch.arange(3) < torch.tensor([3, 2, 1, 3, 2, 1])[:rows, None]
+    source = torch.Generator().manual_seed(1)
+    noise = {name: torch.randn(rows, 3, generator=source) for name in ("token_rewards", "values")}
+    greedy = torch.randn(rows // 2, generator=source).repeat_interleave(2)
+    return {**noise, "response_mask": mask, "group_id": torch.arange(rows) // 2, "greedy_scores": greedy}
+
+
+def test_every_estimator_of_the_configuration_is_there_and_reads_what_it_says():
+    assert ESTIMATORS.keys() == ADV_ESTIMATORS.keys()
+    optional = {"values": CRITIC, "group_id": GROUPS, "greedy_scores": GREEDY}
+    changed = {GAMMA: 0.5, LAM: 0.5, NORM_BY_STD: False}
+    for name, estimate in ESTIMATORS.items():
+        batch, needs = columns(), ADV_ESTIMATORS[name]
+        for column, need in optional.items():
+            if need not in needs:
+                del batch[column]
+        result = estimate(batch, AlgorithmConfig())
+        assert result.keys() == ({"advantages", "returns"} if CRITIC in needs else {"advantages"})
+        assert all(x.shape == (6, 3) and not x[~batch["response_mask"]].any() for x in result.values())
+        assert result["advantages"].any()
+        for key, value in changed.items():
+            other = estimate(batch, replace(AlgorithmConfig(), **{key: value}))["advantages"]
+            assert torch.equal(other, result["advantages"]) != (key in needs), (name, key)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gae", "remax")])
+@pytest.mark.parametrize("score", [0.0, 0.1, -1e8, 1e30])
+def test_equal_rewards_teach_exactly_nothing(name, score):
+    """Neither as groups nor, where an estimator knows no groups, as a batch; rows of one token, where all rewards count."""
+    batch = columns()
+    batch["response_mask"] = torch.tensor([[True, False, False]]).expand(6, 3)
+    batch["token_rewards"] = token_rewards(torch.full((6,), score), batch["response_mask"])
+    assert not ESTIMATORS[name](batch, AlgorithmConfig())["advantages"].any()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_group_of_one_and_rows_without_a_token_are_harmless(name):
+    batch = {key: column[:3].clone() for key, column in columns().items()}
+    batch["response_mask"][0] = False
+    advantages = ESTIMATORS[name](batch, AlgorithmConfig())["advantages"]
+    assert advantages.isfinite().all() and not advantages[0].any()
+    if GROUPS in ADV_ESTIMATORS[name] and name != "reinforce_plus_plus_baseline":
+        assert not advantages[2].any(), "a group of one is compared with nothing"

@@ -1,11 +1,14 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlx.algorithms.aggregation import MODES, denominator, token_weights
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss, vanilla
+from rlx.config.schema import LOSS_MODES
 
 F64 = torch.float64
 LOW, HIGH, C = 0.2, 0.3, 3.0
@@ -177,6 +180,10 @@ def test_losses_like_their_formulas(name, seed, low, high, spread):
         assert {key: x[row][mask[row]].bool().tolist() for key, x in stats.items()} == expected_stats
 
 
+def test_every_loss_of_the_configuration_is_there():
+    assert tuple(POLICY_LOSSES) == LOSS_MODES
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_where_the_policy_has_not_moved_every_loss_has_the_policy_gradient(name):
     log_probs = -torch.rand(3, 5, dtype=F64)
@@ -186,6 +193,30 @@ def test_where_the_policy_has_not_moved_every_loss_has_the_policy_gradient(name)
     loss, _ = POLICY_LOSSES[name](moving, log_probs, advantages, mask, SETTINGS)
     (gradient,) = torch.autograd.grad((loss * mask).sum(), moving)
     torch.testing.assert_close(gradient, -advantages * mask, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@given(seed=st.integers(0, 9999), mode=st.sampled_from(MODES), cuts=st.sets(st.integers(1, 5)))
+def test_the_gradient_of_a_mini_batch_does_not_depend_on_its_cut_order_and_padding(name, seed, mode, cuts):
+    """Whole, and in parts of reordered rows, each padded on both sides with numbers that must not be read."""
+    source = torch.Generator().manual_seed(seed)
+    mask = torch.rand(6, 5, generator=source) < 0.6
+    new, old, advantages = (torch.randn(6, 5, generator=source, dtype=F64) for _ in range(3))
+
+    def gradient(rows, left, right):
+        own = torch.nn.functional.pad(new[rows], (left, right), value=3.0).requires_grad_()
+        pads = [torch.nn.functional.pad(x[rows], (left, right), value=-2.0) for x in (old, advantages)]
+        counts = torch.nn.functional.pad(mask[rows], (left, right), value=False)
+        loss, _ = POLICY_LOSSES[name](own, *pads, counts, SETTINGS)
+        total = (token_weights(counts, mode, 5, F64) * loss).sum() / denominator(mask, mode).clamp(min=1)
+        return torch.autograd.grad(total, own)[0][:, left : left + 5]
+
+    order, parts = torch.randperm(6, generator=source), torch.empty_like(new)
+    bounds = [0, *sorted(cuts), 6]
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        parts[order[first:last]] = gradient(order[first:last], left=number, right=2 - number % 3)
+    whole = gradient(torch.arange(6), 0, 0)
+    assert (parts - whole).norm() <= 1e-13 * whole.norm()
 
 
 def test_gspo_with_an_advantage_per_token_shares_the_ratio_only():
