@@ -6,10 +6,10 @@ where the architecture has them; with experts the MLP counts once per expert. Pe
 group and b bytes of model_dtype: parameters n b / g, gradients the same, AdamW twice the same (LoRA: of the adapters).
 Activations of t tokens of a micro-batch in c bytes of the compute type: one layer holds
 t c (4 d + 2 h e + 2 k e + 4 f) while its backward runs (inputs and outputs of two norms; q, attention output, k, v; gate,
-up, activation, product; attention itself is fused and keeps no matrix of scores). Kept for backward: t c d L with
-gradient checkpointing (each layer's input), t c L (2 d + 2 h e + 2 k e) where activation offloading saves `attention` too
-(output projection; q, attention output, k, v), else L times what one layer holds. The sampler keeps its own copy of the
-weights and 2 L k e values per token of its key/value cache. A chunk of logits, buffers of collectives and the allocator's slack
+up, activation, product; attention itself is fused and keeps no matrix of scores), the 4 f with tiled_mlp for one tile only;
+of these f none are kept then. Kept for backward: t c d L with gradient checkpointing (each layer's input),
+t c L (2 d + 2 h e + 2 k e) where activation offloading saves `attention` too (output projection; q, attention output, k, v),
+else L times what one layer holds. The sampler keeps its own copy of the weights and 2 L k e values per token of its key/value cache. A chunk of logits, buffers of collectives and the allocator's slack
 come on top. On the host wait, at most and not all at once: parameters and optimizer states that fsdp_config takes off the
 device, and what activation offloading keeps for backward, up to `max_host_bytes`; what exceeds that stays on the device or
 is on disk. Staging memory of the disk tier comes on top.
@@ -27,6 +27,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 TINY_VOCABULARY = 262  # bytes, ByT5's three special tokens, one token per chat role
 GIB = 2**30
 HOST, DISK = "*", "+"
+LEAST_TILE = 8192  # tokens, of rlx.offload.enable_tiling
 
 
 class Shape(NamedTuple):
@@ -71,14 +72,23 @@ class Shape(NamedTuple):
         return 2 * self.heads * self.head_width + 2 * self.kv_heads * self.head_width
 
     @property
-    def layer_activations(self) -> int:
-        """Elements per token that one layer holds while its backward runs."""
-        return 4 * self.width + self.attention_activations + 4 * self.mlp_width * self.active_experts
+    def mlp_activations(self) -> int:
+        """Elements per token that the MLP makes."""
+        return 4 * self.mlp_width * self.active_experts
+
+    def layer_activations(self, model: ModelConfig, tokens: int) -> int:
+        """Elements that one layer holds while its backward runs over so many tokens."""
+        at_once = tokens
+        if model.tiled_mlp and self.experts == 1:
+            chosen = max(LEAST_TILE, tokens * self.width // (8 * self.mlp_width))
+            at_once = min(tokens, chosen if model.tiled_mlp == "auto" else int(model.tiled_mlp))
+        return tokens * (4 * self.width + self.attention_activations) + at_once * self.mlp_activations
 
     def kept_activations(self, model: ModelConfig) -> int:
         """Elements per token that one layer keeps from forward to backward."""
         if not model.enable_gradient_checkpointing:
-            return self.layer_activations
+            mlp = 0 if model.tiled_mlp and self.experts == 1 else self.mlp_activations
+            return 4 * self.width + self.attention_activations + mlp
         if model.enable_activation_offload and model.activation_offload.save == "attention":
             return 2 * self.width + self.attention_activations
         return self.width
@@ -170,7 +180,7 @@ def _of_role(role: ModelRole, shape: Shape | None, config: PPOConfig, machine: M
     precision = role.fsdp.mixed_precision.param_dtype
     compute = BYTES[precision] if precision != "auto" else (2 if on_accelerator(config, machine) else stored)
     tokens = micro_batch_tokens(role, config)
-    held = tokens * compute * shape.layer_activations if tokens is not None else None
+    held = compute * shape.layer_activations(role.model, tokens) if tokens is not None else None
     kept: float | None = 0.0
     if role.trained:
         per_token = shape.kept_activations(role.model) * shape.layers

@@ -52,6 +52,15 @@ def offload_without_compile(s: Setting) -> Faults:
         )
 
 
+def tiling_without_compile(s: Setting) -> Faults:
+    """A compiled layer would leave its graph at each MLP and norm."""
+    policy = s.config.actor_rollout_ref
+    if policy.model.tiled_mlp and policy.actor.use_torch_compile:
+        keys = ("actor_rollout_ref.model.tiled_mlp", "actor_rollout_ref.actor.use_torch_compile")
+        got, remedy = f"{keys[0]}={policy.model.tiled_mlp}, {keys[1]}=True", f"set {keys[1]}=False, or {keys[0]}=0"
+        yield Fault("tiles cannot be combined with compiled layers", got, "one of the two", remedy, keys)
+
+
 def offload_saves_what_is_there(s: Setting) -> Faults:
     """What is offloaded agrees with what is recomputed, and with where it goes."""
     for role in offloading_roles(s):
@@ -110,6 +119,7 @@ def _wrong_with(directory: str | None, is_local: bool) -> str | None:
 OFFLOAD_RULES = (
     offload_needs_fsdp,
     offload_without_compile,
+    tiling_without_compile,
     offload_saves_what_is_there,
     offload_has_a_directory,
     offload_has_staging_memory,

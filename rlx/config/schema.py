@@ -136,6 +136,13 @@ class ModelConfig:
     use_remove_padding: bool = key(
         True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
     )
+    tiled_mlp: int | str = key(
+        0,
+        "MLPs and norms computed so many tokens at a time, recomputed in backward; auto: chosen by length and width, at least "
+        "8192; 0: off.",
+        minimum=0,
+        words=("auto",),
+    )
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
     target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")

@@ -28,7 +28,14 @@ from rlx.models.hf_folder import ModelCard
 from rlx.models.loading import load_model, load_skeleton
 from rlx.models.lora import Adapter, add_lora, merged_weights
 from rlx.models.packed_attention import packed_attention
-from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena, register_attention
+from rlx.offload import (
+    OffloadOptions,
+    OffloadStats,
+    enable_activation_offloading,
+    enable_tiling,
+    host_arena,
+    register_attention,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,6 +97,8 @@ class Engine:
         if model.enable_gradient_checkpointing and not model.enable_activation_offload:
             _enable_checkpointing(plain)
         layers = list(transformer_layers(plain).values())
+        if model.tiled_mlp:
+            enable_tiling(plain, None if model.tiled_mlp == "auto" else int(model.tiled_mlp), layers)
         if compile_layers:
             for layer in layers:
                 layer.compile()

@@ -151,7 +151,7 @@ class TiledCall:
         leaves = [_leaf(w, edge is not None) for w, edge in zip(weights, self._weight_edges, strict=True)]
         rows, gradient_rows = _rows(hidden), _rows(gradient)
         wants_hidden = self._edges[0][1] is not None
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wants_hidden else None
 
         def recompute(tile: _Tile) -> list[Tensor]:
             return self._recompute(tile, _leaf(tile.of(rows), wants_hidden), leaves)

@@ -129,6 +129,16 @@ def test_sharding_precision_lora_and_recomputation():
     assert kept.kept_for_backward == 4 * (kept.layer_activations or 0)
 
 
+def test_tiles_of_the_mlp():
+    model, tokens = "actor_rollout_ref.model", 128 * (128 + 48)
+    attention = 4 * 128 + 2 * 128 + 2 * 64
+    for tiled, at_once in (("auto", 8192), (100, 100), (10**9, tokens)):
+        actor = memory_of([f"{model}.tiled_mlp={tiled}"], GPU)["actor"]
+        assert actor.layer_activations == 2 * (tokens * attention + at_once * 4 * 384)
+    kept = memory_of([f"{model}.tiled_mlp=auto", f"{model}.enable_gradient_checkpointing=False"], GPU)["actor"]
+    assert kept.kept_for_backward == 2 * 4 * tokens * attention
+
+
 def test_the_table_marks_what_waits_in_host_memory(cpu_machine: Machine):
     command = [*SIZES, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "trainer.n_gpus_per_node=1"]
     actor = table(compose(command).config, GPU).splitlines()[1].split()

@@ -151,6 +151,12 @@ CASES = [
         "False",
     ),
     (
+        "tiling_without_compile",
+        f"{MODEL}.enable_activation_offload=False {MODEL}.tiled_mlp=auto {ACTOR}.use_torch_compile=True",
+        ["tiles cannot be combined"],
+        "tiled_mlp=0",
+    ),
+    (
         "offload_saves_what_is_there",
         f"{MODEL}.activation_offload.save=all",
         ["boundary, attention and auto recompute"],
