@@ -1,0 +1,182 @@
+"""What a model says of packed sequences is what it says of padded ones, with its head's log-probs or through logits."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+
+from rlx.data.batch import Batch
+from rlx.engine.forward import Distribution, Forward
+from rlx.engine.micro_batch import pack, row_lengths, take
+from rlx.models.packed_attention import PACKED
+
+P, R, VOCAB = 5, 8, 61
+SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SHAPE = {**SMALL, **HEADS}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LAYERS = ["sliding_attention", "full_attention"]
+
+LANGUAGE_MODELS = {
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SHAPE)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE, tie_word_embeddings=True)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SHAPE, sliding_window=3)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, sliding_window=4, layer_types=LAYERS)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+    "deepseek_v3": lambda: hf.DeepseekV3ForCausalLM(_deepseek()),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4)),
+}
+VALUE_MODELS = {
+    "qwen2": lambda: hf.Qwen2ForTokenClassification(hf.Qwen2Config(**SHAPE, num_labels=1, classifier_dropout=0.0)),
+    "mistral": lambda: hf.MistralForTokenClassification(
+        hf.MistralConfig(**SHAPE, sliding_window=3, num_labels=1, classifier_dropout=0.0)
+    ),
+    "gpt2": lambda: hf.GPT2ForTokenClassification(
+        hf.GPT2Config(
+            vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, num_labels=1, classifier_dropout=0.0
+        )
+    ),
+}
+
+
+def _deepseek():
+    """Queries and keys of another width than values."""
+    width = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return hf.DeepseekV3Config(**SMALL, **heads, **width, **experts, first_k_dense_replace=1)
+
+
+def made(make, dtype=torch.float32):
+    """The model with weights far from 0, so that attention looks at single tokens."""
+    torch.manual_seed(0)
+    model = make().to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3).add_(0.02 * torch.randn_like(parameter))
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Ragged rows, among them a full one, one with a response of one token and one without."""
+    g = torch.Generator().manual_seed(0)
+    prompts, responses = torch.tensor([[P], [2], [1], [3]]), torch.tensor([[R], [1], [7], [0]])
+    mask = torch.cat([torch.arange(P) >= P - prompts, torch.arange(R) < responses], dim=1)
+    ids = torch.randint(3, VOCAB, (4, P + R), generator=g).masked_fill(~mask, 0)
+    return Batch.of({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, P:]})
+
+
+def said(forward, batch, distribution):
+    """For each row the figures of its response, and their gradient by way of the parameters."""
+    lengths = row_lengths(batch)
+    part = (pack if forward.packs else take)(batch, [2, 0, 3, 1], lengths)
+    figures = forward(part, distribution)
+    of_row = {
+        name: [x[i, part.lead[i] :][: lengths[row].response] for i, row in enumerate(part.rows)]
+        for name, x in figures.items()
+    }
+    weights = torch.arange(1.0, R + 1)
+    loss = sum((x * weights[: len(x)]).sum() for rows in of_row.values() for x in rows)
+    model = forward._plain
+    model.zero_grad()
+    loss.backward()
+    gradient = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()])
+    return {name: torch.cat(rows).detach() for name, rows in of_row.items()}, gradient
+
+
+def agree(model, batch, distribution):
+    padded = said(Forward(model, model, torch.device("cpu"), None), batch, distribution)
+    packs = Forward(model, model, torch.device("cpu"), "sdpa")
+    packed = said(packs, batch, distribution)
+    assert packs.packs and model.config._attn_implementation == PACKED
+    assert padded[0].keys() == packed[0].keys()
+    for name, figures in padded[0].items():
+        assert len(figures) == 16
+        torch.testing.assert_close(packed[0][name], figures, rtol=0, atol=1e-5)
+    assert (packed[1] - padded[1]).norm() <= 1e-5 * padded[1].norm()
+    return padded[0]
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_packed_language_models_say_what_padded_ones_say(name, batch):
+    figures = agree(made(LANGUAGE_MODELS[name]), batch, Distribution(0.7, with_entropy=True))
+    assert figures.keys() == {"log_probs", "entropy"} and figures["log_probs"].std() > 0.5
+
+
+@pytest.mark.parametrize("name", VALUE_MODELS)
+def test_packed_value_models_say_what_padded_ones_say(name, batch):
+    assert agree(made(VALUE_MODELS[name]), batch, None).keys() == {"values"}
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+OTHER_MODELS = {
+    "gemma2": (lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, layer_types=LAYERS)), "sdpa", "caps its scores"),
+    "lfm2": (
+        lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
+        "sdpa",
+        "layers of type conv",
+    ),
+    "falcon": (
+        lambda: hf.FalconForCausalLM(hf.FalconConfig(**SMALL, num_attention_heads=4, alibi=True)),
+        "sdpa",
+        "not open",
+    ),
+    "eager": (LANGUAGE_MODELS["qwen2"], "eager", "no kernel"),
+}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
+    make, attention, reason = OTHER_MODELS[name]
+    model = make()
+    before = model.config._attn_implementation
+    with caplog.at_level(logging.WARNING):
+        forward = Forward(model, model, torch.device("cpu"), attention)
+        assert not forward.packs and not forward.packs
+    assert model.config._attn_implementation == before
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.forward"]
+    assert "rows are padded, since" in message and reason in message
+
+
+READS_LOGITS = {
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, final_logit_softcapping=2.0)),
+    "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SMALL, num_attention_heads=4, logit_scale=0.5)),
+    "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**SMALL, num_attention_heads=4)),
+}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", READS_LOGITS)
+def test_a_model_that_goes_on_after_its_head_is_read_by_its_logits(name, batch, caplog):
+    model = made(READS_LOGITS[name])
+    with caplog.at_level(logging.WARNING):
+        forward = Forward(model, model, torch.device("cpu"), "sdpa")
+        figures, gradient = said(forward, batch, Distribution(0.7, with_entropy=True))
+    assert "log-probs are taken from logits" in caplog.text
+    lengths = row_lengths(batch)
+    expected = []
+    for row in [2, 0, 3, 1]:
+        ids = batch["input_ids"][row][batch["attention_mask"][row]]
+        logits = model(input_ids=ids[None]).logits[0, lengths[row].prompt - 1 : -1]
+        every = (logits.float() / 0.7).log_softmax(-1)
+        expected.append(every.gather(-1, ids[lengths[row].prompt :, None])[:, 0])
+    torch.testing.assert_close(figures["log_probs"], torch.cat(expected).detach(), rtol=0, atol=1e-5)
+    assert gradient.norm() > 0
