@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from rlx.config.machine import Setting, on_accelerator, processes
-from rlx.config.roles import TINY, has_critic, has_reference, is_tiny
+from rlx.config.roles import TINY, has_critic, has_reference, has_reward_model, is_tiny
 from rlx.config.rules_offload import writes_to_disk
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema_algorithm import GAMMA, LAM, LOSS_MODES, NORM_BY_STD
@@ -20,7 +20,12 @@ class Idle(NamedTuple):
 
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
-FSDP = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+JUDGE, OWN = "reward_model", "custom_reward_function"
+OF_FUNCTIONS = (
+    *("reward.reward_manager.*", "reward.format*", "reward.num_workers", "reward.timeout_s", "reward.max_concurrent"),
+    *("reward.memory_limit_gb", "reward.on_*"),
+)
+FSDP = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp", f"{JUDGE}.model.fsdp_config")
 CORRECTION = "algorithm.rollout_correction"
 VLLM_ONLY = (
     *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
@@ -67,6 +72,15 @@ def _does_not_estimate_with(name: str) -> Callable[[Setting], bool]:
 def _never_validates(s: Setting) -> bool:
     trainer = s.config.trainer
     return trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only
+
+
+def _own_function_scores_all(s: Setting) -> bool:
+    custom = s.config.custom_reward_function
+    return custom.path is not None and not custom.data_sources
+
+
+def _only_a_model_scores(s: Setting) -> bool:
+    return has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
 
 
 def _on_cpu(s: Setting) -> bool:
@@ -145,8 +159,13 @@ IDLE = (
         "validation is greedy: val_kwargs.do_sample is not set",
     ),
     # Rewards and algorithm
-    _flagged("custom_reward_function.path", "custom_reward_function.name"),
-    Idle(("reward.format_score",), _is_set("custom_reward_function.path"), "a custom_reward_function scores all"),
+    _flagged(f"{JUDGE}.enable", f"{JUDGE}.*"),
+    _flagged(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
+    Idle((f"{JUDGE}.model.fsdp_config.optimizer_offload",), lambda s: True, "a reward model has no optimizer"),
+    Idle((f"{OWN}.*", *OF_FUNCTIONS), _only_a_model_scores, f"{JUDGE}.rule_weight is 0: a model alone scores"),
+    _flagged(f"{OWN}.path", *_below(OWN, "name", "reward_kwargs", "data_sources"), "reward.reward_manager.name"),
+    Idle(("reward.format_score",), _own_function_scores_all, "a custom_reward_function scores all"),
+    _flagged("reward.format", "reward.format_weight"),
     _flagged("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
     Idle(
         ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),

@@ -174,7 +174,7 @@ def _of_role(role: ModelRole, shape: Shape | None, config: PPOConfig, machine: M
         return Memory(role.name, *(None,) * 5, on_host=None)
     stored = BYTES[role.fsdp.model_dtype]
     share = stored / (role.fsdp.fsdp_size if role.fsdp.fsdp_size > 0 else processes(config))
-    count = shape.backbone + shape.width if role.name == "critic" else shape.language_model
+    count = shape.backbone + shape.width if role.name in ("critic", "reward") else shape.language_model
     adapters = shape.adapters(role.model.lora_rank) if role.trained else 0
     trained = (adapters or count) if role.trained else 0
     precision = role.fsdp.mixed_precision.param_dtype

@@ -11,6 +11,7 @@ from rlx.config.schema import (
     ModelConfig,
     PPOConfig,
     RefConfig,
+    RewardModelConfig,
     RolloutConfig,
 )
 
@@ -28,7 +29,7 @@ class ModelRole(NamedTuple):
     """A model under FSDP.
 
     Args:
-        name: actor, critic or ref.
+        name: actor, critic, ref or reward.
         key: where its update or its log-probs are configured; `model_key`, `fsdp_key`: where model and sharding are.
         micro: size of a forward on one process.
         trained: it has gradients and an optimizer.
@@ -54,6 +55,11 @@ def has_critic(config: PPOConfig) -> bool:
 def has_reference(config: PPOConfig) -> bool:
     """Whether anything is compared with the reference policy."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def has_reward_model(config: PPOConfig) -> bool:
+    """Whether a model scores responses."""
+    return config.reward_model.enable
 
 
 def is_tiny(config: PPOConfig) -> bool:
@@ -143,6 +149,38 @@ def reference_role(config: PPOConfig) -> ModelRole:
     )
 
 
+def reward_model(config: RewardModelConfig) -> ModelConfig:
+    """What is loaded as the reward model: it is never trained, so nothing is recomputed."""
+    source = config.model
+    return ModelConfig(
+        path=source.path,
+        trust_remote_code=source.trust_remote_code,
+        override_config=source.override_config,
+        attn_implementation=source.attn_implementation,
+        enable_gradient_checkpointing=False,
+    )
+
+
+def reward_role(config: PPOConfig) -> ModelRole:
+    """The model that scores responses."""
+    settings, actor = config.reward_model, config.actor_rollout_ref.actor
+    micro = MicroSize(settings.micro_batch_size_per_gpu, None)
+    if settings.use_dynamic_bsz:
+        micro = MicroSize(None, settings.forward_max_token_len_per_gpu)
+    return ModelRole(
+        name="reward",
+        key="reward_model",
+        model_key="reward_model.model",
+        fsdp_key="reward_model.model.fsdp_config",
+        model=reward_model(settings),
+        fsdp=settings.model.fsdp_config,
+        strategy=settings.strategy or actor.strategy,
+        mini_batch_prompts=config.data.train_batch_size,
+        micro=update_size(actor) if micro == (None, None) else micro,
+        trained=False,
+    )
+
+
 def trained_roles(config: PPOConfig) -> list[ModelRole]:
     """The roles with an optimizer."""
     return [actor_role(config), *([critic_role(config)] if has_critic(config) else [])]
@@ -150,4 +188,6 @@ def trained_roles(config: PPOConfig) -> list[ModelRole]:
 
 def sharded_roles(config: PPOConfig) -> list[ModelRole]:
     """All roles under FSDP."""
-    return [*trained_roles(config), *([reference_role(config)] if has_reference(config) else [])]
+    reference = [reference_role(config)] if has_reference(config) else []
+    judge = [reward_role(config)] if has_reward_model(config) else []
+    return [*trained_roles(config), *reference, *judge]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlx.config.faults import Fault
 from rlx.config.machine import Setting, on_accelerator
-from rlx.config.roles import TINY, has_critic, is_tiny, trained_roles
+from rlx.config.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.config.schema import ARITHMETIC
 
 Faults = Iterator[Fault]
@@ -70,11 +70,8 @@ def _per_machine(gpus: tuple[int, ...]) -> str:
 def packages_are_installed(s: Setting) -> Faults:
     """Optional packages that the configuration needs are there."""
     adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
-    flash = [
-        f"{role.model_key}.attn_implementation"
-        for role in trained_roles(s.config)
-        if s.value(f"{role.model_key}.attn_implementation") == "flash_attention_2"
-    ]
+    models = dict.fromkeys(role.model_key for role in sharded_roles(s.config))  # actor and reference have one
+    flash = [f"{key}.attn_implementation" for key in models if s.value(f"{key}.attn_implementation") == "flash_attention_2"]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
         ("peft", adapters, "`pip install 'rlx[lora]'`, or set it to 0"),

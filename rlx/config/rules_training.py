@@ -132,7 +132,7 @@ def fsdp1_can_do_it(s: Setting) -> Faults:
         fsdp, key = role.fsdp, role.fsdp_key
         if role.strategy != "fsdp":
             continue
-        remedy = f"set {'critic' if role.name == 'critic' else 'actor_rollout_ref.actor'}.strategy=fsdp2"
+        remedy = f"set {role.key if role.name in ('critic', 'reward') else 'actor_rollout_ref.actor'}.strategy=fsdp2"
         if fsdp.offload_policy:
             policy = f"{key}.offload_policy"
             either = f"{remedy}, or use {key}.param_offload"

@@ -22,6 +22,7 @@ from rlx.config.schema_algorithm import KLControlConfig as KLControlConfig
 from rlx.config.schema_algorithm import OverlongBufferConfig as OverlongBufferConfig
 from rlx.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
 from rlx.config.schema_algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
+from rlx.config.schema_reward import FORMS as FORMS
 from rlx.config.schema_reward import CustomRewardConfig as CustomRewardConfig
 from rlx.config.schema_reward import RewardConfig as RewardConfig
 from rlx.config.schema_reward import RewardManagerConfig as RewardManagerConfig
@@ -105,6 +106,13 @@ class ActivationOffloadConfig:
         minimum=0,
         words=("auto",),
     )
+
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "spiece.model"),
+)
+"""A folder with any of these has a tokenizer."""
 
 
 @dataclass(frozen=True)

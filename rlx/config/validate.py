@@ -12,10 +12,14 @@ from rlx.config.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
 from rlx.config.rules_correction import CORRECTION_RULES
 from rlx.config.rules_machine import MACHINE_RULES
 from rlx.config.rules_offload import OFFLOAD_RULES, offload_warnings
+from rlx.config.rules_reward import REWARD_RULES
 from rlx.config.rules_rollout import ROLLOUT_RULES, rollout_warnings
 from rlx.config.rules_training import TRAINING_RULES
 
-RULES = (*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES, *ROLLOUT_RULES, *MACHINE_RULES)
+RULES = (
+    *(*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
+    *(*ROLLOUT_RULES, *REWARD_RULES, *MACHINE_RULES),
+)
 
 
 class Verdict(NamedTuple):

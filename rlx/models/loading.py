@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from rlx.config.schema import ModelConfig
+from rlx.config.schema import TOKENIZER_FILES, ModelConfig
 from rlx.errors import ExplainedError
 
 # transformers takes seconds to import: the driver needs a tokenizer only, and tools that only plan need nothing of it.
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 NOT_OVERRIDABLE = {
     "dtype": "set fsdp_config.model_dtype instead",
     "torch_dtype": "set fsdp_config.model_dtype instead",

@@ -13,6 +13,7 @@ from rlx.config.tree import LEAVES
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
+JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 OVERLONG = ["reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor"]
 
 # (command line, the keys in it that have no effect)
@@ -79,6 +80,17 @@ CASES = [
     (f"{ROLLOUT}.val_kwargs.n=4", [f"{ROLLOUT}.val_kwargs.n"]),
     ("custom_reward_function.name=f", ["custom_reward_function.name"]),
     (f"custom_reward_function.path={__file__} reward.format_score=0.1", ["reward.format_score"]),
+    (f"custom_reward_function.path={__file__} custom_reward_function.data_sources=[a] reward.format_score=0.1", []),
+    ("reward.reward_manager.name=batch", ["reward.reward_manager.name"]),
+    ("reward.format_weight=1", ["reward.format_weight"]),
+    ("reward_model.rule_weight=1", ["reward_model.rule_weight"]),
+    (f"{JUDGE} reward.timeout_s=9 reward.on_error=zero", ["reward.timeout_s", "reward.on_error"]),
+    (f"{JUDGE} reward_model.rule_weight=1 reward.timeout_s=9 reward.overlong_buffer.enable=True", []),
+    (f"{JUDGE} reward_model.forward_max_token_len_per_gpu=9", ["reward_model.forward_max_token_len_per_gpu"]),
+    (
+        f"{JUDGE} trainer.device=cuda reward_model.model.fsdp_config.optimizer_offload=True",
+        ["reward_model.model.fsdp_config.optimizer_offload"],
+    ),
     ("algorithm.kl_penalty=k3 algorithm.kl_ctrl.kl_coef=1", ["algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"]),
     ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.horizon=3", ["algorithm.kl_ctrl.horizon"]),
     ("algorithm.gamma=0.9", ["algorithm.gamma"]),

@@ -16,6 +16,7 @@ from rlx.config.validate import RULES, Verdict, check
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
+JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 
 # (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
 CASES = [
@@ -284,6 +285,39 @@ CASES = [
         ["corrections need the sampler's"],
         f"remove {CORRECTION}.bypass_mode",
     ),
+    # rewards
+    ("form_is_an_expression", "reward.format='(a'", ["the form of responses"], "mend reward.format"),
+    ("reward_model_is_one", "reward_model.enable=True", ["there is no reward model"], "reward_model.enable=False"),
+    (
+        "reward_model_is_one",
+        "reward_model.enable=True reward_model.model.path=/no/model",
+        ["the reward model's folder"],
+        "correct reward_model.model.path",
+    ),
+    (
+        "reward_model_has_one_size",
+        f"{JUDGE} reward_model.micro_batch_size_per_gpu=2 reward_model.use_dynamic_bsz=True",
+        ["reward_model sets both ways"],
+        "reward_model.micro_batch_size_per_gpu=null",
+    ),
+    (
+        "sharding_group_divides_processes",
+        f"{JUDGE} reward_model.model.fsdp_config.fsdp_size=3",
+        ["sharding groups do not divide"],
+        "reward_model.model.fsdp_config.fsdp_size=-1",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{JUDGE} reward_model.strategy=fsdp reward_model.model.fsdp_config.offload_policy=True",
+        ["FSDP1 loses gradients"],
+        "reward_model.strategy=fsdp2",
+    ),
+    (
+        "packages_are_installed",
+        f"{JUDGE} reward_model.model.attn_implementation=flash_attention_2",
+        ["the package flash_attn"],
+        "sdpa",
+    ),
     # resuming
     ("resume_path_is_given", "trainer.resume_mode=resume_path", ["there is no checkpoint"], "resume_mode=auto"),
     ("validation_has_a_model", "trainer.val_only=True", ["trainer.val_only has nothing"], "resume_mode=auto"),
@@ -384,6 +418,8 @@ def test_every_rule_has_a_case():
         "trainer.n_gpus_per_node=64",
         f"{GAE} critic.optim.lr=1e-4 critic.model.enable_activation_offload=False",
         "critic.optim.lr=1e-5 trainer.critic_warmup=0",
+        f"{JUDGE} reward.format=tags",
+        "reward.format='[0-9]+'",
         f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=null {ACTOR}.ppo_max_token_len_per_gpu=176",
         f"{MODEL}.enable_gradient_checkpointing=False",
         f"{MODEL}.enable_gradient_checkpointing=False {MODEL}.activation_offload.save=all",
