@@ -66,10 +66,6 @@ def offload_saves_what_is_there(s: Setting) -> Faults:
     for role in offloading_roles(s):
         save, recompute = role.model.activation_offload.save, role.model.enable_gradient_checkpointing
         key, flag = f"{role.model_key}.activation_offload.save", f"{role.model_key}.enable_gradient_checkpointing"
-        if save == "auto" and role.model.activation_offload.tier == "disk":
-            tier = f"{role.model_key}.activation_offload.tier"
-            remedy = f"set {tier}=cpu, or {key}=attention"
-            yield Fault("plans are made for host memory", f"{key}=auto, {tier}=disk", "tier cpu", remedy, (key, tier))
         if save is not None and (save in RECOMPUTING) != recompute:
             instead = "boundary, attention or auto" if recompute else "all"
             remedy = f"set {flag}={not recompute}, or {key} to {instead}"

@@ -38,7 +38,7 @@ logger = logging.getLogger("rlx.offload")
 
 BUCKET = 1.25  # the longest over the shortest length that share a plan
 MARGIN = 0.05  # of device memory that a plan leaves free
-LINK_BYTES_PER_S = 25e9  # of the link until copies have been timed
+LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
 _TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
 
 Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
@@ -89,9 +89,10 @@ class Bucket:
 class Means(NamedTuple):
     """What one rank has to spend; None: it does not know, or has no limit."""
 
-    bytes_per_s: float | None
+    link_bytes_per_s: float | None
     device_bytes: int | None
     host_bytes: int | None
+    disk_bytes_per_s: float | None
 
 
 class Controller:
@@ -204,18 +205,19 @@ class Controller:
             self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
 
     def _means(self) -> Means:
-        counters, options = self._engine.counters, self._engine.options
-        self._engine.timeline.harvest()
-        is_timed = counters.copied_bytes >= _TIMED_BYTES and counters.copy_ms
-        rate = counters.copied_bytes / counters.copy_ms * 1e3 if is_timed else None
+        stats, options = self._engine.stats(per_layer=False), self._engine.options
         budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
-        return Means(rate, budget, options.max_host_bytes)
+        return Means(
+            link_bytes_per_s=_rate(stats.copied_bytes, stats.copy_ms),
+            device_bytes=budget,
+            host_bytes=options.host_bytes,
+            disk_bytes_per_s=_rate(stats.disk_bytes, stats.disk_ms),
+        )
 
     def _machine(self, ranks: Sequence[Means]) -> Machine:
         """The least of what any rank has."""
-        rates, budgets, hosts = (
-            [value for value in values if value is not None] for values in zip(*ranks, strict=True)
-        )
+        known = ([value for value in values if value is not None] for values in zip(*ranks, strict=True))
+        links, budgets, hosts, disks = known
         if not budgets and not self._has_noted_no_device:
             self._has_noted_no_device = True
             logger.info(
@@ -224,8 +226,9 @@ class Controller:
             )
         budget = min(budgets, default=0)
         budget = budget if self._limit_bytes is None else min(budget, self._limit_bytes)
-        rate = min(rates, default=LINK_BYTES_PER_S)
-        return Machine(rate, rate, budget, min(hosts, default=None))
+        link = min(links, default=LINK_BYTES_PER_S)
+        disk = min(disks, default=DISK_BYTES_PER_S) if self._engine.options.uses_disk else 0.0
+        return Machine(link, link, budget, min(hosts, default=None), disk)
 
     def _make_plan(self, bucket: Bucket, measurement: Measurement, machine: Machine) -> None:
         kinds = [planned(kind) for kind in measurement.kinds]
@@ -264,6 +267,10 @@ class Controller:
             "save='auto' sends off inputs only, as 'boundary' does",
             layer.name,
         )
+
+
+def _rate(nbytes: int, ms: float) -> float | None:
+    return nbytes / ms * 1e3 if nbytes >= _TIMED_BYTES and ms else None
 
 
 def _own_bytes(parameter: Tensor) -> int:

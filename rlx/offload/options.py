@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from rlx.offload.places import MIN_STAGING_BYTES, chunk_bytes
+from rlx.offload.places import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
 
@@ -87,6 +87,15 @@ class OffloadOptions:
         share = 1 if self.tier == "disk" else 4
         return chunk_bytes(None if self.max_host_bytes is None else self.max_host_bytes // share)
 
+    @property
+    def host_bytes(self) -> int | None:
+        """What may wait in host memory, buffers for the disk aside; None: no limit."""
+        if self.tier == "disk":
+            return 0
+        if self.max_host_bytes is None or not self.uses_disk:
+            return self.max_host_bytes
+        return self.max_host_bytes - staging_bytes(self.staging_chunk_bytes)
+
     def resolve_save(self, enable_ckpt: bool) -> str:
         """What is kept, given whether layers are recomputed.
 
@@ -106,11 +115,6 @@ class OffloadOptions:
         return save
 
     def _check_disk(self) -> None:
-        if self.save == "auto" and self.tier == "disk":
-            raise ValueError(
-                "OffloadOptions.save: got 'auto' with tier='disk', expected tier='cpu': plans are made for the link to host "
-                "memory; use save='attention' or 'boundary' with the disk"
-            )
         if self.directory is not None and not isinstance(self.directory, (str, os.PathLike)):
             raise ValueError(f"OffloadOptions.directory: got {self.directory!r}, expected the path of a folder or None")
         if self.tier == "disk" and self.directory is None:

@@ -51,6 +51,11 @@ def chunk_bytes(max_staging_bytes: int | None) -> int:
     return min(MAX_CHUNK_BYTES, share - share % ALIGN_BYTES)
 
 
+def staging_bytes(chunk_bytes: int) -> int:
+    """What all staging buffers of a size take together."""
+    return chunk_bytes * (WRITE_BUFFERS + READER_THREADS)
+
+
 class Place(Protocol):
     """Room for one range of bytes off the device."""
 
@@ -128,7 +133,7 @@ class Staging:
 
     def __init__(self, arena: HostArena, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
-        self.nbytes = chunk_bytes * (WRITE_BUFFERS + READER_THREADS)
+        self.nbytes = staging_bytes(chunk_bytes)
         self._account = arena.account(self.nbytes, "disk_buffers")
         self._free_to_write = threading.BoundedSemaphore(WRITE_BUFFERS)
         self._has_warned = False

@@ -141,8 +141,7 @@ def test_what_is_saved_and_where_it_goes(saved, place, validate, ask_engine, pat
     (save, recompute), (tier, directory, cap) = saved, place
     options = {"save": save, "tier": tier, "directory": paths[directory], "max_host_bytes": cap}
     verdict = validate(options, enable_gradient_checkpointing=recompute)
-    together = FAULT if (save, tier) == ("auto", "disk") else FINE  # plans are made for host memory
-    outcomes = (SAVES[saved], PLACES[place], together)
+    outcomes = (SAVES[saved], PLACES[place])
     assert said(verdict) == worst(*outcomes)
     assert len(verdict.faults) == outcomes.count(FAULT), "all faults at once, each once"
     assert ask_engine(options, recompute)[0] == said(verdict)

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload import auto as controller
 from rlx.offload.measured import measured
 
 PLENTY = 1 << 40
@@ -68,6 +69,20 @@ def test_host_memory_is_a_limit(toys, auto):
     assert handle.plan().prediction.host_bytes <= 2000
     assert handle.stats().held_bytes <= 2000
     loss.backward()
+
+
+@pytest.mark.parametrize(("tier", "host"), [("disk", None), ("cpu", 24 * 4096 * 4 + 1500)])
+def test_what_the_host_has_no_room_for_goes_to_disk(toys, auto, tmp_path, monkeypatch, tier, host):
+    monkeypatch.setattr(controller, "DISK_BYTES_PER_S", 1e12)
+    model = toys.decoder(4, dropout=0.2)
+    expected = toys.grade(copy.deepcopy(model), lambda model: read(model, 800))
+    handle = auto(model, 0, tier=tier, directory=str(tmp_path), max_host_bytes=host)
+    for _ in range(4):
+        expected.assert_equal(toys.grade(model, lambda model: read(model, 800)))
+        assert handle.stats().held_bytes == 0
+    found = handle.plan().prediction
+    assert found.disk_bytes > 0 and found.host_bytes <= (host or 0)
+    assert handle.stats().disk_bytes > 0
 
 
 def test_each_length_has_its_plan(toys, auto):

@@ -34,11 +34,12 @@ def test_a_value_out_of_range_is_named_with_what_was_got(wrong):
     assert repr(value) in str(error.value)
 
 
-def test_plans_are_for_host_memory(tmp_path):
-    with pytest.raises(ValueError, match="tier='cpu'"):
-        OffloadOptions(save="auto", tier="disk", directory=tmp_path)
-    with pytest.raises(ValueError, match="enable_ckpt=True"):
-        OffloadOptions(save="auto").resolve_save(False)
+def test_what_may_wait_in_host_memory_beside_buffers_for_the_disk():
+    assert OffloadOptions().host_bytes is None
+    assert OffloadOptions(max_host_bytes=5).host_bytes == 5
+    assert OffloadOptions(tier="disk", directory="/tmp").host_bytes == 0
+    both = OffloadOptions(max_host_bytes=1 << 30, directory="/tmp")
+    assert both.host_bytes == (1 << 30) - 24 * both.staging_chunk_bytes
 
 
 def test_the_disk_tier_needs_a_folder_which_a_driver_may_lack():

@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
     add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
     add("--link-gb-per-s", type=_number, help="between device and host, each way, instead of the profile's")
+    add("--disk-gb-per-s", type=_number, default=0.0, help="of a disk for what the host has no room for; default none")
     add("--longest", action="store_true", help="also the longest context that fits")
     add("--out", type=Path, metavar="FILE", help="write all of it to a file as JSON")
     return parser
@@ -79,7 +80,16 @@ def _setting(given: argparse.Namespace) -> Setting:
     hardware = replace(PROFILES[given.hardware], **{k: v * _GB for k, v in named.items() if v is not None})
     decoder = read_decoder(_config(given.model), given.layers)
     states = None if given.states_gb is None else given.states_gb * _GB
-    setting = Setting(decoder, hardware, given.gpus, given.weight_bytes, given.sequences, given.logit_tokens, states)
+    setting = Setting(
+        decoder=decoder,
+        hardware=hardware,
+        gpus=given.gpus,
+        weight_bytes=given.weight_bytes,
+        sequences=given.sequences,
+        logit_tokens=given.logit_tokens,
+        states_bytes=states,
+        disk_bytes_per_s=given.disk_gb_per_s * _GB,
+    )
     if setting.memory_parts["activations"] <= 0:
         parts = ", ".join(f"{name} {nbytes / _GB:.1f}" for name, nbytes in setting.memory_parts.items())
         raise ValueError(
@@ -103,7 +113,7 @@ def _text(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]) -
     peak = plans["auto"].prediction.peak_bytes
     rows: list[tuple[str, ...]] = [("mode", "fits", "step s", "x plain", "tokens/s", "peak GB", "host GB")]
     for mode, plan in plans.items():
-        step_s, _, peak_bytes, host_bytes, _ = plan.prediction
+        step_s, _, peak_bytes, host_bytes, *_ = plan.prediction
         ratio = step_s / plans["plain"].prediction.step_s
         figures = (f"{step_s:.3f}", f"{ratio:.3f}", f"{given.tokens / step_s:.0f}", *map(_gb, (peak_bytes, host_bytes)))
         rows.append((mode, "yes" if setting.fits(plan) else "no", *figures))

@@ -6,7 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, held_bytes, predict, recompute_s, sent_bytes
+from rlx.offload.plan.step import (
+    LayerCost,
+    LayerPlan,
+    Machine,
+    held_bytes,
+    part_of,
+    placed,
+    predict,
+    recompute_s,
+    sent_bytes,
+)
 
 WORTH_SAYING = 2e-3  # of the step's time
 _GB = 1e9
@@ -70,21 +80,23 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> Iterab
     )
     out_s, in_s = _link_seconds(costs, plan, machine)
     yield (
-        f"link busy {out_s / found.forward_s:.0%} of forward, {in_s / (found.step_s - found.forward_s):.0%} of backward; "
+        f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / found.forward_s:.0%} of forward, {in_s / (found.step_s - found.forward_s):.0%} of backward; "
         f"fetched {'early' if plan.fetch_early else 'late'}"
     )
     host = "no limit" if machine.host_bytes is None else _gb(machine.host_bytes)
     too_much = " (DOES NOT FIT)" if found.peak_bytes > machine.device_bytes else ""
-    yield f"peak {_gb(found.peak_bytes)} of {_gb(machine.device_bytes)}{too_much}, host {_gb(found.host_bytes)} of {host}"
+    disk = f", disk {_gb(found.disk_bytes)}" if machine.has_disk else ""
+    yield (
+        f"peak {_gb(found.peak_bytes)} of {_gb(machine.device_bytes)}{too_much}, "
+        f"host {_gb(found.host_bytes)} of {host}{disk}"
+    )
     yield _limits(costs, plan, machine, plain.step_s)
 
 
 def _link_seconds(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> tuple[float, float]:
-    """The link's time in forward and in backward; the last layer fetches nothing."""
-    sent = [sent_bytes(cost, layer) for cost, layer in zip(costs, plan.layers, strict=True)]
-    if not any(sent):
-        return 0.0, 0.0
-    return sum(sent) / machine.out_bytes_per_s, sum(sent[:-1]) / machine.in_bytes_per_s
+    """The link's or the disk's time in forward and in backward; the last layer fetches nothing."""
+    parts = placed([part_of(cost, layer, machine) for cost, layer in zip(costs, plan.layers, strict=True)], machine)
+    return sum(part.out_s for part in parts), sum(part.in_s for part in parts[:-1])
 
 
 def limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> dict[str, float]:
@@ -94,6 +106,7 @@ def limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> dict[str
         "link full (twice as fast": replace(machine, out_bytes_per_s=out, in_bytes_per_s=back),
         "device full (twice the room": replace(machine, device_bytes=2 * machine.device_bytes),
         "host full (without a limit": replace(machine, host_bytes=None),
+        "disk full (twice as fast": replace(machine, disk_bytes_per_s=2 * machine.disk_bytes_per_s),
     }
     seconds = {words: make_plan(costs, other, plan.layers).prediction.step_s for words, other in more.items()}
     return {words: step_s for words, step_s in seconds.items() if step_s < plan.prediction.step_s * (1 - WORTH_SAYING)}

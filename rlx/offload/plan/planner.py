@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import Literal, NamedTuple
 
-from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Prediction, busy_s, part_of, play
+from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Prediction, busy_s, part_of, placed, play
 
 KEPT = LayerPlan(keep=True)
 MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
@@ -35,8 +35,8 @@ def make_plan(costs: Sequence[LayerCost], machine: Machine, begin: Sequence[Laye
 
     Args:
         costs: of each layer.
-        machine: link and budgets. Inputs that the host has no room for stay on the device. Where even so the device's budget
-            is exceeded, the plan needs no more than that.
+        machine: link and budgets. Inputs that host and disk have no room for stay on the device. Where even so the device's
+            budget is exceeded, the plan needs no more than that.
         begin: begin with this alone if it keeps to the budgets: sooner done.
     """
     search = _Search(costs, machine)
@@ -100,7 +100,7 @@ class _Search:
 
     def state(self, plans: Sequence[LayerPlan]) -> _State:
         """Plans of all layers, fetched late, with what is expected of them."""
-        state = _played([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], False, inf)
+        state = self._played([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], False, inf)
         assert state is not None
         return state
 
@@ -126,7 +126,7 @@ class _Search:
     def _leanest(self) -> tuple[list[LayerPlan], int]:
         """As many inputs off the device as the host has room for, those of the last layer after all others, and its peak."""
         everyone = range(self.count)
-        room = self.machine.host_bytes if self.machine.out_bytes_per_s and self.machine.in_bytes_per_s else 0
+        room = self.machine.host_bytes if self.machine.has_link else 0
         for count in reversed(range(self.count + 1)):
             leave = everyone if count == self.count else _middle_of(everyone[:-1], count)
             plans = [LayerPlan(boundary_leaves=i in leave) for i in everyone]
@@ -142,15 +142,20 @@ class _Search:
             for busy, change in sorted(self._changes(best, places), key=lambda one: one[0]):
                 if busy >= _seconds(found):
                     break  # none of the rest can be faster
-                changed = _played(change(), best.fetch_early, _seconds(found))
+                changed = self._played(change(), best.fetch_early, _seconds(found))
                 if changed is not None and self.fits(changed):
                     found = changed
-            changed = _played(found.layers, not found.fetch_early, _seconds(found))
+            changed = self._played(found.layers, not found.fetch_early, _seconds(found))
             if changed is not None and self.fits(changed):
                 found = changed
             if not _seconds(found) < _seconds(best) * (1 - MIN_GAIN):
                 return best
             best = found
+
+    def _played(self, layers: Sequence[_Choice], fetch_early: bool, faster_than: float) -> _State | None:
+        """With what is expected of them; None if they take as long as `faster_than` or longer."""
+        prediction = play(placed([choice.part for choice in layers], self.machine), fetch_early, faster_than)
+        return None if prediction is None else _State(tuple(layers), fetch_early, prediction)
 
     def _changes(self, state: _State, places: Sequence[Place]) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
         """With one thing of one kind of layers elsewhere, for all of them, half of them, and so on down to one.
@@ -176,11 +181,6 @@ class _Search:
                         chosen = _last_of(able, count) if place == "on_device" else _middle_of(able, count)
                         yield now - sum([gains[layers[i]] for i in chosen]), partial(_changed, layers, targets, chosen)
                         count //= 2
-
-
-def _played(layers: Sequence[_Choice], fetch_early: bool, faster_than: float) -> _State | None:
-    prediction = play([choice.part for choice in layers], fetch_early, faster_than)
-    return None if prediction is None else _State(tuple(layers), fetch_early, prediction)
 
 
 def _changed(layers: Sequence[_Choice], targets: Mapping[_Choice, _Choice], chosen: Container[int]) -> list[_Choice]:

@@ -29,6 +29,7 @@ class Setting(NamedTuple):
         sequences: of equal length in a micro-batch.
         logit_tokens: for how many tokens logits are computed; None: for all.
         states_bytes: of weights, gradients and optimizer states on the device; None: all of them, cut over `gpus`.
+        disk_bytes_per_s: of a disk for what the host has no room for; 0: there is none.
     """
 
     decoder: Decoder
@@ -38,6 +39,7 @@ class Setting(NamedTuple):
     sequences: int = 1
     logit_tokens: int | None = None
     states_bytes: float | None = None
+    disk_bytes_per_s: float = 0.0
 
     @property
     def memory_parts(self) -> dict[str, float]:
@@ -53,7 +55,7 @@ class Setting(NamedTuple):
     def machine(self) -> Machine:
         """What there is to spend on activations."""
         link, room = self.hardware.link_bytes_per_s, self.memory_parts["activations"]
-        return Machine(link, link, max(0, int(room)), int(self.hardware.host_bytes))
+        return Machine(link, link, max(0, int(room)), int(self.hardware.host_bytes), self.disk_bytes_per_s)
 
     def costs(self, tokens: int) -> list[LayerCost]:
         """Of each layer, and of the head as the last where logits are computed."""

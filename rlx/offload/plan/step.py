@@ -9,6 +9,8 @@ order. A layer begins once what the layer two before it sent has left.
 *Backward.* Layers come in reverse order. A layer's bytes are asked for while the layer behind it runs: after half of that
 layer's backward, when its widest part has given its memory back, or with `fetch_early` when its backward begins. Recomputation
 goes as far as what has arrived lets it; a saved operation takes no time in it. What the last layer sent is still there.
+*Disk.* What leaves once the host is full goes to the disk, if there is one: of each layer all or nothing. It takes the disk's
+time instead of the link's, and nothing is read before all has been written.
 *Memory* for backward, above weights and gradients: what kept layers and operations hold on the device, what is on its way,
 and what the layer at work needs for itself: in forward what autograd saves of it, all of which is there until it ends, beside
 what the layer before is still sending. The peak stands where backward is in one of the last layers, or in the widest.
@@ -76,13 +78,25 @@ class Machine:
     Args:
         out_bytes_per_s, in_bytes_per_s: of the link from the device and to it, while training computes; 0: there is none.
         device_bytes: that may be held for backward at once, above weights, gradients and optimizer states.
-        host_bytes: off the device; None: no limit.
+        host_bytes: of host memory; None: no limit.
+        disk_bytes_per_s: of a disk for what the host has no room for, one way at a time; 0: there is none.
     """
 
     out_bytes_per_s: float
     in_bytes_per_s: float
     device_bytes: int
     host_bytes: int | None = None
+    disk_bytes_per_s: float = 0.0
+
+    @property
+    def has_link(self) -> bool:
+        """Whether what leaves can come back."""
+        return bool(self.out_bytes_per_s and self.in_bytes_per_s)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether anything may go to disk."""
+        return self.has_link and self.disk_bytes_per_s > 0 and self.host_bytes is not None
 
 
 @dataclass(frozen=True)
@@ -103,12 +117,15 @@ class LayerPlan:
 
 
 class Prediction(NamedTuple):
-    """One step of a plan: its time, that in which compute waits for the link, the peak, what lies off the device, and forward's time."""
+    """One step of a plan: its time, that in which compute waits for the link, the peak, what lies off the device and where,
+    and forward's time.
+    """
 
     step_s: float
     stall_s: float
     peak_bytes: int
     host_bytes: int
+    disk_bytes: int
     forward_s: float
 
 
@@ -138,7 +155,8 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early
         fetch_early: see there.
         machine: link and budgets; the budgets are not looked at.
     """
-    prediction = play([part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)], fetch_early)
+    parts = [part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)]
+    prediction = play(placed(parts, machine), fetch_early)
     assert prediction is not None
     return prediction
 
@@ -153,6 +171,8 @@ class Part(NamedTuple):
         in_s: the link's time for what is fetched.
         ready_s: from the fetch's begin until recomputation is over, where the device waits for every piece.
         held_bytes, sent_bytes, saved_bytes, working_bytes, late_bytes: memory.
+        is_on_disk: whether what leaves goes to disk, at its rate.
+        on_disk: the same if it does; None where it cannot.
     """
 
     forward_s: float
@@ -167,16 +187,40 @@ class Part(NamedTuple):
     saved_bytes: int
     working_bytes: int
     late_bytes: int
+    is_on_disk: bool = False
+    on_disk: Part | None = None
 
 
 def part_of(cost: LayerCost, plan: LayerPlan, machine: Machine) -> Part:
     """What a step needs to know of a layer under a plan."""
+    part = _part(cost, plan, machine.out_bytes_per_s, machine.in_bytes_per_s)
+    if not machine.has_disk or not part.sent_bytes:
+        return part
+    rates = (min(rate, machine.disk_bytes_per_s) for rate in (machine.out_bytes_per_s, machine.in_bytes_per_s))
+    return part._replace(on_disk=_part(cost, plan, *rates)._replace(is_on_disk=True))
+
+
+def placed(parts: Sequence[Part], machine: Machine) -> Sequence[Part]:
+    """The layers with what leaves on the host for as long as that has room, then on disk."""
+    if not machine.has_disk:
+        return parts
+    room, found = machine.host_bytes or 0, []
+    for part in parts:
+        if part.on_disk is not None and part.sent_bytes > room:
+            found.append(part.on_disk)
+        else:
+            room -= part.sent_bytes
+            found.append(part)
+    return found
+
+
+def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> Part:
     again_s = recompute_s(cost, plan)
     out_s = left_s = in_s = ready_s = 0.0
     for at, nbytes, end in _sent(cost, plan):
-        seconds = _over(nbytes, machine.out_bytes_per_s)
+        seconds = _over(nbytes, out_rate)
         out_s, left_s = out_s + seconds, max(left_s, at * cost.forward_s) + seconds
-        in_s += _over(nbytes, machine.in_bytes_per_s)
+        in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
     return Part(
         forward_s=cost.forward_s,
@@ -215,15 +259,17 @@ def _over(nbytes: int, rate: float) -> float:
 
 def play(parts: Sequence[Part], fetch_early: bool, faster_than: float = inf) -> Prediction | None:
     """What is expected of a step of these layers; None if it takes as long as `faster_than` or longer [s]."""
-    forward_s, is_leaving = _forward(parts)
-    step_s = _backward(parts, fetch_early, forward_s)
+    forward_s, left_before, left = _forward(parts)
+    written = left if any([part.is_on_disk for part in parts]) else 0.0
+    step_s = _backward(parts, fetch_early, forward_s, written)
     if step_s >= faster_than < inf:
         return None
     return Prediction(
         step_s,
         max(0.0, step_s - sum(map(busy_s, parts))),
-        _peak(parts, fetch_early, is_leaving),
-        sum(part.sent_bytes for part in parts),
+        _peak(parts, fetch_early, left_before > forward_s),
+        sum(part.sent_bytes for part in parts if not part.is_on_disk),
+        sum(part.sent_bytes for part in parts if part.is_on_disk),
         forward_s,
     )
 
@@ -233,20 +279,20 @@ def busy_s(part: Part) -> float:
     return part.forward_s + part.recompute_s + part.backward_s
 
 
-def _forward(parts: Sequence[Part]) -> tuple[float, bool]:
-    """When forward ends, and whether what the last layer but one sends is on its way then."""
-    now = link_free = left_before = left = 0.0  # the latter two: when all has left that the two layers before sent
+def _forward(parts: Sequence[Part]) -> tuple[float, float, float]:
+    """When forward ends, and when all has left that the last layer but one and the last send."""
+    now = link_free = left_before = left = 0.0
     for part in parts:
         now = max(now, left_before)
         link_free = max(link_free + part.out_s, now + part.left_s)
         now += part.forward_s
         left_before, left = left, link_free
-    return now, left_before > now
+    return now, left_before, left
 
 
-def _backward(parts: Sequence[Part], fetch_early: bool, now: float) -> float:
-    """When backward ends that begins now."""
-    link_free = asked = now
+def _backward(parts: Sequence[Part], fetch_early: bool, now: float, written: float) -> float:
+    """When backward ends that begins now, where nothing is fetched before all has been `written`."""
+    asked, link_free = now, max(now, written)
     is_here = True
     for part in reversed(parts):
         began = now + part.recompute_s

@@ -132,3 +132,13 @@ def test_without_a_link_and_without_a_host(plan):
             "--model", "qwen2-7b", "--layers", "4", "--tokens", "32768", "--weight-bytes", "2", *change
         )
         assert written["modes"]["auto"]["host_bytes"] == 0
+
+
+def test_a_disk_takes_what_the_host_has_no_room_for(plan):
+    base = ("--model", "qwen2-7b", "--layers", "6", "--tokens", "16384", "--weight-bytes", "2", "--host-gb", "0.5")
+    base = (*base, "--device-gb", "30")
+    _, without, _ = plan(*base)
+    printed, with_disk, _ = plan(*base, "--disk-gb-per-s", "20")
+    assert without["modes"]["auto"]["disk_bytes"] == 0 < with_disk["modes"]["auto"]["disk_bytes"]
+    assert with_disk["modes"]["auto"]["step_s"] < without["modes"]["auto"]["step_s"]
+    assert ", disk " in printed

@@ -129,7 +129,21 @@ def test_in_forward_all_that_a_layer_saves_is_there_beside_what_the_one_before_i
 
 
 def test_no_layers_no_step():
-    assert predict([], [], False, FAST) == (0, 0, 0, 0, 0)
+    assert predict([], [], False, FAST) == (0, 0, 0, 0, 0, 0)
+
+
+def test_what_the_host_has_no_room_for_goes_to_disk_and_is_read_when_all_is_written():
+    def step(host, disk):
+        return play([BOUNDARY] * 4, Machine(100, 100, 0, host_bytes=host, disk_bytes_per_s=disk))
+
+    fits, spills = step(40, 4), step(25, 4)
+    assert (fits.host_bytes, fits.disk_bytes) == (40, 0)
+    assert fits == play([BOUNDARY] * 4, Machine(100, 100, 0, host_bytes=40))._replace(disk_bytes=0)
+    assert (spills.host_bytes, spills.disk_bytes) == (20, 20)
+    # The third layer's 10 bytes are on disk at 2 + 2.5 s, the fourth's at 7: reading begins then. The last layer is there
+    # and done at 4 + 2.8, the third's input at 9.5, so that it ends at 12.3. The others come by the link in time.
+    assert spills.step_s == pytest.approx(9.5 + 2.8 + 2 * 2.8)
+    assert step(25, 1000).step_s == pytest.approx(step(40, 4).step_s)  # no faster than the link
 
 
 # The same, naively
