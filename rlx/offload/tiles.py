@@ -53,9 +53,17 @@ class Part(NamedTuple):
 
     def with_weights(self, weights: Sequence[Tensor], run: Callable[[], None]) -> None:
         """Run something while the module has other weights."""
-        replaced = {f"module.{name}": weight for name, weight in zip(self.names, weights, strict=True)}
-        with self.lock:
-            torch.func.functional_call(_Around(self.module, run), replaced, ())
+        registered: dict[str, Tensor] = {}
+        with self.lock, contextlib.ExitStack() as stack:
+            for name, weight in zip(self.names, weights, strict=True):
+                path, _, leaf = name.rpartition(".")
+                attributes = vars(self.module.get_submodule(path))
+                if leaf in attributes:  # FSDP1 puts what it has gathered there, where it hides the parameter
+                    stack.callback(attributes.__setitem__, leaf, attributes[leaf])
+                    attributes[leaf] = weight
+                else:
+                    registered[f"module.{name}"] = weight
+            torch.func.functional_call(_Around(self.module, run), registered, ())
 
 
 class _Around(nn.Module):

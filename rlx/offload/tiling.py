@@ -84,7 +84,7 @@ class TiledForward(StandIn):
         return run_tiled(part, hidden, weights, self._length(hidden), self._dtype(part, hidden))
 
     def _part(self, module: nn.Module) -> Part:
-        return Part(module, self.original(module), tuple(_weight_names(module)), self._lock)
+        return Part(module, self.original(module), _weight_names(module), self._lock)
 
     def _why_not(self, part: Part, hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
         if not all(map(is_plain, (hidden, *weights))) or _has_units(part.module):
@@ -240,11 +240,13 @@ def _norms(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str,
             yield name, module
 
 
-def _weight_names(module: nn.Module) -> Iterator[str]:
-    """Names of the parameters; FSDP1 puts plain tensors in their place while they are gathered."""
+def _weight_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters; FSDP1 puts plain tensors in their place, or before them, while they are gathered."""
+    names: dict[str, None] = {}
     for path, inner in module.named_modules():
         own = (*inner.named_parameters(recurse=False), *vars(inner).items())
-        yield from (f"{path}.{name}" if path else name for name, value in own if isinstance(value, Tensor))
+        names |= {f"{path}.{name}" if path else name: None for name, value in own if isinstance(value, Tensor)}
+    return tuple(sorted(names))
 
 
 def _dtype_if_position_wise(part: Part, hidden: Tensor) -> torch.dtype | None:
