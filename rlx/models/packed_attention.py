@@ -70,6 +70,7 @@ def witnessed() -> Iterator[list[str | None]]:
         _witnesses.pop()
 
 
+@torch.compiler.disable  # for a compiler one opaque call: the loop depends on lengths, the kernel is compiled already
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -99,7 +100,7 @@ def packed_attention(
     """
     tensors = (query, key, value)
     # Makes it one function to whoever watches torch's functions, whichever kernel it takes.
-    if not torch.compiler.is_compiling() and has_torch_function(tensors):
+    if has_torch_function(tensors):
         rest = (starts, longest, scaling, window, dropout)
         result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
         return result

@@ -200,7 +200,7 @@ def make_head(dtype=F64, tokens=(2, 4), vocabulary=13, width=6):
 @pytest.mark.usefixtures("head_chunk")
 def test_head_gradcheck():
     hidden, weight, ids = make_head(tokens=(1, 4), vocabulary=11, width=3)
-    for pick in (slice(0, 1), slice(1, 2), slice(0, 2)):
+    for pick in (slice(1, 2), slice(0, 2)):
         assert torch.autograd.gradcheck(lambda h, w, p=pick: head_log_probs(h, w, ids, 0.8, True)[p], (hidden, weight))
     assert torch.autograd.gradcheck(lambda h, w: head_log_probs(h, w, ids, 0.8, False)[0], (hidden, weight))
 
@@ -226,7 +226,7 @@ def test_head_like_logits(dtype, exact, close, temperature):
 
 def test_head_sums_the_gradients_of_its_chunks_in_fp32(monkeypatch):
     """As far from the exact one as rounding each product once makes it: a sum in bf16 would be ten times as far."""
-    hidden, weight, ids = make_head(torch.bfloat16, tokens=(512,))
+    hidden, weight, ids = make_head(torch.bfloat16, tokens=(96,))
     wide = weight.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(head_log_probs(hidden.double(), wide, ids, 1.0, False)[0].sum(), wide)
     monkeypatch.setattr(module, "HEAD_CHUNK_ELEMENTS", 26)
