@@ -182,8 +182,8 @@ def grpo_passk(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool
 
     Args and returns: as `grpo`.
 
-    Source: arXiv:2503.19595, the leave-one-out advantage of the objective max(r_1, ..., r_k), in section 3; the name and
-    the division are verl-project/verl@018f23b's.
+    Source: arXiv:2503.19595, the leave-one-out advantage of the objective max(r_1, ..., r_k); the name and the division are
+    those of verl-project/verl@018f23b.
     """
     group = _Group.of(scores, group_id)
     highest_B = group.highest_G(group.relative_B)[group.of_row_B]
@@ -210,7 +210,7 @@ def rloo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
     Returns:
         (B, T) advantages of the dtype of `scores`, 0 outside the mask.
 
-    Source: arXiv:2402.14740, section 3.3.
+    Source: arXiv:2402.14740; verl-project/verl@018f23b, `rloo`.
     """
     group = _Group.of(scores, group_id)
     scale_G = group.size_G / (group.size_G - 1).clamp(min=1)
@@ -225,7 +225,7 @@ def opo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
 
     Args and returns: as `rloo`.
 
-    Source: arXiv:2505.23585, section 3.2.
+    Source: arXiv:2505.23585; verl-project/verl@018f23b, `opo`.
     """
     group = _Group.of(scores, group_id)
     length_B = mask.sum(dim=1).double()
@@ -247,7 +247,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Te
     Returns:
         (B, T) advantages of the dtype of `token_rewards`, 0 outside the mask.
 
-    Source: arXiv:2501.03262, section 3.
+    Source: arXiv:2501.03262; verl-project/verl@018f23b, `reinforce_plus_plus`.
     """
     return masked_whiten(_to_go(token_rewards, mask, gamma), mask)
 
@@ -257,7 +257,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, group_id: Tensor)
 
     Args and returns: as `rloo`.
 
-    Source: arXiv:2501.03262, section 3.
+    Source: arXiv:2501.03262; verl-project/verl@018f23b, `reinforce_plus_plus_baseline`.
     """
     centred = _on_tokens(_Group.of(scores, group_id).centred_B(), mask, torch.float64)
     return masked_whiten(centred, mask).to(scores.dtype)
@@ -276,7 +276,7 @@ def remax(token_rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (B, T) advantages of the dtype of `token_rewards`, 0 outside the mask.
 
-    Source: arXiv:2310.10505, algorithm 1.
+    Source: arXiv:2310.10505, algorithm 1; verl-project/verl@018f23b, `remax`.
     """
     return torch.where(mask, _to_go(token_rewards, mask, 1.0) - greedy_scores[:, None], 0.0)
 

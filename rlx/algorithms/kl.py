@@ -21,8 +21,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
       most 10, as verl does; where a clamp holds there is no gradient.
 
     With a `+` behind, as `k3+`: the value of that estimate with the gradient of k2, d grad(log_probs). In expectation over
-    the policy's own tokens that is the gradient of the KL, which those of k1 (0) and k3 (that of the KL the other way
-    round) are not.
+    the policy's own tokens that is the gradient of each token's KL, which those of k1 (0) and k3 (that of the KL the other
+    way round) are not. How a token changes the KL of those after it is in neither; the KL in the reward has it.
 
     Args:
         log_probs: (B, T) of the policy.

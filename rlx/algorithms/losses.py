@@ -83,7 +83,7 @@ def vanilla(
     Raises:
         ValueError: clip_c is not above 1.
 
-    Source: PPO, arXiv:1707.06347, equation 7; dual clip, arXiv:1912.09729, equation 5; separate bounds, DAPO,
+    Source: PPO, arXiv:1707.06347, equation 7; dual clip, arXiv:1912.09729; separate bounds, DAPO,
     arXiv:2503.14476, equation 10.
     """
     if not settings.clip_c > 1:
@@ -147,7 +147,7 @@ def sapo(
     Raises:
         ValueError: a temperature is not positive.
 
-    Source: arXiv:2511.20347, equations 5 and 6.
+    Source: arXiv:2511.20347; verl-project/verl@018f23b, `sapo`.
     """
     if not (settings.tau_pos > 0 and settings.tau_neg > 0):
         raise ValueError(f"tau_pos, tau_neg: got {settings.tau_pos}, {settings.tau_neg}, expected positive numbers")
@@ -168,7 +168,7 @@ def geo_mean(
 
     Args and returns: as PolicyLoss; `clip_fraction`.
 
-    Source: arXiv:2507.20673, equation 3 and algorithm 1.
+    Source: arXiv:2507.20673; verl-project/verl@018f23b, `geo_mean`, which has no aggregation to choose.
     """
     advantages = advantages.detach()
     log_ratio = _log_ratio(log_probs, old_log_probs)

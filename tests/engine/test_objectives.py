@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from rlx.algorithms.rollout_correction import mismatch_sums
-from rlx.config.schema import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
 from rlx.engine.objectives import PolicyObjective, Totals, ValueObjective
 from rlx.models.log_probs import token_log_probs
+from rlx.user_code import UserCodeError
 
 TOTALS = Totals(denominator=10.0, tokens=8.0)
 
@@ -135,6 +136,69 @@ def test_a_micro_batch_without_response_tokens_adds_nothing(batch, logits):
     loss, metrics, _ = share_of(PolicyObjective(ActorConfig(entropy_coeff=0.1), 1.0, horizon=3), logits, empty)
     loss.backward()
     assert loss == 0 and not logits.grad.any() and not any(metrics.values())
+
+
+OWN = """
+def policy_loss(log_probs, old_log_probs, advantages, mask, settings):
+    ratio = (log_probs - old_log_probs).exp().clamp(max=1 + settings.clip_high)
+    return -advantages * ratio, {"own_ratio": ratio}
+
+def scalar(log_probs, old_log_probs, advantages, mask, settings):
+    return -(advantages * log_probs).sum(), {}
+
+def as_in_verl(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+    return 0.0, {}
+
+number = 7
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A policy loss of the user's, by its name."""
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda name: ActorConfig(policy_loss=PolicyLossConfig(path=str(tmp_path / "own.py"), name=name))
+
+
+def test_a_users_policy_loss_takes_the_place_of_rlxs(batch, logits, own):
+    share = share_of(PolicyObjective(own("policy_loss"), 1.0, horizon=3), logits, batch)
+    log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
+    mask = batch["response_mask"]
+    ratio = (log_probs - batch["old_log_probs"]).exp().clamp(max=1.2)
+    torch.testing.assert_close(share.loss, -(batch["advantages"] * ratio)[mask].sum() / TOTALS.denominator)
+    torch.testing.assert_close(share.metrics["own_ratio"], ratio.detach()[mask].sum() / TOTALS.tokens)
+    assert set(share.metrics) == {"pg_loss", "ppo_kl", "own_ratio"}
+
+
+@pytest.mark.parametrize("name", ["as_in_verl", "number"])
+def test_a_users_policy_loss_is_checked_when_it_is_loaded(own, name):
+    with pytest.raises(UserCodeError, match=rf"policy_loss: {name} in .*own\.py is .* f\(log_probs, old_log_probs"):
+        PolicyObjective(own(name), 1.0, horizon=3)
+
+
+def test_a_users_policy_loss_is_one_number_per_token(batch, logits, own):
+    with pytest.raises(ValueError, match=r"scalar in .*own\.py: got a loss of shape \(\), expected \(2, 3\)"):
+        share_of(PolicyObjective(own("scalar"), 1.0, horizon=3), logits, batch)
+
+
+def test_every_policy_loss_reads_its_settings(batch, logits):
+    """Each key of the configuration arrives: another value gives another loss, where ratios are far from 1."""
+    batch = batch.with_(old_log_probs=batch["old_log_probs"] - 3, advantages=torch.tensor([[1.0, -1, 1], [-1, 1, -1]]))
+
+    def loss(mode, **options):
+        actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=mode), **options)
+        return share_of(PolicyObjective(actor, 1.0, horizon=3), logits, batch).loss.item()
+
+    read = {
+        "vanilla": {"clip_ratio": 0.5, "clip_ratio_high": 0.5, "clip_ratio_c": 2.0},
+        "gspo": {"clip_ratio": 0.5, "clip_ratio_high": 0.5},
+        "cispo": {"clip_ratio": 0.5, "clip_ratio_high": 0.5},
+        "sapo": {"tau_pos": 2.0, "tau_neg": 2.0},
+        "geo_mean": {"clip_ratio": 0.5, "clip_ratio_high": 0.5},
+    }
+    for mode, options in read.items():
+        for name, value in options.items():
+            assert loss(mode, **{name: value}) != loss(mode), (mode, name)
 
 
 def test_the_critics_aggregation_must_be_resolved():
