@@ -38,6 +38,7 @@ TENSORS: dict[str, Column] = {
     "greedy_scores": Column(
         "B", F32, "rewards", "score of the greedy response to the sample's prompt, where ReMax asks"
     ),
+    "model_scores": Column("B", F32, "reward", "the reward model's score of each sample"),
     "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
     "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
     "rollout_is_weights": Column(
@@ -60,6 +61,7 @@ INFO: dict[str, str] = {
     "data_source": "str: which reward function scores the sample (data)",
     "ground_truth": "Any: what the reward function compares with (data)",
     "extra_info": "dict: the row's extra_info (data)",
+    "raw_prompt": "str or list of {role, content}: the prompt before tokenizer and chat template (data)",
     "prompt_text": "str: the prompt as the model sees it (data)",
     "response_text": "str: the decoded response without special tokens (trainer)",
 }

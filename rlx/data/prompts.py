@@ -74,7 +74,7 @@ class PromptDataset:
 
         Returns:
             prompt_ids (B, P) int64 and prompt_mask (B, P) bool, left padded to the longest of them; info data_source,
-            ground_truth, extra_info and prompt_text, the text of the ids.
+            ground_truth, extra_info, raw_prompt (uncut) and prompt_text, the text of the ids.
         """
         prompts = []
         for position in self._kept[list(indices)].tolist():
@@ -91,6 +91,7 @@ class PromptDataset:
             "data_source": [prompt.data_source for prompt in prompts],
             "ground_truth": [prompt.ground_truth for prompt in prompts],
             "extra_info": [prompt.extra_info for prompt in prompts],
+            "raw_prompt": [prompt.content for prompt in prompts],
             "prompt_text": self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False),
         }
         return Batch.of({"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}, info)

@@ -17,6 +17,7 @@ from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import Batch
 from rlx.errors import ExplainedError
 from rlx.rewards import gsm8k
+from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, raised
 from rlx.rewards.pool import Call, InProcess, NotSendable, Pool
 
@@ -51,6 +52,14 @@ class Scores(NamedTuple):
     extra: dict[str, list[float]]
 
 
+class RewardModel(NamedTuple):
+    """A model whose scores come to the manager: what it reads, and what the functions' score is multiplied by and added
+    with; by 0 they are not asked."""
+
+    conversations: Conversations
+    rule_weight: float
+
+
 class Failure(NamedTuple):
     """Why a sample has no score: error, timeout or crash of its function, in words, and what was raised."""
 
@@ -69,13 +78,14 @@ class RewardManager:
     Args:
         reward: options of the built-in functions and of the processes.
         custom: with a path, that function scores every sample, or those of the data sources that it names.
+        model: one that scores too.
 
     Raises:
         UserCodeError: the user's function cannot be loaded.
     """
 
-    def __init__(self, reward: RewardConfig, custom: CustomRewardConfig):
-        self._config = reward
+    def __init__(self, reward: RewardConfig, custom: CustomRewardConfig, model: RewardModel | None = None):
+        self._config, self._model = reward, model
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         size = reward.num_workers or min(MOST_WORKERS, cores)
         self._pool = Pool(size, reward.memory_limit_gb, reward.max_concurrent)
@@ -103,17 +113,46 @@ class RewardManager:
     def __exit__(self, *_: object) -> None:
         self._pool.close()
 
-    def score(self, batch: Batch, dump_dir: str | Path) -> Scores:
+    def sequences(self, batch: Batch) -> Batch:
+        """What the reward model reads of the batch. Raises ConversationError."""
+        assert self._model is not None, "only called with a reward model"
+        return self._model.conversations.of(batch)
+
+    def score(self, batch: Batch, dump_dir: str | Path, model_scores: Tensor | None = None) -> Scores:
         """Scores every sample, in order.
 
         Args:
             batch: with info response_text, data_source, ground_truth, extra_info.
             dump_dir: where the sample that made a reward function fail is kept; made when needed.
+            model_scores: (B,) of the reward model, where there is one.
+
+        Returns:
+            The functions' scores, or with a model: model + rule_weight * function, with both as numbers in `extra`, and `acc`
+            by the function's score alone.
 
         Raises:
-            RewardError: unknown data source; a function that failed and `reward.on_error` or `reward.on_crash` says stop, or
+            RewardError: a model's score is no finite number; unknown data source; a function that failed and `reward.on_error` or `reward.on_crash` says stop, or
                 that failed for all samples: names the sample, the function and the file with a copy of the sample.
         """
+        if model_scores is None or self._model is None:
+            return self._by_function(batch, Path(dump_dir))
+        if not model_scores.isfinite().all():
+            row = int((~model_scores.isfinite()).nonzero()[0])
+            raise RewardError(
+                f"the reward model's score of sample {row} is {model_scores[row].item()}, expected a finite number; try "
+                "reward_model.model.fsdp_config.mixed_precision.param_dtype=fp32"
+            )
+        weight = self._model.rule_weight
+        if weight == 0:
+            return Scores(model_scores, {})
+        rule = self._by_function(batch, Path(dump_dir))
+        by_rule = rule.scores.tolist()
+        own = rule.extra.get("acc", [math.nan] * len(by_rule))
+        right = [float(score >= 1.0) if math.isnan(acc) else acc for score, acc in zip(by_rule, own, strict=True)]
+        extra = rule.extra | {"acc": right, "model_score": model_scores.tolist(), "rule_score": by_rule}
+        return Scores(model_scores + weight * rule.scores, extra)
+
+    def _by_function(self, batch: Batch, dump_dir: Path) -> Scores:
         columns = [batch.info[name] for name in INFO]
         samples: list[Sample] = [dict(zip(SINGLE, values, strict=True)) for values in zip(*columns, strict=True)]
         reports = self._ask(samples, [self._function_for(sample["data_source"]) for sample in samples])
@@ -122,7 +161,7 @@ class RewardManager:
             reports = [self._with_form(report, form) for report, form in zip(reports, forms, strict=True)]
         failures = {row: report for row, report in enumerate(reports) if isinstance(report, Failure)}
         if failures:
-            self._judge(failures, samples, Path(dump_dir))
+            self._judge(failures, samples, dump_dir)
         numbers = [{"score": 0.0} if isinstance(report, Failure) else report for report in reports]
         names = sorted({name for report in numbers for name in report} - {"score"})
         extra = {name: [report.get(name, math.nan) for report in numbers] for name in names}

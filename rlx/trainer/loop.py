@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlx.algorithms.kl import AdaptiveKL, FixedKL
 from rlx.cluster.group import WorkerGroup
-from rlx.config.roles import has_critic, has_reference
+from rlx.config.roles import has_critic, has_reference, has_reward_model
 from rlx.config.schema import GREEDY, PPOConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
@@ -31,6 +31,8 @@ def roles_of(config: PPOConfig) -> list[str]:
         roles.append("ref")
     if has_critic(config):
         roles.append("critic")
+    if has_reward_model(config):
+        roles.append("reward")
     return roles
 
 
@@ -188,8 +190,11 @@ class Trainer:
         return batch.with_(group_id=spread["group_id"])
 
     def score(self, batch: Batch) -> Scores:
-        """The reward functions' verdict on each response."""
-        return self.rewards.score(batch, self.folder / "failed_rewards")
+        """The verdict on each response, of the reward functions, a reward model or both."""
+        model_scores = None
+        if has_reward_model(self.config):
+            model_scores = self.workers.split("reward", "scores", self.rewards.sequences(batch))["model_scores"]
+        return self.rewards.score(batch, self.folder / "failed_rewards", model_scores)
 
     def extend(self, batch: Batch, role: str, method: str) -> Batch:
         """The batch with the columns that the role computes from the sequences."""

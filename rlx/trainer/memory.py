@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 # The workers' calls of each phase, in their order.
 CALLS = {
     "rollout": ("rollout.generate",),
+    "reward": ("reward.scores",),
     "old_log_prob": ("actor.log_probs",),
     "ref": ("ref.log_probs",),
     "values": ("critic.values",),
@@ -14,7 +15,7 @@ CALLS = {
     "validate": ("rollout.generate",),
     "checkpoint": ("actor.save", "critic.save"),
 }
-OF_STEP = ("rollout", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync")
+OF_STEP = ("rollout", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync")
 
 FIGURES = ("gb", "allocated_gb")
 

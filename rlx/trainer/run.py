@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.mesh import Mesh
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY, critic_settings, has_critic
+from rlx.config.roles import TINY, critic_settings, has_critic, has_reward_model
 from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.data.prompts import load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.models.loading import load_tokenizer
-from rlx.rewards.manager import RewardManager
+from rlx.rewards.conversations import Conversations
+from rlx.rewards.manager import RewardManager, RewardModel
 from rlx.trainer.checkpoints import read_driver_state, run_folder, starting_checkpoint
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
@@ -20,6 +22,9 @@ from rlx.trainer.report import write_report
 from rlx.trainer.tracking import Tracker
 from rlx.trainer.warm_start import warm_start
 from rlx.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def run(config: PPOConfig, yaml: str) -> Path:
@@ -41,7 +46,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
     drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation draws none, however few there are
     sampler = PromptSampler(len(train), drawn, data.shuffle, data.seed)
     config = with_steps(config, sampler)
-    rewards = RewardManager(config.reward, config.custom_reward_function)
+    rewards = RewardManager(config.reward, config.custom_reward_function, reward_model(config, tokenizer))
     # After all that can fail for a mistake in the command: a run that never began leaves no folder.
     folder = run_folder(config, checkpoint)
     (folder / "config.yaml").write_text(yaml)
@@ -90,7 +95,7 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
 
 def with_models(config: PPOConfig) -> PPOConfig:
     """The configuration as workers take it: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
-    policy, critic = config.actor_rollout_ref, critic_settings(config)
+    policy, critic, judge = config.actor_rollout_ref, critic_settings(config), config.reward_model
     loss = replace(policy.actor.policy_loss, path=absolute(policy.actor.policy_loss.path))
     policy_path = str(warm_start(config)) if policy.model.path == TINY else absolute(policy.model.path)
     critic_path = policy_path if critic.model.path == TINY else absolute(critic.model.path)
@@ -100,7 +105,17 @@ def with_models(config: PPOConfig) -> PPOConfig:
             policy, model=located(policy.model, policy_path), actor=replace(policy.actor, policy_loss=loss)
         ),
         critic=replace(critic, model=located(critic.model, critic_path)),
+        reward_model=replace(judge, model=replace(judge.model, path=absolute(judge.model.path))),
     )
+
+
+def reward_model(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardModel | None:
+    """What the driver knows of the reward model, if there is one."""
+    model = config.reward_model.model
+    if not has_reward_model(config):
+        return None
+    judge = load_tokenizer(model.path, model.trust_remote_code)
+    return RewardModel(Conversations(policy, judge), config.reward_model.rule_weight)
 
 
 def located(model: ModelConfig, path: str | None) -> ModelConfig:

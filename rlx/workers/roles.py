@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-from rlx.config.roles import log_prob_size, update_size
+from rlx.config.roles import log_prob_size, reward_role, update_size
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -118,6 +118,20 @@ class RefRole(EngineRole):
         """ref_log_probs of the rows."""
         figures = self.engine.log_probs(batch, self._rule, self._temperature, with_entropy=False)
         return Batch.of({"ref_log_probs": figures["log_probs"]})
+
+
+class RewardRole(EngineRole):
+    """The model that scores responses."""
+
+    def __init__(self, config: PPOConfig, device: torch.device):
+        role = reward_role(config)
+        engine = Engine(role.model, role.fsdp, strategy=role.strategy, device=device, head="score", name="reward")
+        super().__init__(engine)
+        self._rule = MicroBatchRule(*role.micro)
+
+    def scores(self, batch: Batch) -> Batch:
+        """model_scores of the rows, sequences in the reward model's own tokens."""
+        return Batch.of({"model_scores": self.engine.scores(batch, self._rule)})
 
 
 class CriticRole(TrainedRole):

@@ -12,7 +12,7 @@ from rlx.config.schema import PPOConfig
 from rlx.engine.host_memory import HostRelief, host_memory, host_use
 from rlx.models.loading import load_tokenizer
 from rlx.workers.memory import MemoryLog
-from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, Role, RolloutRole
+from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole
 
 PROCESS = "process"
 
@@ -24,7 +24,7 @@ class Worker:
 
     Args:
         config: the tree; `trainer.total_training_steps` and the critic's nulls are set, model paths are folders or hub names.
-        roles: of actor, rollout, ref, critic; built in this order, as `rollout` is fed by `actor`.
+        roles: of actor, rollout, ref, critic, reward; built in this order, as `rollout` is fed by `actor`.
 
     Attributes:
         roles: those hosted, by name.
@@ -39,10 +39,10 @@ class Worker:
         self._active: Role | None = None
         self._relief = HostRelief()
         self._memory = MemoryLog(self.device)
-        unknown = set(roles) - {"actor", "rollout", "ref", "critic"}
+        unknown = set(roles) - {"actor", "rollout", "ref", "critic", "reward"}
         if unknown or ("rollout" in roles and "actor" not in roles):
             raise ValueError(
-                f"roles: got {list(roles)}, expected actor, rollout, ref, critic, and rollout not without actor"
+                f"roles: got {list(roles)}, expected actor, rollout, ref, critic, reward, and rollout not without actor"
             )
         model = config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
@@ -52,6 +52,8 @@ class Worker:
             self._add("ref", RefRole(config, self.device))
         if "critic" in roles:
             self._add("critic", CriticRole(config, self.device, tokenizer))
+        if "reward" in roles:
+            self._add("reward", RewardRole(config, self.device))
         # Last: vLLM takes its share of what memory is free now.
         if "rollout" in roles:
             self._add("rollout", RolloutRole(config, self.device, tokenizer, actor))

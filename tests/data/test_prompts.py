@@ -52,6 +52,7 @@ def test_batch(tokenizer, write_jsonl):
         "data_source": ["openai/gsm8k"] * 3,
         "ground_truth": ["7"] * 3,
         "extra_info": [{"index": 1}, {"index": 0}, {"index": 1}],
+        "raw_prompt": [[{"role": "user", "content": text}] for text in ("é", "hello", "é")],
         "prompt_text": ["user:é;>", "user:hello;>", "user:é;>"],
     }
 
@@ -94,7 +95,8 @@ def test_text_prompts_are_not_closed_with_eos(tokenizer, write_jsonl):
 def test_columns_by_other_names_and_no_extra_info(tokenizer, write_jsonl):
     rows = [{"q": "hi", "source": "a", "reward_model": {"ground_truth": 5}}]
     batch = load(tokenizer, write_jsonl(rows), prompt_key="q", reward_fn_key="source").batch([0])
-    assert batch.info == {"data_source": ["a"], "ground_truth": [5], "extra_info": [{}], "prompt_text": ["hi"]}
+    texts = {"raw_prompt": ["hi"], "prompt_text": ["hi"]}
+    assert batch.info == {"data_source": ["a"], "ground_truth": [5], "extra_info": [{}], **texts}
 
 
 def test_official_gsm8k_file(tokenizer, gsm8k_file):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig, RewardManagerConfig
-from rlx.rewards.manager import RewardError, RewardManager
+from rlx.rewards.manager import RewardError, RewardManager, RewardModel
 
 
 @pytest.fixture
@@ -172,3 +172,17 @@ def test_an_expression_that_backtracks_for_ever_is_ended(manager, make_batch, tm
     rewards = manager(format="(a*)*b", timeout_s=0.3)
     scores = rewards.score(make_batch(["a" * 60, "aab"], ["7"] * 2), tmp_path)
     assert rewards.usage()["reward/timeouts"] == 1 and scores.scores.tolist() == pytest.approx([0.0, 0.1])
+
+
+def test_a_models_scores_stand_alone_or_beside_the_functions(make_batch, tmp_path):
+    batch = make_batch(["#### 7", "#### 8"], ["7", "7"])
+    model_scores = torch.tensor([0.25, -2.0])
+    with RewardManager(RewardConfig(), CustomRewardConfig(), RewardModel(None, 0.0)) as rewards:
+        scores = rewards.score(make_batch(["a", "b"], [0, 0], "of no function"), tmp_path, model_scores)
+        assert scores.scores.equal(model_scores) and scores.extra == {}
+        with pytest.raises(RewardError, match="score of sample 1 is nan"):
+            rewards.score(batch, tmp_path, torch.tensor([1.0, math.nan]))
+    with RewardManager(RewardConfig(), CustomRewardConfig(), RewardModel(None, 2.0)) as rewards:
+        scores = rewards.score(batch, tmp_path, model_scores)
+    assert scores.scores.tolist() == [2.25, -2.0]
+    assert scores.extra == {"acc": [1.0, 0.0], "model_score": [0.25, -2.0], "rule_score": [1.0, 0.0]}

@@ -1,5 +1,6 @@
 """Whole runs: what must not change a result, what must survive a stop, what must be refused."""
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.main_ppo import main
 from rlx.rewards.manager import RewardError
@@ -37,7 +38,7 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, settings):
     return -advantages * ratio, {"own_ratio": ratio}
 
 def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process().parent().children(recursive=True):  # of the driver
         try:
             if "ray::WorkerProcess" in " ".join(process.cmdline()):
                 os.kill(process.pid, signal.SIGKILL)
@@ -212,6 +213,32 @@ def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, cus
     with pytest.raises(RewardError, match="nan"):
         train(*custom("broken"), "trainer.total_training_steps=1")
     assert list((tmp_path / "runs").glob("*/failed_rewards/*.json"))
+
+
+def test_a_reward_model_reads_texts_in_its_own_words_and_adds_to_the_functions(train, custom, untrained, tmp_path):
+    judge = tmp_path / "judge"
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForSequenceClassification.from_pretrained(untrained, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(untrained)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + ': ' + m.content + ';' }}{% endfor %}"
+    for part in (model, tokenizer):
+        part.save_pretrained(judge)
+    options = ("reward_model.enable=True", f"reward_model.model.path={judge}", "reward_model.rule_weight=0.5")
+    dumped = f"trainer.rollout_data_dir={tmp_path}/dumped"
+    _, metrics = train(*custom("varied"), *options, dumped, "trainer.total_training_steps=1")
+    records = [json.loads(line) for line in (tmp_path / "dumped/1.jsonl").read_text().splitlines()]
+    assert len(records) == 32 and metrics[1]["actor/grad_norm"] > 0
+    for record in records[:5]:
+        question = record["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
+        ids = tokenizer(f"u: {question};a: {record['response']};", return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            assert record["model_score"] == pytest.approx(model(**ids).logits.item(), abs=1e-4)
+        assert record["score"] == pytest.approx(record["model_score"] + 0.5 * record["rule_score"])
+    mean = metrics[1]["reward/extra/model_score"] + 0.5 * metrics[1]["reward/extra/rule_score"]
+    assert metrics[1]["reward/mean"] == pytest.approx(mean, abs=1e-6)
+    assert (
+        metrics[1]["reward/timeouts"] == metrics[1]["reward/crashes"] == 0 and metrics[1]["memory/reward_after_gb"] > 0
+    )
 
 
 def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(short_run, one_ray, custom, capfd):
