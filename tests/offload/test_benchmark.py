@@ -210,6 +210,9 @@ def test_every_mode_computes_the_same_gradients():
     expected = gradients("plain")
     for name in ("checkpointing", "boundary", "attention", "all", "save-on-cpu"):
         assert all(map(torch.equal, expected, gradients(name))), name
+    for name in ("plain:tile=5", "checkpointing:tile=5", "attention:tile=5"):
+        for gradient, found in zip(expected, gradients(name), strict=True):
+            torch.testing.assert_close(found, gradient, rtol=0, atol=1e-5 * gradient.abs().max().item())
 
 
 def test_modes_share_weights_but_not_modules():
@@ -251,6 +254,8 @@ def test_a_mode_takes_options_of_its_own():
     mode = parse_mode("boundary:prefetch_layers=2:pin_memory=false", {"min_bytes": 5, "prefetch_layers": 7})
     options = OffloadOptions(save="boundary", min_bytes=5, prefetch_layers=2, pin_memory=False)
     assert mode == Mode("boundary:prefetch_layers=2:pin_memory=false", "boundary", options)
+    assert parse_mode("plain:tile=auto", {}) == Mode("plain:tile=auto", "plain", None, 0)
+    assert parse_mode("all:min_bytes=5:tile=9", {}).tile == 9
     assert set(KINDS) == {*modes.OWN, *modes.PEERS}
 
 
@@ -270,6 +275,7 @@ def test_a_mode_takes_options_of_its_own():
         (("--modes", "plain,boundry"), "mode 'boundry' does not exist; choose from plain, checkpointing, boundary"),
         (("--modes", "plain,plain"), "--modes names plain more than once"),
         (("--modes", "plain:min_bytes=1"), "only boundary, attention, auto, all take options"),
+        (("--modes", "plain:tile=0"), "got tile=0, expected auto or tokens, at least 1"),
         (
             ("--modes", "boundary:min_byte=1"),
             "got 'min_byte=1', expected option=value with an option of OffloadOptions",

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--modes",
         help=f"default: {_DEFAULT_MODES}, with --gpus {_DEFAULT_MODES_OF_SEVERAL}; rlx's take options of OffloadOptions, "
-        "such as boundary:prefetch_layers=0",
+        "such as boundary:prefetch_layers=0; all take :tile=auto or :tile=TOKENS, last: MLPs and norms in tiles",
     )
     add("--rounds", type=_positive, help="timed steps of each mode; default 10, with --overhead 300")
     add("--seconds", type=_positive, help="begin no further round of a case after so long")

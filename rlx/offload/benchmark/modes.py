@@ -15,6 +15,7 @@ from torch.autograd.graph import save_on_cpu
 
 from rlx.offload.handle import ActivationOffloading, enable_activation_offloading
 from rlx.offload.options import OffloadOptions
+from rlx.offload.tiling import enable_tiling
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -38,11 +39,13 @@ class Mode(NamedTuple):
         name: what the table calls it.
         kind: a key of `KINDS`.
         options: for rlx's own modes.
+        tile: tokens of a tile of MLPs and norms; 0: chosen by length and width; None: no tiles.
     """
 
     name: str
     kind: str
     options: OffloadOptions | None
+    tile: int | None = None
 
     def prepare(self, model: nn.Module) -> Prepared:
         """Switch the mode on for a model.
@@ -50,13 +53,15 @@ class Mode(NamedTuple):
         Raises:
             NotInstalledError: if it is a peer that is not there.
         """
+        if self.tile is not None:
+            enable_tiling(model, self.tile or None)
         if self.options is not None:
             return Prepared(enable_activation_offloading(model, self.kind != "all", self.options))
         return PEERS[self.kind](model)
 
 
 def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
-    """A mode from `NAME` or, for rlx's own, `NAME:option=value:...`.
+    """A mode from `NAME`, `NAME:tile=auto`, `NAME:tile=TOKENS` or, for rlx's own, `NAME:option=value:...`.
 
     Args:
         text: as the user wrote it.
@@ -68,17 +73,23 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
     kind, *pairs = text.split(":")
     if kind not in KINDS:
         raise ValueError(f"mode {kind!r} does not exist; choose from {', '.join(KINDS)}")
+    tile = None
+    if pairs and pairs[-1].startswith("tile="):
+        value = pairs.pop().removeprefix("tile=")
+        if value != "auto" and not (value.isdecimal() and int(value)):
+            raise ValueError(f"mode {text!r}: got tile={value}, expected auto or tokens, at least 1")
+        tile = 0 if value == "auto" else int(value)
     if kind in PEERS:
         if pairs:
-            raise ValueError(f"mode {text!r}: only {', '.join(OWN)} take options")
-        return Mode(text, kind, None)
+            raise ValueError(f"mode {text!r}: only {', '.join(OWN)} take options other than tile, which comes last")
+        return Mode(text, kind, None, tile)
     chosen = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:
             raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
         chosen[name] = _value(value)
-    return Mode(text, kind, OffloadOptions(**{**defaults, **chosen}, save=kind))
+    return Mode(text, kind, OffloadOptions(**{**defaults, **chosen}, save=kind), tile)
 
 
 def _value(text: str) -> Any:
