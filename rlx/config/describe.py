@@ -77,7 +77,9 @@ Keys and meanings are verl's wherever both have the feature. The differences:
 - `algorithm.rollout_correction` has the weights of verl and five of its tests; bounds of a ratio, r = trainer over sampler,
   hold for r in every test, and `rollout_token_veto_threshold` is still there. What a rejected token leaves out is said in
   [rollout.md](rollout.md#mismatch-and-correction). The sampler's mismatch is always logged.
-- Estimators other than gae and grpo do not exist yet.
+- Advantage estimators, policy losses and what differs in them: [algorithms.md](algorithms.md). A policy loss of your own is a
+  function by path, `actor.policy_loss.path`, and gives one number per token; `loss_agg_mode` holds for every loss.
+- `algorithm.filter_groups` works with every estimator; DAPO's penalty for length is `reward.overlong_buffer`, for training only.
 - Overrides never need `+`: an unknown key is a fault either way.
 
 Keys and values of verl that are answered with a remedy of their own:

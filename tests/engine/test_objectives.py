@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -168,6 +170,14 @@ def test_a_users_policy_loss_takes_the_place_of_rlxs(batch, logits, own):
     torch.testing.assert_close(share.loss, -(batch["advantages"] * ratio)[mask].sum() / TOTALS.denominator)
     torch.testing.assert_close(share.metrics["own_ratio"], ratio.detach()[mask].sum() / TOTALS.tokens)
     assert set(share.metrics) == {"pg_loss", "ppo_kl", "own_ratio"}
+
+
+def test_the_policy_loss_of_the_documentation_works(batch, logits, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+    (tmp_path / "my_loss.py").write_text(page.split("```python\n")[1].split("```")[0])
+    actor = ActorConfig(policy_loss=PolicyLossConfig(path=str(tmp_path / "my_loss.py")))
+    share = share_of(PolicyObjective(actor, 1.0, horizon=3), logits, batch)
+    assert share.loss.requires_grad and "ratio" in share.metrics
 
 
 @pytest.mark.parametrize("name", ["as_in_verl", "number"])
