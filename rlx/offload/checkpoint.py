@@ -30,8 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.ambient import Ambient
 from rlx.offload.answers import Answer
-from rlx.offload.engine import Engine, Layer, LayerCall, map_leaves
-from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_bytes
+from rlx.offload.engine import Engine, Layer, LayerCall, replace_leaves
+from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_length
 from rlx.offload.kept import run_kept
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.orders import Orders
@@ -41,6 +41,8 @@ from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored, modified_input
 from rlx.offload.watch import AttentionWatch, PlannedWatch, Watch
+
+_NO_ORDERS = Orders()
 
 
 class RecomputeError(RuntimeError):
@@ -90,7 +92,7 @@ class RecomputedCall(LayerCall):
         orders: Orders | None = None,
     ) -> None:
         super().__init__(engine, layer)
-        self._orders = orders or Orders()
+        self._orders = orders or _NO_ORDERS
         self._is_watched = False
         self._repeatable = repeatable
         self._was_training = repeatable.module.training
@@ -103,14 +105,15 @@ class RecomputedCall(LayerCall):
         self._lock = threading.Lock()
         self._constants: list[tuple[Tensor, int]] = []  # aliases of inputs that want no gradient, and their versions
         self._answers: list[Answer | None] = []
-        accelerators = {t.device: None for t in tensors if not t.is_cpu and t.device.type != "meta"}
-        self._device = next(iter(accelerators), None)
+        devices = [tensor.device for tensor in tensors if not tensor.is_cpu]
+        accelerators = tuple(dict.fromkeys(device for device in devices if device.type != "meta")) if devices else ()
+        self._device = accelerators[0] if accelerators else None
         inputs: dict[int, Stored | Tensor] = {}  # the same object stays the same object: layers ask `query is key`
         for tensor in tensors:
             if id(tensor) not in inputs:
                 inputs[id(tensor)] = self._store_input(tensor) if tensor.requires_grad else self._keep(tensor)
         self._inputs = tuple([stored for stored in inputs.values() if type(stored) is Stored])
-        self._args, self._kwargs = map_leaves(lambda leaf: inputs.get(id(leaf), leaf), (args, kwargs))
+        self._args, self._kwargs = replace_leaves(args, inputs), replace_leaves(kwargs, inputs)
         self._ambient = Ambient(accelerators)
 
     def hooks(self) -> saved_tensors_hooks:
@@ -244,8 +247,7 @@ class RecomputedCall(LayerCall):
             return False
         if tensor.device.type == "cpu" and self._device is not None:
             return False
-        start, stop = span_bytes(tensor)
-        return stop - start >= max(self.engine.options.min_bytes, 1)
+        return span_length(tensor) >= (self.engine.options.min_bytes or 1)
 
     def _recompute(self) -> tuple[list[Tensor | None], list[int]]:
         if self._repeatable.module.training != self._was_training:
@@ -266,7 +268,7 @@ class RecomputedCall(LayerCall):
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
         tensors = {id(stored): stored.tensor() for stored in self._inputs}
         tensors.update((id(kept), kept.detach()) for kept, _ in self._constants if kept.requires_grad)
-        args, kwargs = map_leaves(lambda leaf: tensors.get(id(leaf), leaf), (self._args, self._kwargs))
+        args, kwargs = replace_leaves(self._args, tensors), replace_leaves(self._kwargs, tensors)
         layers = self.engine.options.prefetch_layers
         if layers is not None or self._orders.fetch_early:
             self.prefetch(1 if layers is None else layers)
@@ -304,14 +306,15 @@ class RecomputedCall(LayerCall):
             if len(saved) >= count:
                 raise _EnoughRecomputedError
 
-        contexts = [self._repeatable.context(), self._ambient.restored(), self._state.restored()]
+        found = (self._repeatable.context(), self._ambient.restored(), self._state.restored())
+        contexts: list[contextlib.AbstractContextManager[Any]] = [context for context in found if context is not None]
         if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
             contexts.append(Replay(self._answers, answer, self._ambient.skip_to, self._fail))
         try:
-            if any(contexts):
+            if contexts:
                 with contextlib.ExitStack() as stack:
-                    for context in filter(None, contexts):
+                    for context in contexts:
                         stack.enter_context(context)
                     self._repeat(collect, args, kwargs)
             else:

@@ -136,9 +136,9 @@ class Copier:
 
     def wait_for(self, arrival: Arrival) -> None:
         """Make the current stream wait for the bytes of an arrival, and the host until their copies are issued."""
-        stream = self.compute_stream()
-        if stream is None and arrival.issued is None:
+        if self.on_host and arrival.issued is None:
             return
+        stream = self.compute_stream()
         with self.stalling(stream):
             if arrival.issued is not None:
                 arrival.issued.wait()
@@ -188,13 +188,13 @@ class Copier:
 
 def _copy_bytes(device_bytes: Tensor, views: Sequence[Tensor], to_host: bool, non_blocking: bool) -> int:
     """Copy between a buffer of the device and pieces of host memory that may be longer in all; returns the bytes copied."""
-    first, length = 0, len(device_bytes)
-    if len(views) == 1 and len(views[0]) == length:
+    first, length = 0, device_bytes.nbytes
+    if len(views) == 1 and views[0].nbytes == length:
         target, source = (views[0], device_bytes) if to_host else (device_bytes, views[0])
         target.copy_(source, non_blocking=non_blocking)
         return length
     for view in views:
-        nbytes = min(len(view), length - first)
+        nbytes = min(view.nbytes, length - first)
         part, whole = device_bytes[first : first + nbytes], view[:nbytes]
         target, source = (whole, part) if to_host else (part, whole)
         target.copy_(source, non_blocking=non_blocking)

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from rlx.offload.arena import host_arena
 from rlx.offload.copies import Copier
 from rlx.offload.disk import extent_file
-from rlx.offload.identity import Region, region_of
+from rlx.offload.identity import region_of
 from rlx.offload.options import OffloadOptions
 from rlx.offload.orders import Orders
 from rlx.offload.places import DiskStore, HostStore, Staging, Store
@@ -31,7 +31,8 @@ logger = logging.getLogger("rlx.offload")
 # How many layer calls back a source may still be leaving: a layer's inputs have the whole layer to leave in, but what
 # `save="all"` sends off at the end of a layer has not.
 _LAG = {"boundary": 1, "attention": 1, "all": 2, "auto": 2}
-_LEAVES = frozenset({Tensor, Parameter, type(None), bool, int, float, str})  # types that hold nothing; the usual ones
+_EMPTY = frozenset({type(None), bool, int, float, str})  # types that hold nothing; the usual ones
+_LEAVES = _EMPTY | {Tensor, Parameter}
 
 
 class Layer:
@@ -136,7 +137,6 @@ class Engine:
         self._movers: dict[torch.device, Mover] = {}
         self._file = extent_file(options.directory) if options.directory is not None and options.uses_disk else None
         self._stores: dict[bool, tuple[Store, ...]] = {}
-        self._table: weakref.WeakValueDictionary[Region, Parked] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._thread = _OfThread()
         self._lock = threading.Lock()
@@ -152,8 +152,7 @@ class Engine:
         before = last() if last is not None else None
         self._thread.last = weakref.ref(call)
         for mover in tuple(self._movers.values()):
-            if mover.is_in_flight:
-                mover.begin_layer(number, _LAG[self.save])
+            mover.begin_layer(number, _LAG[self.save])
         return number, last if before is not None and before.layer.index <= call.layer.index else None
 
     def enter_backward(self, call: LayerCall) -> LayerCall | None:
@@ -174,16 +173,16 @@ class Engine:
         Which tensors may leave is the caller's decision.
         """
         region = region_of(tensor)
-        parked = self._table.get(region)
+        mover = self._movers.get(region.device) or self._mover(region.device)
+        reference = mover.table.get(region)
+        parked = reference() if reference is not None else None
         if parked is not None and parked.stands_for(tensor):
             return parked
-        mover = self._movers.get(region.device) or self._mover(region.device)
         parked = mover.park(tensor, region, call.number)
         if parked is None:
             self._warn_full(region.nbytes)
             return None
-        self._table[region] = parked
-        call.layer.counters.offloaded_bytes += region.nbytes
+        call.layer.counters.offloaded_bytes += parked.nbytes
         if self.options.max_inflight_bytes is not None:
             mover.bound(self.options.max_inflight_bytes)
         return parked
@@ -303,27 +302,44 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def leaves_of(values: Iterable[Any]) -> list[Any]:
-    """What is in nested tuples, lists, mappings and dataclasses."""
-    leaves: list[Any] = []
+def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
+    """`map_leaves` where a leaf stands for another by its id, and most for themselves."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(
+            [v if type(v) in _EMPTY else by_id[id(v)] if id(v) in by_id else replace_leaves(v, by_id) for v in value]
+        )
+    if kind is dict:
+        return {
+            key: v if type(v) in _EMPTY else by_id[id(v)] if id(v) in by_id else replace_leaves(v, by_id)
+            for key, v in value.items()
+        }
+    if kind in _LEAVES:
+        return value
+    return map_leaves(lambda leaf: by_id.get(id(leaf), leaf), value)
 
-    def note(leaf: Any) -> Any:
-        leaves.append(leaf)
-        return leaf
 
+def sort_leaves(values: Iterable[Any], tensors: list[Tensor], others: list[Any]) -> None:
+    """Add what is in nested tuples, lists, mappings and dataclasses to the tensors or to what may hold more.
+
+    Numbers, strings and None are left out.
+    """
     for value in values:
         kind = type(value)
-        if kind in _LEAVES:
-            leaves.append(value)
+        if kind is Tensor or kind is Parameter:
+            tensors.append(value)
+        elif kind in _EMPTY:
+            continue
         elif kind is tuple or kind is list:
-            leaves += leaves_of(value)
+            sort_leaves(value, tensors, others)
         elif kind is dict:
-            leaves += leaves_of(value.values())
+            sort_leaves(value.values(), tensors, others)
         else:
-            map_leaves(note, value)
-    return leaves
+            map_leaves(lambda leaf: (tensors if isinstance(leaf, Tensor) else others).append(leaf), value)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, mappings and dataclasses."""
-    return [leaf for leaf in leaves_of((value,)) if isinstance(leaf, Tensor)]
+    tensors: list[Tensor] = []
+    sort_leaves((value,), tensors, [])
+    return tensors

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.auto import Controller
 from rlx.offload.checkpoint import Repeatable, run_recomputed
-from rlx.offload.engine import Engine, Layer, leaves_of, map_leaves
+from rlx.offload.engine import Engine, Layer, map_leaves, sort_leaves
 from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
 from rlx.offload.module_state import Places
 from rlx.offload.options import OffloadOptions
@@ -58,8 +58,11 @@ class LayerForward(StandIn):
         engine = self.handle.engine
         if engine.save == "all":
             return run_saving(engine, self._layer, module, forward, args, kwargs)
-        leaves = [*leaves_of(args), *leaves_of(kwargs.values())]
-        caches = [leaf for leaf in leaves if is_cache(leaf)]
+        tensors: list[torch.Tensor] = []
+        others: list[Any] = []
+        sort_leaves(args, tensors, others)
+        sort_leaves(kwargs.values(), tensors, others)
+        caches = [leaf for leaf in others if is_cache(leaf)] if others else others
         if caches:
             if not module.training:
                 return forward(*args, **kwargs)
@@ -68,7 +71,6 @@ class LayerForward(StandIn):
         if self._places is None:
             self._places = Places(module)
         repeatable = Repeatable(module, forward, self._places, self._recompute_context)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return run_recomputed(engine, self._layer, repeatable, args, kwargs, tensors)
 
     def _check_empty(self, caches: Sequence[Any], module: nn.Module) -> None:

@@ -36,26 +36,6 @@ class Region(NamedTuple):
         return self.stop - self.start
 
 
-class Layout(NamedTuple):
-    """How a tensor looks at a storage; `offset` counts elements from the storage's first byte."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
-        """The layout of a tensor on its storage."""
-        return cls(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
-
-    def on(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
-        """The tensor on a storage that begins with byte `first_byte` of the one it was saved from."""
-        offset = self.offset - first_byte // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset, self.shape, self.stride)
-
-
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
     """First byte and the one after the last that a tensor looks at; a stride of 0 adds nothing."""
     size = tensor.element_size()
@@ -66,6 +46,14 @@ def span_bytes(tensor: Tensor) -> tuple[int, int]:
         return start, start
     last = sum((int(length) - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
+
+
+def span_length(tensor: Tensor) -> int:
+    """How many bytes there are from the first to the last that a tensor looks at."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    start, stop = span_bytes(tensor)
+    return stop - start
 
 
 def size_bytes(tensor: Tensor) -> int:
@@ -120,8 +108,7 @@ def storage_address(tensor: Tensor) -> int:
 class Probe:
     """Watches a plain tensor's version counter without keeping its memory.
 
-    The probe shares the counter with the tensor and every view of it, as autograd's own check does, and is the only
-    thing that is left of a tensor whose bytes have moved.
+    The probe shares the counter with the tensor and every view of it, as autograd's own check does.
     """
 
     __slots__ = ("alias", "version")
@@ -135,11 +122,30 @@ class Probe:
         """Whether nothing has been written to the tensor or its views since."""
         return self.alias._version == self.version
 
-    def on(self, tensor: Tensor) -> Tensor:
-        """A tensor's memory under the counter: who writes to what has come back writes to all that looked at the original."""
-        look = self.alias.detach()
-        look.data = tensor
-        return look
+
+class Look(Probe):
+    """What is left of a plain tensor whose bytes have moved: its version counter, and how it looked at its storage."""
+
+    __slots__ = ("_offset", "_stride", "dtype", "shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self._stride = tensor.stride()
+        self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
+
+    def on(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
+        """The tensor on a storage that begins with byte `first_byte` of the one that it was saved from.
+
+        It has the counter: who writes to what has come back writes to all that looked at the original.
+        """
+        tensor = self.alias.detach()
+        offset = self._offset - first_byte // self.dtype.itemsize
+        tensor.data = torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, offset, self.shape, self._stride
+        )
+        return tensor
 
 
 def without_memory(tensor: Tensor) -> Tensor:

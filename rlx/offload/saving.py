@@ -12,13 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.engine import Engine, Layer, LayerCall, tensors_in
 from rlx.offload.identity import (
-    Layout,
-    Probe,
+    Look,
     is_parameter,
     is_plain,
     modified_in_place,
     size_bytes,
-    span_bytes,
+    span_length,
     storage_address,
 )
 from rlx.offload.transfer import Parked
@@ -48,23 +47,20 @@ class Kept:
 class Saved:
     """A saved tensor whose bytes have left."""
 
-    __slots__ = ("_call", "_layout", "_parked", "_probe")
+    __slots__ = ("_call", "_look", "_parked")
 
     def __init__(self, call: SavingCall, parked: Parked, tensor: Tensor) -> None:
         self._call = call
         self._parked = parked
-        self._layout = Layout.of(tensor)
-        self._probe = Probe(tensor)
+        self._look = Look(tensor)
 
     def restore(self) -> Tensor:
         """The tensor with its layout, on bytes brought back; RuntimeError if the original was written to since."""
-        if not self._probe.is_untouched:
-            raise modified_in_place(
-                self._layout.shape, self._layout.dtype, self._probe.version, "but was written to after that"
-            )
+        look = self._look
+        if not look.is_untouched:
+            raise modified_in_place(look.shape, look.dtype, look.version, "but was written to after that")
         self._call.begin_unpack()
-        storage, first_byte = self._parked.on_device()
-        return self._probe.on(self._layout.on(storage, first_byte))
+        return look.on(*self._parked.on_device())
 
 
 def unpack(packed: Kept | Saved) -> Tensor:
@@ -110,8 +106,7 @@ class SavingCall(LayerCall):
         # Tangents that stand for zeros have no storage at all.
         if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
             return False
-        start, stop = span_bytes(tensor)
-        return stop - start >= max(self.engine.options.min_bytes, 1)
+        return span_length(tensor) >= (self.engine.options.min_bytes or 1)
 
 
 def run_saving(

@@ -20,7 +20,6 @@ from torch.nn import Parameter
 
 from rlx.offload.identity import modified_in_place, without_memory
 
-
 _SHAPE = operator.attrgetter("shape")
 
 
@@ -86,19 +85,19 @@ class Slots:
         """
         saved, versions, by_base = self.saved, self.versions, self._watch_by_base
         watches: list[Tensor | None] = []
-        for index, base in enumerate(_bases(saved)):
-            if type(base) is Parameter and versions[index] is not None:
-                self.parameters[index] = base
-                watches.append(base)
-                continue
+        for tensor, base, version in zip(saved, _bases(saved), versions, strict=True):
             watch: Tensor | None = None
-            if versions[index] is not None and type(saved[index]) is Tensor:
+            if version is None:
+                pass
+            elif type(base) is Parameter:
+                self.parameters[len(watches)] = watch = base
+            elif type(tensor) is Tensor:
                 watch = by_base.get(id(base))  # all views of a tensor share its version counter
                 if watch is None:
                     try:
-                        by_base[id(base)] = watch = without_memory(saved[index])
+                        by_base[id(base)] = watch = without_memory(tensor)
                     except RuntimeError:  # sparse and nested layouts
-                        pass
+                        watch = None
             watches.append(watch)
         self._kinds = expected if expected is not None and expected.are_of(saved) else Kinds.of(saved)
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlx.offload.identity import Layout, Probe
+from rlx.offload.identity import Look
 from rlx.offload.transfer import Parked
 
 
@@ -19,7 +19,7 @@ class Stored:
         parked: its bytes off the device; None: they stay.
     """
 
-    __slots__ = ("_kept", "_layout", "_parked", "_probe", "_requires_grad", "_version")
+    __slots__ = ("_kept", "_look", "_parked", "_requires_grad", "_version")
 
     def __init__(self, tensor: Tensor, parked: Parked | None) -> None:
         self._requires_grad = tensor.requires_grad
@@ -29,20 +29,19 @@ class Stored:
             self._kept = tensor if isinstance(tensor, Parameter) else tensor.detach()
             self._version = None if tensor.is_inference() else tensor._version
         else:
-            self._layout = Layout.of(tensor)
-            self._probe = Probe(tensor)
+            self._look = Look(tensor)
 
     @property
     def is_untouched(self) -> bool:
         """Whether nothing has been written to the tensor since."""
         if self._kept is None:
-            return self._probe.is_untouched
+            return self._look.is_untouched
         return self._version is None or self._kept._version == self._version
 
     @property
     def watch(self) -> Tensor:
         """What shares the tensor's version counter for as long as this lives."""
-        return self._probe.alias if self._kept is None else self._kept
+        return self._look.alias if self._kept is None else self._kept
 
     @property
     def is_whole(self) -> bool:
@@ -56,8 +55,7 @@ class Stored:
             RuntimeError: if the bytes were overwritten.
         """
         if self._parked is not None:
-            storage, first_byte = self._parked.on_device()
-            return self._probe.on(self._layout.on(storage, first_byte)).requires_grad_(self._requires_grad)
+            return self._look.on(*self._parked.on_device()).requires_grad_(self._requires_grad)
         assert self._kept is not None
         if not self.is_untouched:
             raise modified_input(self._kept)

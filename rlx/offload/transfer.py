@@ -42,18 +42,12 @@ from rlx.offload.places import Place, Store
 from rlx.offload.stats import Counters
 
 
-class OnDevice(NamedTuple):
-    """A storage on the device and the byte of the original one with which it begins."""
-
-    storage: torch.UntypedStorage
-    first_byte: int
-
-
 class Parked:
     """One range of bytes off the device. Made by `Mover.park`; shared by all saved tensors that look at the range."""
 
     def __init__(self, mover: Mover, tensor: Tensor, region: Region, place: Place) -> None:
         storage = tensor.untyped_storage()
+        self.nbytes = region.nbytes
         self._place = place
         self._mover = mover
         self._storage_ref = weakref.ref(storage)
@@ -70,11 +64,6 @@ class Parked:
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether the storage the bytes came from still lives and is the tensor's (Note [identity of a saved tensor])."""
         return self._storage_ref() is tensor.untyped_storage()
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the range [bytes]."""
-        return self._region.nbytes
 
     @property
     def is_torn(self) -> bool:
@@ -101,13 +90,13 @@ class Parked:
     def _fetched(self) -> Arrival:
         if self._arrival is None:
             copier = self._mover.copier
-            arrival = Arrival(self._region.nbytes, self._region.device, copier.compute_stream())
+            arrival = Arrival(self.nbytes, copier.device, copier.compute_stream())
             self._place.read(copier, arrival)
             self._arrival = arrival
         return self._arrival
 
-    def on_device(self) -> OnDevice:
-        """The bytes, ready for the current stream.
+    def on_device(self) -> tuple[torch.UntypedStorage, int]:
+        """A storage with the bytes, ready for the current stream, and the byte of the original one with which it begins.
 
         Raises:
             RuntimeError: if they were overwritten while they left.
@@ -120,11 +109,11 @@ class Parked:
                 "clone it before the write"
             )
         if source is not None:
-            return OnDevice(source.untyped_storage(), 0)
+            return source.untyped_storage(), 0
         with self._mover.lock:
             arrival = self._fetched()
         self._mover.copier.wait_for(arrival)
-        return OnDevice(arrival.buffer.untyped_storage(), self._region.start)
+        return arrival.buffer.untyped_storage(), self._region.start
 
     def unload(self) -> None:
         """Let the bytes on the device go; a later use fetches anew. Call it on the thread that used them."""
@@ -139,6 +128,9 @@ class Parked:
         if self._source is not None and self._left is not None and self._home is not None:
             self._home.wait_event(self._left)
         self._place.give()
+        reference = self._mover.table.get(self._region)
+        if reference is not None and reference() in (None, self):  # else the same region has been parked anew
+            self._mover.table.pop(self._region, None)
 
 
 class _Flight(NamedTuple):
@@ -159,6 +151,7 @@ class Mover:
     def __init__(self, copier: Copier, stores: Sequence[Store], counters: Counters) -> None:
         self.copier = copier
         self.lock = threading.Lock()
+        self.table: dict[Region, weakref.ref[Parked]] = {}  # what is off the device
         self._stores = stores
         self._counters = counters
         self._in_flight: deque[_Flight] = deque()
@@ -178,19 +171,17 @@ class Mover:
             else:
                 return None
             parked = Parked(self, tensor, region, place)
-            self._counters.offloaded_bytes += region.nbytes
+            self.table[region] = weakref.ref(parked)
+            self._counters.offloaded_bytes += parked.nbytes
             if not self.copier.on_host:
-                self._in_flight.append(_Flight(layer_call, region.nbytes, weakref.ref(parked)))
-                self._in_flight_bytes += region.nbytes
+                self._in_flight.append(_Flight(layer_call, parked.nbytes, weakref.ref(parked)))
+                self._in_flight_bytes += parked.nbytes
             return parked
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether sources are held until they have left."""
-        return bool(self._in_flight)
 
     def begin_layer(self, layer_call: int, lag: int) -> None:
         """Release the sources sent off `lag` or more layer calls before `layer_call`."""
+        if not self._in_flight:
+            return
         with self.lock:
             while self._in_flight and self._in_flight[0].layer_call <= layer_call - lag:
                 self._release_oldest()

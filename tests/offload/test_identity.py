@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.offload.identity import Layout, Probe, is_parameter, is_plain, region_of, span_bytes
+from rlx.offload.identity import Look, Probe, is_parameter, is_plain, region_of, span_bytes
 from rlx.offload.transfer import _bytes_of
 
 
@@ -29,7 +29,7 @@ def looks(draw):
 def test_a_layout_comes_back_exactly_on_copied_bytes(tensor):
     region = region_of(tensor)
     copied = _bytes_of(tensor.untyped_storage(), region).clone()
-    again = Layout.of(tensor).on(copied.untyped_storage(), region.start)
+    again = Look(tensor).on(copied.untyped_storage(), region.start)
     assert (again.shape, again.stride(), again.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
     assert torch.equal(again, tensor)
     start, stop = span_bytes(tensor)
