@@ -23,6 +23,7 @@ from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
 from rlx.engine.out_of_memory import SecondTry
 from rlx.engine.residency import Parking
+from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import precision_of, shard, transformer_layers
 from rlx.models.hf_folder import ModelCard
 from rlx.models.loading import load_model, load_skeleton
@@ -62,6 +63,7 @@ class Engine:
         tokenizer: goes along with the weights into checkpoints.
         seed: of a fresh value head.
         name: of the role, in messages and accounts of host memory.
+        sequence_parallel: neighbouring processes that share each sequence and get the same rows; 1: none do.
 
     Raises:
         ValueError: the options do not fit each other, the model or the number of processes.
@@ -82,6 +84,7 @@ class Engine:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         seed: int = 0,
         name: str = "model",
+        sequence_parallel: int = 1,
     ):
         self.model_config, self.fsdp, self.device, self.head = model, fsdp, device, head
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
@@ -104,8 +107,12 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
-        packs = model.use_remove_padding and head != "score"
-        self._forward = Forward(self.root, plain, device, model.attn_implementation if packs else None)
+        self._sequences = None
+        if sequence_parallel > 1:
+            self._sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config().num_attention_heads)
+        attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
+        together = self._sequences and self._sequences.processes
+        self._forward = Forward(self.root, plain, device, attention, together)
         self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:
             register_attention(packed_attention)
@@ -121,6 +128,19 @@ class Engine:
         arena = host_arena(pinned=pinned and device.type != "cpu")
         self._parked_parameters = Parking(arena, f"{name}_parameters")
         self._parked_state = Parking(arena, f"{name}_optimizer_state")
+        if together is not None:
+            self._require_packing(sequence_parallel)
+
+    def _require_packing(self, sequence_parallel: int) -> None:
+        packs = self.model_config.attn_implementation == "sdpa" and self._forward.packs
+        self.sharded.reshard()
+        if not packs:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={sequence_parallel}: got use_remove_padding="
+                f"{self.model_config.use_remove_padding}, attn_implementation={self.model_config.attn_implementation} and a "
+                f"{type(self.root).__name__}; expected use_remove_padding=True, sdpa and a model whose sequences can be packed "
+                "(the log says where they cannot)"
+            )
 
     # What the model says ------------------------------------------------------------------------------------------
 
@@ -190,7 +210,10 @@ class Engine:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             most = int(largest)
         for rows in parts:
-            yield (pack if packs else take)(batch, rows, lengths).to(self.device)
+            part = (pack if packs else take)(batch, rows, lengths)
+            if self._sequences is not None and part.packed is not None:
+                part = part._replace(packed=self._sequences.own(part.packed))
+            yield part.to(self.device)
 
     # Learning -----------------------------------------------------------------------------------------------------
 
@@ -220,6 +243,7 @@ class Engine:
             return self._passes(parts, objective, totals)
 
         sums, maxima = passes() if self._second_try is None else self._second_try.run(passes)
+        sums = {name: figure / self._copies for name, figure in sums.items()}
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
         return metrics | self._step(self.optimizer, self.optim)
 
@@ -244,7 +268,12 @@ class Engine:
         mask_BR = objective.mask(batch)
         counts = torch.stack([objective.denominator(mask_BR), mask_BR.sum()]).double().to(self.device)
         dist.all_reduce(counts)
-        return Totals(*counts.clamp(min=1).tolist())
+        return Totals(*(counts / self._copies).clamp(min=1).tolist())
+
+    @property
+    def _copies(self) -> int:
+        """How many processes have the same rows."""
+        return 1 if self._sequences is None else self._sequences.size
 
     def _over_processes(self, each: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> Metrics:
         if not each:

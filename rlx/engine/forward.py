@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlx.engine.micro_batch import MicroBatch
 from rlx.models.log_probs import head_replaced, token_log_probs
 from rlx.models.packed_attention import use_packed_attention, why_not_packed, witnessed
+from rlx.models.sequence_parallel import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,10 +54,19 @@ class Forward:
         device: of this process.
         attention: implementation of attention, as transformers names it, with which sequences are to be packed; None
             where rows are to be padded.
+        together: the processes that share each packed row, of which `MicroBatch.packed` holds this one's part.
     """
 
-    def __init__(self, root: nn.Module, plain: "PreTrainedModel", device: torch.device, attention: str | None):
+    def __init__(
+        self,
+        root: nn.Module,
+        plain: "PreTrainedModel",
+        device: torch.device,
+        attention: str | None,
+        together: dist.ProcessGroup | None = None,
+    ):
         self._root, self._plain, self._device, self._attention = root, plain, device, attention
+        self._together = together
 
     def __call__(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
         """What the model says at the positions from which the tokens of the window are predicted.
@@ -72,12 +82,16 @@ class Forward:
             # Nothing is predicted from the last token, so it need not be read.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
             return self._figures(inputs, window, slice(-window, None), part.batch.responses(), distribution)
-        predicting, shape = part.packed.predicting, part.batch["response_mask"].shape
-        inputs = _inputs(*part.packed[:4])
+        predicting, places = part.packed.predicting, part.packed.places
+        inputs = _inputs(*part.packed[:4], self._together)
         figures = self._figures(inputs, predicting, predicting, part.packed.targets, distribution)
-        # Places without a response token, at the end of a row, stay 0.
-        empty = {name: x.new_zeros(shape.numel()) for name, x in figures.items()}
-        return {name: empty[name].index_copy(0, part.packed.places, x[0]).view(shape) for name, x in figures.items()}
+        return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
+
+    def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+        """In the window, with those of the other processes that share the row; where there is no response token, 0."""
+        empty = figures_K.new_zeros(shape.numel())
+        placed = empty.index_copy(0, places, figures_K[: len(places)]).view(shape)
+        return placed if self._together is None else joined(placed, self._together)
 
     def _figures(
         self,
@@ -155,9 +169,12 @@ class Forward:
             logger.warning("%s: %s, since %s", type(self._plain).__name__, what, reason)
 
 
-def _inputs(input_ids: Tensor, position_ids: Tensor, starts: Tensor, longest: int) -> dict[str, Any]:
+def _inputs(
+    input_ids: Tensor, position_ids: Tensor, starts: Tensor, longest: int, together: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Packed sequences as transformers names them, for its own variable-length kernels and ours."""
     return {
+        **({} if together is None else {"sequence_group": together}),
         "input_ids": input_ids,
         "position_ids": position_ids,
         "cu_seq_lens_q": starts,

@@ -14,9 +14,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
+
+from rlx.models.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,9 +170,10 @@ def _attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    sequence_group: dist.ProcessGroup | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; without lengths each row is one sequence."""
+    """What transformers calls; without lengths each row is one sequence. A group's processes hold parts of one row."""
     wrong = [what for name, what in UNKNOWN.items() if more.get(name) is not None]
     if attention_mask is not None:
         wrong.append("masks tokens")
@@ -185,4 +189,8 @@ def _attention(
     if cu_seq_lens_q is None:
         return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2), None
     assert max_length_q is not None
-    return packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout), None
+    options = (cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout)
+    if sequence_group is None:
+        return packed_attention(query, key, value, *options), None
+    query, key, value = (heads_for_tokens(x, sequence_group) for x in (query, key, value))
+    return tokens_for_heads(packed_attention(query, key, value, *options), sequence_group), None

@@ -9,7 +9,7 @@ from rank_tools import Gradients, build, corrected, make_batch, own_share, polic
 from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss
-from rlx.config.schema import AGGREGATIONS, ModelConfig, PolicyLossConfig
+from rlx.config.schema import AGGREGATIONS, ActivationOffloadConfig, ModelConfig, PolicyLossConfig
 from rlx.data.batch import Batch
 from rlx.models.loading import load_model
 
@@ -55,17 +55,29 @@ def changed(batch, change):
     return Batch.of({name: pad(name, column) for name, column in batch.tensors.items()})
 
 
-def cut_gradients(folder, kinds, strategy, cases):
+def cut_gradients(folder, kinds, strategy, cases, together=1, offload=False):
     """For each kind, mode and case (shares, cut, change) the gradient and the metrics, from one engine that stays where it is."""
-    engine = build(folder, strategy=strategy, head=KINDS[kinds[0]].head, lr=0.0)
+    model = {
+        "enable_activation_offload": True,
+        "activation_offload": ActivationOffloadConfig(save="attention", min_bytes=0),
+    }
+    head = KINDS[kinds[0]].head
+    engine = build(
+        folder, strategy=strategy, head=head, lr=0.0, model=model if offload else None, sequence_parallel=together
+    )
     gradients = Gradients(engine)
     metrics = []
     for kind in kinds:
         for mode in AGGREGATIONS:
             for shares, cut, change in cases:
-                batch = own_share(changed(make_batch(), change), shares)
+                batch = own_share(changed(make_batch(), change), shares, together)
                 metrics.append(engine.update(batch, cut, KINDS[kind].objective(mode)))
     return torch.stack(gradients.seen), metrics
+
+
+def several(calls):
+    """The results of several calls of `cut_gradients`."""
+    return [cut_gradients(*call) for call in calls]
 
 
 def naive(folder, kinds):

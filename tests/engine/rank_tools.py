@@ -91,10 +91,11 @@ def value(mode: str = "token-mean") -> ValueObjective:
     return ValueObjective(CriticConfig(loss_agg_mode=mode), horizon=R)
 
 
-def own_share(batch: Batch, sizes: Sequence[int]) -> Batch:
-    """This rank's contiguous share."""
-    first = sum(sizes[: dist.get_rank()])
-    return batch.rows(range(first, first + sizes[dist.get_rank()]))
+def own_share(batch: Batch, sizes: Sequence[int], together: int = 1) -> Batch:
+    """This rank's contiguous share, which `together` neighbours have alike."""
+    number = dist.get_rank() // together
+    first = sum(sizes[:number])
+    return batch.rows(range(first, first + sizes[number]))
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:

@@ -66,9 +66,27 @@ def test_every_policy_loss_in_two_processes(expected_of_losses, model_folder, tw
         agree(gradients, metrics, expected_of_losses, len(cases))
 
 
-def test_four_processes_of_which_one_has_no_rows(model_folder, one_rank, four_ranks):
-    """A loss of tokens and one of sequences, in processes that only this test needs."""
-    kinds, cases = ("policy", "gspo"), [((3, 0, 4, 1), TOKENS[0], "reordered")]
+def test_four_processes_of_which_some_have_no_rows_or_the_same(model_folder, one_rank, four_ranks):
+    """A loss of tokens and one of sequences, in processes that only this test needs: each on its own rows, each pair on its
+    own, all on the same.
+    """
+    kinds = ("policy", "gspo")
+    dealt = [(1, (3, 0, 4, 1), "reordered"), (2, (8, 0), "left"), (2, (3, 5), None), (4, (8,), None)]
+    calls = [
+        (model_folder, kinds, "fsdp2", [(shares, TOKENS[0], change)], together) for together, shares, change in dealt
+    ]
     expected = one_rank("invariance", "naive", model_folder, kinds)[0]
-    for gradients, metrics in four_ranks("invariance", "cut_gradients", model_folder, kinds, "fsdp2", cases):
-        agree(gradients, metrics, expected, len(cases))
+    for of_rank in four_ranks("invariance", "several", calls):
+        for gradients, metrics in of_rank:
+            agree(gradients, metrics, expected, 1)
+
+
+SHARED = [((8,), ROWS[2], None), ((8,), TOKENS[1], "reordered")]
+
+
+@pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", False), ("fsdp2", True), ("fsdp", True)])
+def test_two_processes_that_share_every_sequence(strategy, offload, kind, expected, model_folder, two_ranks):
+    for gradients, metrics in two_ranks(
+        "invariance", "cut_gradients", model_folder, (kind,), strategy, SHARED, 2, offload
+    ):
+        agree(gradients, metrics, expected, len(SHARED))

@@ -1,0 +1,50 @@
+"""The processes that work on the same rows together: each on its part of the tokens, outside attention."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from rlx.engine.micro_batch import Packed
+
+
+class SequenceGroup:
+    """Neighbouring processes that share every row of packed sequences (Ulysses). All processes build theirs together.
+
+    Args:
+        size: processes that share a row; divides their number.
+        heads: query heads of the model's attention.
+
+    Raises:
+        ValueError: `size` divides neither the number of processes nor of heads.
+    """
+
+    def __init__(self, size: int, heads: int):
+        faults = [
+            f"{size} does not divide {count} {what}"
+            for count, what in ((dist.get_world_size(), "processes"), (heads, "attention heads"))
+            if count % size
+        ]
+        if faults:
+            raise ValueError(f"ulysses_sequence_parallel_size: {' and '.join(faults)}; expected a divisor of both")
+        self.size = size
+        self.processes, _ = dist.new_subgroups(group_size=size)
+
+    def own(self, packed: Packed) -> Packed:
+        """This process's part of the row: as many tokens on each; where tokens lack, a sequence of padding ends the row.
+
+        `starts` and `longest` are still those of the whole row. A part from which no response token is predicted asks for one
+        all the same, whose figure has no place.
+        """
+        count = packed.input_ids.shape[1]
+        padding = -count % self.size
+        share = (count + padding) // self.size
+        first = dist.get_rank(self.processes) * share
+        ids = F.pad(packed.input_ids, (0, padding))[:, first : first + share]
+        positions = torch.cat([packed.position_ids, torch.arange(padding)[None]], dim=1)[:, first : first + share]
+        starts = F.pad(packed.starts, (0, 1), value=count + padding) if padding else packed.starts
+        inside = (packed.predicting >= first) & (packed.predicting < first + share)
+        predicting, targets = packed.predicting[inside] - first, packed.targets[:, inside]
+        if not inside.any():
+            predicting, targets = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+        places = packed.places[inside]
+        return Packed(ids, positions, starts, max(packed.longest, padding), predicting, targets, places)
