@@ -132,6 +132,24 @@ def test_bf16_compute_comes_near_the_fp64_gradient(strategy, plain_training, mod
         assert all(tensor.dtype == torch.float32 for tensor in weights.values())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_packed_and_padded_micro_batches_train_alike(strategy, model_folder, two_ranks):
+    packed, padded = (
+        two_ranks("engine", "trained", model_folder, strategy, 2, None, {"use_remove_padding": packs})
+        for packs in (True, False)
+    )
+    for (metrics, gradients, weights, _), other in zip(packed, padded, strict=True):
+        for got, want in zip(metrics, other[0], strict=True):
+            assert got == pytest.approx(want, rel=1e-9, abs=1e-12)
+        assert all((a - b).norm() <= 1e-10 * b.norm() for a, b in zip(gradients, other[1], strict=True))
+        assert all(torch.allclose(tensor, other[2][name], rtol=0, atol=1e-8) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sharded_models_take_packed_sequences_and_give_log_probs_from_the_head(strategy, model_folder, two_ranks):
+    assert two_ranks("engine", "ways", model_folder, strategy) == [[(True, True), (False, True)]] * 2
+
+
 @pytest.mark.parametrize(("save", "tier"), [("boundary", "cpu"), ("attention", "disk"), ("all", "cpu")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_activation_offload_changes_no_bit(strategy, save, tier, model_folder, ranks, tmp_path):

@@ -10,7 +10,8 @@ import transformers as hf
 from rlx.data.batch import Batch
 from rlx.engine.forward import Distribution, Forward
 from rlx.engine.micro_batch import pack, row_lengths, take
-from rlx.models.packed_attention import PACKED
+from rlx.models.packed_attention import PACKED, packed_attention
+from rlx.offload import OffloadOptions, enable_activation_offloading, register_attention
 
 P, R, VOCAB = 5, 8, 61
 SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
@@ -180,3 +181,19 @@ def test_a_model_that_goes_on_after_its_head_is_read_by_its_logits(name, batch, 
         expected.append(every.gather(-1, ids[lengths[row].prompt :, None])[:, 0])
     torch.testing.assert_close(figures["log_probs"], torch.cat(expected).detach(), rtol=0, atol=1e-5)
     assert gradient.norm() > 0
+
+
+def test_offloading_answers_packed_attention_in_backward(batch):
+    """Whatever the sequences of a micro-batch are, attention is one call of a layer, and is not computed again."""
+    register_attention(packed_attention)
+    model = made(LANGUAGE_MODELS["qwen2"])
+    handle = enable_activation_offloading(model, True, OffloadOptions(save="attention", min_bytes=0))
+    forward = Forward(model, model, torch.device("cpu"), "sdpa")
+    for rows in ([0, 1, 2], [2, 0]):
+        part = pack(batch, rows, row_lengths(batch)) if forward.packs else None
+        loss = forward(part, Distribution(1.0, with_entropy=False))["log_probs"].sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss.backward()
+        assert not [event for event in profile.events() if event.name == "aten::scaled_dot_product_attention"]
+    assert handle.stats().offloaded_bytes > 0
+    handle.disable()
