@@ -8,6 +8,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
@@ -216,6 +217,30 @@ def test_autocast(toys, plan):
             return read(model)
 
     check(toys, build("qwen2"), step, PLANS[plan])
+
+
+def differentiated_twice(model):
+    x = torch.linspace(-1, 1, 2 * 6 * 16).sin().view(2, 6, 16).requires_grad_()
+    loss = model(x)
+    gradients = torch.autograd.grad(loss, [x, model.layers[1].v.weight], create_graph=True)
+    return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
+def differentiated_twice_in_turn(model):
+    """The first gradient is taken from a graph that backward goes through again."""
+    x = torch.linspace(-1, 1, 2 * 6 * 16).cos().view(2, 6, 16).requires_grad_()
+    loss = model(x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss.backward(retain_graph=True)
+    (again,) = torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+    return (gradient * again.detach()).sum()
+
+
+@pytest.mark.parametrize("step", [differentiated_twice, differentiated_twice_in_turn])
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_of_gradients(toys, plan, step):
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        check(toys, toys.decoder(dropout=0.1), step, PLANS[plan])
 
 
 @pytest.mark.parametrize("plan", PLANS)
