@@ -72,8 +72,9 @@ Keys and meanings are verl's wherever both have the feature. The differences:
   set; with tier disk that key bounds the staging memory. The directory must exist and be writable: on a single machine that
   is checked beforehand, on a cluster by each worker as it starts.
 - `data.train_files` also takes JSONL and `builtin:arithmetic`; a single file needs no brackets.
-- Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None)` works unchanged; reward managers
-  other than naive and batch do not exist, and reward models are those with one label for a sequence.
+- Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None)` works unchanged, and in
+  processes with limits of time and memory; `reward.reward_manager.name` is naive or batch. Reward models are those with one
+  label for a sequence; `reward_model.rule_weight` adds the functions' score. See [rewards.md](rewards.md).
 - `algorithm.rollout_correction` has the weights of verl and five of its tests; bounds of a ratio, r = trainer over sampler,
   hold for r in every test, and `rollout_token_veto_threshold` is still there. What a rejected token leaves out is said in
   [rollout.md](rollout.md#mismatch-and-correction). The sampler's mismatch is always logged.

@@ -147,7 +147,9 @@ def main() -> None:
     descriptor, parent, memory_bytes, at_once = map(int, sys.argv[1:])
     end_with(parent)
     if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
     Process(Connection(descriptor), at_once).serve()
     os._exit(0)  # whatever threads the functions have left running
 

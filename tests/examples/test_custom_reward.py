@@ -1,3 +1,5 @@
+"""The examples of reward functions, through the manager that a run uses."""
+
 from pathlib import Path
 
 import pytest
@@ -6,28 +8,48 @@ import torch
 from rlx.config.compose import compose
 from rlx.data.batch import Batch
 from rlx.main_ppo import main
-from rlx.rewards.manager import RewardManager
+from rlx.rewards.manager import RewardManager, Scores
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
-OVERRIDE = f"custom_reward_function.path={EXAMPLE}"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def command(name: str) -> list[str]:
+    """What the example's own text says to type."""
+    (line,) = [line for line in (EXAMPLES / name).read_text().splitlines() if "rlx.main_ppo" in line]
+    return line.split("rlx.main_ppo ")[1].replace("examples/", f"{EXAMPLES}/").split()
+
+
+def score(name: str, responses: list[str], truths: list[str], folder: Path) -> Scores:
+    config = compose([*command(name), "reward.num_workers=1"]).config
+    info = {"response_text": responses, "ground_truth": truths}
+    info |= {"data_source": ["rlx/arithmetic"] * len(truths), "extra_info": [{}] * len(truths)}
+    batch = Batch.of({"group_id": torch.zeros(len(truths), dtype=torch.int64)}, info)
+    with RewardManager(config.reward, config.custom_reward_function) as rewards:
+        return rewards.score(batch, folder)
 
 
 def test_right_and_short_earns_most(tmp_path: Path):
-    config = compose([OVERRIDE]).config
     responses = ["#### 7", "So " * 15 + "it is #### 7", "So " * 100 + "it is #### 7", "#### 8"]
-    info = {
-        "response_text": responses,
-        "data_source": ["rlx/arithmetic"] * 4,
-        "ground_truth": ["7"] * 4,
-        "extra_info": [{}] * 4,
-    }
-    batch = Batch.of({"group_id": torch.zeros(4, dtype=torch.int64)}, info)
-    scores = RewardManager(config.reward, config.custom_reward_function).score(batch, tmp_path)
+    scores = score("custom_reward.py", responses, ["7"] * 4, tmp_path)
     assert scores.extra["acc"] == [1.0, 1.0, 1.0, 0.0]
     assert scores.extra["characters"] == [len(text) for text in responses]
     assert scores.scores.tolist() == pytest.approx([1.0, 1.0, 0.5, 0.0])
 
 
-def test_the_command_of_the_example_is_valid(capsys: pytest.CaptureFixture[str]):
-    assert main(["--check", OVERRIDE]) == 0
-    assert str(EXAMPLE) in capsys.readouterr().out
+def test_programs_run_side_by_side(tmp_path: Path):
+    programs = ["print(3 + 4)", "import time; time.sleep(0.2); print(7)", "print(8)", "exit(1)", "no program"]
+    scores = score("custom_reward_async.py", programs, ["7"] * 5, tmp_path)
+    assert scores.scores.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert scores.extra["too_slow"] == [0.0] * 5
+
+
+def test_copies_share_one_reward(tmp_path: Path):
+    scores = score("custom_reward_batch.py", ["#### 7", "so #### 7", "#### 7", "#### 8"], ["7"] * 4, tmp_path)
+    assert scores.scores.tolist() == [0.5, 1.0, 0.5, 0.0]
+    assert scores.extra["acc"] == [1.0, 1.0, 1.0, 0.0] and scores.extra["copies"] == [2.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["custom_reward.py", "custom_reward_async.py", "custom_reward_batch.py"])
+def test_the_command_of_the_example_is_valid(name: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["--check", *command(name)]) == 0
+    assert str(EXAMPLES / name) in capsys.readouterr().out
