@@ -34,6 +34,7 @@ _KERNELS = (
 _cuda: Any = torch.backends.cuda
 _flash, _mem_efficient = _cuda.flash_sdp_enabled, _cuda.mem_efficient_sdp_enabled
 _cudnn, _math = _cuda.cudnn_sdp_enabled, _cuda.math_sdp_enabled
+_is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
 
 class _Sections:
@@ -120,7 +121,7 @@ class Ambient:
             RuntimeError: if it drew while another thread ran a section.
         """
         try:
-            is_same = all(map(_is_same, self._random, self.random_state()))
+            is_same = self._is_as_now(self._random)
         finally:
             is_alone, is_unset = _sections.end(self._section)
         self._is_drawn = not (is_same and (is_alone or is_unset))
@@ -139,7 +140,13 @@ class Ambient:
 
         With another thread in a section they are left alone: they would be taken away from that one.
         """
-        return not all(map(_is_same, states, self.random_state())) and not _sections.is_anyone_elses()
+        return not self._is_as_now(states) and not _sections.is_anyone_elses()
+
+    def _is_as_now(self, states: tuple[Tensor, ...]) -> bool:
+        try:
+            return all(map(torch.equal, states, self.random_state()))
+        except AssertionError:  # under a mode that takes no other tensors than its own, such as FakeTensorMode
+            return False
 
     @contextlib.contextmanager
     def _restored(self, redraws: bool) -> Iterator[None]:
@@ -203,16 +210,9 @@ def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
         torch.empty(0).device,  # a fifth of the time of torch.get_default_device
         (_flash(), _mem_efficient(), _cudnn(), _math()),
         torch.is_autocast_cache_enabled(),
-        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
+        (_is_autocast("cpu"), _autocast_dtype("cpu")),
+        *([(_is_autocast(kind), _autocast_dtype(kind)) for kind in kinds] if kinds else ()),
     )
-
-
-def _is_same(state: Tensor, other: Tensor) -> bool:
-    try:
-        return torch.equal(state, other)
-    except AssertionError:  # under a mode that takes no other tensors than its own, such as FakeTensorMode
-        return False
 
 
 @functools.cache

@@ -53,7 +53,8 @@ class Slots:
         # Known when forward has ended. What shares the version counter: a parameter itself, else a tensor without memory.
         self.watches: list[Tensor | None] = []
         self.parameters: dict[int, Parameter] = {}  # those that slots look at
-        self._kinds = Kinds([], [])
+        self._others: list[int] = []  # the slots that look at none
+        self._kinds = Kinds([], [])  # of what these look at
         # While forward runs: what watches a tensor and its views, by the id of the one that they are views of.
         self._watch_by_base: dict[int, Tensor] = {}
 
@@ -85,13 +86,16 @@ class Slots:
         """
         saved, versions, by_base = self.saved, self.versions, self._watch_by_base
         watches: list[Tensor | None] = []
+        others: list[Tensor] = []
         for tensor, base, version in zip(saved, _bases(saved), versions, strict=True):
+            if type(base) is Parameter and version is not None:
+                self.parameters[len(watches)] = base
+                watches.append(base)
+                continue
             watch: Tensor | None = None
-            if version is None:
-                pass
-            elif type(base) is Parameter:
-                self.parameters[len(watches)] = watch = base
-            elif type(tensor) is Tensor:
+            self._others.append(len(watches))
+            others.append(tensor)
+            if version is not None and type(tensor) is Tensor:
                 watch = by_base.get(id(base))  # all views of a tensor share its version counter
                 if watch is None:
                     try:
@@ -99,7 +103,7 @@ class Slots:
                     except RuntimeError:  # sparse and nested layouts
                         watch = None
             watches.append(watch)
-        self._kinds = expected if expected is not None and expected.are_of(saved) else Kinds.of(saved)
+        self._kinds = expected if expected is not None and expected.are_of(others) else Kinds.of(others)
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
         return self._kinds
 
@@ -112,17 +116,25 @@ class Slots:
         """The error for a write to the tensor of a slot after it was saved."""
         version = self.versions[index]
         assert version is not None
-        return modified_in_place(
-            self._kinds.shapes[index] or (), self._kinds.dtypes[index], version, "but was written to after that"
-        )
+        parameter = self.parameters.get(index)
+        if parameter is not None:
+            shape, dtype = parameter.shape, parameter.dtype
+        else:
+            other = self._others.index(index)
+            shape, dtype = self._kinds.shapes[other] or torch.Size(), self._kinds.dtypes[other]
+        return modified_in_place(shape, dtype, version, "but was written to after that")
 
     def difference(self, saved: Sequence[Tensor]) -> str | None:
-        """How tensors that were saved again differ from those that were saved first; None where they do not."""
+        """How tensors that were saved again differ from those that were saved first; None where they do not.
+
+        What looks at parameters is left to `changed_parameter`.
+        """
         if len(saved) != len(self.versions):
             return f"{len(self.versions)} tensors were saved and {len(saved)} are now"
-        if self._kinds.are_of(saved):
+        others = [saved[index] for index in self._others]
+        if self._kinds.are_of(others):
             return None
-        for index, (tensor, dtype, shape) in enumerate(zip(saved, *self._kinds, strict=True)):
+        for index, tensor, dtype, shape in zip(self._others, others, *self._kinds, strict=True):
             if dtype != tensor.dtype or (shape is not None and shape != tensor.shape):
                 return f"tensor {index} was {dtype} {shape} and is {tensor.dtype} {tensor.shape} now"
         return None
