@@ -2,10 +2,11 @@ import math
 import statistics
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.algorithms.advantages import (
@@ -393,3 +394,54 @@ def test_a_group_of_one_and_rows_without_a_token_are_harmless(name):
     assert advantages.isfinite().all() and not advantages[0].any()
     if GROUPS in ADV_ESTIMATORS[name] and name != "reinforce_plus_plus_baseline":
         assert not advantages[2].any(), "a group of one is compared with nothing"
+
+
+# -------------------------------------------------------------- what the gradient is in expectation, by enumeration
+
+REWARDS = torch.tensor([0.0, 1.0, 0.3], dtype=F64)
+
+
+def expected_gradient(name, samples, logits, best_of_all=False, **options):
+    """Over all that a softmax policy of one token can draw: the mean of sum A_i grad log p, and the gradient of what is wanted.
+
+    What is wanted is the mean reward of a sample, times `samples`, or the mean of the best one's.
+    """
+    logits = logits.clone().requires_grad_()
+    log_probs = logits.log_softmax(0)
+    mask, group = torch.ones(samples, 1, dtype=torch.bool), torch.zeros(samples, dtype=torch.int64)
+    surrogate, wanted = 0.0, 0.0
+    for drawn in product(range(3), repeat=samples):
+        chosen = torch.tensor(drawn)
+        rewards = REWARDS[chosen]
+        batch = {"token_rewards": rewards[:, None], "response_mask": mask, "group_id": group}
+        batch["greedy_scores"] = REWARDS[logits.argmax()].expand(samples)
+        advantages = ESTIMATORS[name](batch, AlgorithmConfig(**options))["advantages"][:, 0]
+        chance = log_probs[chosen].sum().exp()
+        surrogate = surrogate + chance.detach() * (advantages * log_probs[chosen]).sum()
+        wanted = wanted + chance * (rewards.max() if best_of_all else rewards.sum())
+    return [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (surrogate, wanted)]
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "factor", "options"),
+    [
+        ("rloo", 3, 1.0, {}),
+        ("remax", 2, 1.0, {}),
+        ("remax", 1, 1.0, {}),
+        ("grpo", 3, 2 / 3, {"norm_adv_by_std_in_grpo": False}),
+        ("opo", 3, 2 / 3, {}),  # with equal lengths the mean, of which the sample itself is a part
+    ],
+)
+@settings(max_examples=25)
+@given(logits=st.lists(st.floats(-2, 2), min_size=3, max_size=3))
+def test_the_expected_gradient_is_that_of_the_reward(name, samples, factor, options, logits):
+    gradient, wanted = expected_gradient(name, samples, torch.tensor(logits, dtype=F64), **options)
+    assert torch.allclose(gradient, factor * wanted, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=25)
+@given(logits=st.lists(st.floats(-2, 2), min_size=3, max_size=3), samples=st.integers(2, 4))
+def test_the_expected_gradient_of_passk_is_that_of_the_best_reward(logits, samples):
+    tensor = torch.tensor(logits, dtype=F64)
+    gradient, wanted = expected_gradient("grpo_passk", samples, tensor, True, norm_adv_by_std_in_grpo=False)
+    assert torch.allclose(gradient, wanted, rtol=0, atol=1e-12)
