@@ -10,7 +10,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.tree import LEAVES, value_at
 from rlx.config.vllm_range import vllm_version
 
-OPTIONAL_PACKAGES = ("peft", "wandb", "flash_attn")
+OPTIONAL_PACKAGES = ("peft", "wandb", "flash_attn", "liger_kernel")
 # Any of these exists where a driver for CUDA devices is loaded (the last one under WSL).
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 

@@ -72,17 +72,28 @@ def packages_are_installed(s: Setting) -> Faults:
     adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
     models = dict.fromkeys(role.model_key for role in sharded_roles(s.config))  # actor and reference have one
     flash = [f"{key}.attn_implementation" for key in models if s.value(f"{key}.attn_implementation") == "flash_attention_2"]
+    liger = [f"{role.model_key}.use_liger" for role in trained_roles(s.config) if role.model.use_liger]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
         ("peft", adapters, "`pip install 'rlx[lora]'`, or set it to 0"),
         ("wandb", trackers, "`pip install wandb`, or take wandb out of the list"),
         ("flash_attn", flash, "`pip install flash-attn --no-build-isolation`, or set it to sdpa"),
+        ("liger_kernel", liger, "`pip install liger-kernel`, or set it to False"),
     )
     for package, keys, remedy in needs:
         for key in keys:
             if package not in s.machine.packages:
                 got = f"{key}={s.value(key)}"
                 yield Fault(f"the package {package} is not installed", got, f"the package {package}", remedy, (key,))
+
+
+def liger_has_an_accelerator(s: Setting) -> Faults:
+    """Its kernels are written for GPUs."""
+    for role in trained_roles(s.config):
+        key = f"{role.model_key}.use_liger"
+        if role.model.use_liger and not on_accelerator(s.config, s.machine):
+            got, remedy = f"{key}=True, trainer.device={s.config.trainer.device}", f"set {key}=False"
+            yield Fault("liger's kernels need a GPU", got, "a CUDA device", remedy, (key, "trainer.device"))
 
 
 # Files
@@ -184,6 +195,7 @@ MACHINE_RULES = (
     nodes_need_a_cluster,
     gpus_suffice,
     packages_are_installed,
+    liger_has_an_accelerator,
     models_exist,
     data_files_exist,
     user_code_exists,

@@ -138,6 +138,7 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "Let the model folder bring its own code.")
     override_config: dict[str, Any] = key({}, "Values that replace those of the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
+    use_liger: bool = key(False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
     activation_offload: ActivationOffloadConfig = group(ActivationOffloadConfig, "How, when the flag above is set.")

@@ -26,6 +26,7 @@ from rlx.engine.residency import Parking
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import precision_of, shard, transformer_layers
 from rlx.models.hf_folder import ModelCard
+from rlx.models.liger import apply_liger
 from rlx.models.loading import load_model, load_skeleton
 from rlx.models.lora import Adapter, add_lora, merged_weights
 from rlx.models.packed_attention import packed_attention
@@ -90,6 +91,8 @@ class Engine:
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
         precision = precision_of(fsdp, device)
         plain = _load(model, head, precision.stored, seed)
+        if model.use_liger:
+            apply_liger(plain)
         self.card = ModelCard.of(plain, head, tokenizer)
         self.adapters: dict[str, Adapter] = {}
         if optim is None:

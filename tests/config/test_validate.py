@@ -352,6 +352,12 @@ CASES = [
         ["the package flash_attn"],
         "sdpa",
     ),
+    (
+        "liger_has_an_accelerator",
+        f"{GAE} {MODEL}.use_liger=True critic.model.use_liger=True",
+        ["the package liger_kernel", "the package liger_kernel", "liger's kernels need", "liger's kernels need"],
+        "use_liger=False",
+    ),
     # files
     ("models_exist", f"experiment=arithmetic {MODEL}.path=null", ["there is no model"], f"set {MODEL}.path"),
     ("models_exist", f"experiment=arithmetic {MODEL}.path=builtin:small", ["there is no such built-in model"], "tiny"),
@@ -502,8 +508,9 @@ def test_the_fault_about_gpus_names_both_numbers_and_what_would_fit(verdict):
 
 
 def test_installed_packages_are_no_fault(verdict):
-    where = machine(packages=("peft", "wandb", "flash_attn"))
+    where = machine(gpus=1, packages=("peft", "wandb", "flash_attn", "liger_kernel"))
     command = f"{MODEL}.lora_rank=8 trainer.logger=[wandb] {MODEL}.attn_implementation=flash_attention_2"
+    command += f" {MODEL}.use_liger=True"
     assert whats(verdict(command.split(), where)) == []
 
 
