@@ -20,6 +20,8 @@ SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The parameters of a function that scores one sample, and of one that scores a list of them; all passed by name."""
 
+LONGEST_TEXT = 10_000
+"""Of what is said of a failure [characters]; what a function says may be of any length."""
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
 
@@ -113,7 +115,7 @@ class Outcome(NamedTuple):
 def raised(fault: BaseException) -> Outcome:
     """The outcome of a call that raised."""
     what = f"raised {type(fault).__name__}: {fault}"
-    return Outcome([], "error", what, "".join(traceback.format_exception(fault)))
+    return Outcome([], "error", what[:LONGEST_TEXT], "".join(traceback.format_exception(fault))[-LONGEST_TEXT:])
 
 
 def outcome_of(function: Function, result: Any, samples: int) -> Outcome:

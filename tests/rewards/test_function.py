@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlx.rewards.function import Function, is_async, outcome_of
+from rlx.rewards.function import Function, is_async, outcome_of, raised
 from rlx.user_code import UserCodeError
 
 
@@ -78,6 +78,8 @@ def test_reports_without_a_number(value):
 
 
 def test_a_huge_report_is_cut_short():
+    outcome = raised(ValueError("x" * 10**6))
+    assert len(outcome.fault) + len(outcome.traceback) < 30_000 and outcome.fault.startswith("raised ValueError: x")
     assert len(outcome_of(ONE, "x" * 10**6, 1).answers[0]) < 400
 
 
