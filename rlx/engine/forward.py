@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlx.engine.micro_batch import MicroBatch
 from rlx.models.log_probs import head_replaced, token_log_probs
-from rlx.models.packed_attention import use_packed_attention, why_not_packed, witnessed
+from rlx.models.packed_attention import use_packed_attention, why_not_packed
 from rlx.models.sequence_parallel import joined
 
 if TYPE_CHECKING:
@@ -126,21 +126,16 @@ class Forward:
             return False
         reason = why_not_packed(self._plain, self._attention)
         if reason is None and self._attention == "sdpa":
-            use_packed_attention(self._plain)
-            reason = self._why_attention_fails()
-            if reason is not None:
-                self._plain.set_attn_implementation(self._attention)
+            reason = use_packed_attention(self._plain, self._attention, self._try_two_sequences)
         if reason is not None:
             self._tell("rows are padded", reason)
         return reason is None
 
-    def _why_attention_fails(self) -> str | None:
+    def _try_two_sequences(self) -> None:
         ids, positions = torch.zeros(2, 1, 3, dtype=torch.int64, device=self._device)
         starts = torch.tensor([0, 1, 3], dtype=torch.int32, device=self._device)
         positions[0, 2] = 1
-        with witnessed() as calls:
-            self._try(_inputs(ids, positions, starts, longest=2))
-        return next(filter(None, calls), None) if calls else "its attention is its own"
+        self._try(_inputs(ids, positions, starts, longest=2))
 
     @cached_property
     def _head_ends_it(self) -> bool:

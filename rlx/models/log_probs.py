@@ -124,7 +124,7 @@ def _chunks(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
 def _all_log_probs(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     if temperature == 1:
         return torch.log_softmax(logits, dim=-1, dtype=dtype)
-    return torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
+    return torch.log_softmax(logits.to(dtype, copy=True).div_(temperature), dim=-1)
 
 
 def _finite(log_probs: Tensor) -> Tensor:

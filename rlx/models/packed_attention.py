@@ -7,8 +7,7 @@ Shape letters: H heads, N tokens of all sequences, D width of a head, S sequence
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -24,19 +23,17 @@ from rlx.models.sequence_parallel import heads_for_tokens, tokens_for_heads
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PACKED = "rlx_packed"
+PACKED, TRIAL = "rlx_packed", "rlx_packed_trial"
 CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 # What some models want done to the scores, by the names of transformers' arguments.
 UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
-
-_witnesses: list[list[str | None]] = []
 
 
 def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
     """What keeps a model's sequences from being packed, as far as its parts tell; None if nothing does.
 
     Only attention may carry anything from one token to another, and it must be open to other implementations. What a
-    model asks of attention beyond its lengths is seen when it runs, by `witnessed`.
+    model asks of attention beyond its lengths is seen when it runs, by `use_packed_attention`.
 
     Args:
         model: as it was loaded.
@@ -54,23 +51,74 @@ def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
     return None
 
 
-def use_packed_attention(model: "PreTrainedModel") -> None:
-    """Gives a model the attention of this file."""
-    from transformers import AttentionInterface
+def use_packed_attention(model: "PreTrainedModel", attention: str, run: Callable[[], Any]) -> str | None:
+    """Gives a model the attention of this file, if that does what the model asks of attention.
 
+    Args:
+        model: a transformers model.
+        attention: the implementation that it has and keeps otherwise.
+        run: calls the model with packed sequences, whichever; the process may be one of several that do so together.
+
+    Returns:
+        What the model asks for that packed attention does not do; None if it has it now.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    trial = _Trial()
+    AttentionInterface.register(TRIAL, trial.attention)
+    AttentionMaskInterface.register(TRIAL, trial.mask)
     AttentionInterface.register(PACKED, _attention)
-    model.set_attn_implementation(PACKED)
+    model.set_attn_implementation(TRIAL)
+    run()
+    reason = trial.reason()
+    model.set_attn_implementation(PACKED if reason is None else attention)
+    return reason
 
 
-@contextmanager
-def witnessed() -> Iterator[list[str | None]]:
-    """Lists for each call of this attention why it would be wrong, None where it is right; then nothing is raised."""
-    calls: list[str | None] = []
-    _witnesses.append(calls)
-    try:
-        yield calls
-    finally:
-        _witnesses.pop()
+class _Trial:
+    """Stands for attention and its masks while a model runs, and notes what the model asks of them."""
+
+    def __init__(self) -> None:
+        self._refused: list[str] = []
+        self._windows: set[int | None] = set()  # that attention is told of
+        self._masked: set[int | None] = set()  # that masks are made for
+        self._calls = 0
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, None]:
+        """What transformers calls in place of attention."""
+        self._calls += 1
+        self._windows.add(given.get("sliding_window"))
+        self._refused += _refused(module, attention_mask, given)
+        if given.get("cu_seq_lens_q") is None:
+            self._refused.append("is not told where sequences begin")
+        return _sequence(query, key, value, given.get("scaling"), None, 0.0).transpose(1, 2), None
+
+    def mask(self, *, local_size: int | None = None, use_vmap: bool = False, **given: Any) -> None:
+        """What transformers calls to make a mask; with `use_vmap` it is one that the model has changed."""
+        self._masked.add(local_size)
+        if use_vmap or "allow_is_bidirectional_skip" in given:
+            self._refused.append("has masks of its own")
+
+    def reason(self) -> str | None:
+        """What is not as packed attention has it."""
+        if not self._calls:
+            return "its attention is its own"
+        if self._masked - self._windows - {None}:
+            return "its attention has a window in its masks alone"
+        return f"its attention {self._refused[0]}" if self._refused else None
+
+
+def _refused(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> list[str]:
+    """What a call of attention asks for that packed attention does not do."""
+    found = [what for name, what in UNKNOWN.items() if given.get(name) is not None]
+    if attention_mask is not None:
+        found.append("masks tokens")
+    causal = given.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        found.append("is not causal")
+    return found
 
 
 @torch.compiler.disable  # for a compiler one opaque call: the loop depends on lengths, the kernel is compiled already
@@ -167,24 +215,15 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     sequence_group: dist.ProcessGroup | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls; without lengths each row is one sequence. A group's processes hold parts of one row."""
-    wrong = [what for name, what in UNKNOWN.items() if more.get(name) is not None]
-    if attention_mask is not None:
-        wrong.append("masks tokens")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        wrong.append("is not causal")
-    if _witnesses:
-        told = cu_seq_lens_q is not None
-        _witnesses[-1].append(", ".join(wrong) or (None if told else "is not told where sequences begin"))
-    elif wrong:
+    if refused := _refused(module, attention_mask, more):
         raise ValueError(
-            f"{type(module).__name__} {', '.join(wrong)}: packed attention cannot do that; set model.use_remove_padding=False"
+            f"{type(module).__name__} {', '.join(refused)}: packed attention cannot do that; set model.use_remove_padding=False"
         )
     if cu_seq_lens_q is None:
         return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2), None

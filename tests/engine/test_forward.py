@@ -139,6 +139,20 @@ OTHER_MODELS = {
         "sdpa",
         "not open",
     ),
+    "qwen2_moe": (
+        lambda: hf.Qwen2MoeForCausalLM(
+            hf.Qwen2MoeConfig(**SHAPE, use_sliding_window=True, sliding_window=64, layer_types=LAYERS, num_experts=4)
+        ),
+        "sdpa",
+        "window in its masks alone",
+    ),
+    "bidirectional": (
+        lambda: hf.Gemma3ForCausalLM(
+            hf.Gemma3TextConfig(**SHAPE, layer_types=LAYERS, use_bidirectional_attention=True, sliding_window=8)
+        ),
+        "sdpa",
+        "its attention ",
+    ),
     "eager": (LANGUAGE_MODELS["qwen2"], "eager", "no kernel"),
 }
 
