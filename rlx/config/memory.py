@@ -214,8 +214,9 @@ def micro_batch_tokens(role: ModelRole, config: PPOConfig) -> int | None:
     micro = role.micro
     if micro.rows is None:
         return micro.tokens
-    rows = -(-role.mini_batch_prompts * config.actor_rollout_ref.rollout.n // processes(config))
-    return min(micro.rows, rows) * (config.data.max_prompt_length + config.data.max_response_length)
+    rows = -(-role.mini_batch_prompts * config.actor_rollout_ref.rollout.n * role.together // processes(config))
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return -(-min(micro.rows, rows) * longest // role.together)
 
 
 def table(config: PPOConfig, machine: Machine) -> str:

@@ -33,6 +33,7 @@ class ModelRole(NamedTuple):
         key: where its update or its log-probs are configured; `model_key`, `fsdp_key`: where model and sharding are.
         micro: size of a forward on one process.
         trained: it has gradients and an optimizer.
+        together: processes that share each sequence.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ModelRole(NamedTuple):
     mini_batch_prompts: int
     micro: MicroSize
     trained: bool
+    together: int = 1
 
 
 def has_critic(config: PPOConfig) -> bool:
@@ -73,7 +75,8 @@ def critic_settings(config: PPOConfig) -> CriticConfig:
     With the actor's path come the keys that say how to load it, where the critic's are the defaults.
     """
     policy, critic = config.actor_rollout_ref, config.critic
-    inherited = ("strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode")
+    inherited = ["strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode"]
+    inherited.append("ulysses_sequence_parallel_size")
     filled = {name: getattr(policy.actor, name) for name in inherited if getattr(critic, name) is None}
     if critic.model.path is None:
         default = ModelConfig()
@@ -115,6 +118,7 @@ def actor_role(config: PPOConfig) -> ModelRole:
         mini_batch_prompts=actor.ppo_mini_batch_size,
         micro=update_size(actor),
         trained=True,
+        together=actor.ulysses_sequence_parallel_size,
     )
 
 
@@ -133,6 +137,7 @@ def critic_role(config: PPOConfig) -> ModelRole:
         mini_batch_prompts=critic.ppo_mini_batch_size,
         micro=update_size(critic),
         trained=True,
+        together=critic.ulysses_sequence_parallel_size or 1,
     )
 
 
@@ -146,6 +151,7 @@ def reference_role(config: PPOConfig) -> ModelRole:
         fsdp=ref.fsdp_config,
         micro=log_prob_size(ref, config.actor_rollout_ref.actor),
         trained=False,
+        together=ref.ulysses_sequence_parallel_size or config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
     )
 
 

@@ -49,19 +49,40 @@ def micro_batch_has_one_size(s: Setting) -> Faults:
             yield Fault(f"{key} sets no way of cutting micro-batches", got, "one of the two", remedy, keys)
 
 
+def sequence_groups_are_whole(s: Setting) -> Faults:
+    """Processes that share sequences form whole groups, and share packed ones; heads are known when the model is loaded."""
+    count = processes(s.config)
+    for role in sharded_roles(s.config):
+        key, together = f"{role.key}.ulysses_sequence_parallel_size", role.together
+        if count % together:
+            remedy = f"change {key}, or trainer.n_gpus_per_node"
+            what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
+            yield Fault(what, got, "a divisor of the number of processes", remedy, (key, "trainer.n_gpus_per_node"))
+        keys = (f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation")
+        got = f"{keys[0]}={role.model.use_remove_padding}, {keys[1]}={role.model.attn_implementation}"
+        if together > 1 and not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
+            what, remedy = (
+                f"{key} shares packed sequences, in rlx's own attention",
+                f"set {keys[0]}=True and {keys[1]}=sdpa",
+            )
+            yield Fault(what, got, "use_remove_padding=True and sdpa", remedy, (*keys, key))
+
+
 def tokens_hold_the_longest_row(s: Setting) -> Faults:
-    """A micro-batch cut by tokens holds at least one row."""
+    """A micro-batch cut by tokens holds at least one row, which a group of processes may share."""
     data = s.config.data
+    together = {role.key: role.together for role in sharded_roles(s.config)}
+    together["actor_rollout_ref.rollout"] = together["actor_rollout_ref.actor"]
     longest = data.max_prompt_length + data.max_response_length
     for key, rows, flag in MICRO_KEYS:
         tokens = f"{key}.{rows.replace('micro_batch_size', 'max_token_len')}"
-        limit = s.value(tokens)
+        limit = s.value(tokens) * together.get(key, 1)
         if s.value(f"{key}.{flag}") and limit < longest and (key != "critic" or has_critic(s.config)):
             yield Fault(
                 f"{tokens} is less than one row",
                 f"{limit} tokens; the longest row has {longest} (data.max_prompt_length + data.max_response_length)",
                 f"at least {longest}",
-                f"set {tokens}={longest}, or lower data.max_prompt_length or data.max_response_length",
+                f"set {tokens}={-(-longest // together.get(key, 1))}, or lower data.max_prompt_length or data.max_response_length",
                 (tokens, f"{key}.{flag}", "data.max_prompt_length", "data.max_response_length"),
             )
 
@@ -170,6 +191,7 @@ def validation_has_a_model(s: Setting) -> Faults:
 TRAINING_RULES = (
     mini_batch_divides_batch,
     micro_batch_has_one_size,
+    sequence_groups_are_whole,
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
     betas_are_two,

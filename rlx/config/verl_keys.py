@@ -4,12 +4,11 @@ _NO_NEED = "remove it: rlx needs no such key"
 
 # A pattern matches a key (or key=value) that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str] = {
+    "use_liger": "remove it: rlx does not use Liger kernels",
     "use_fused_kernels": "remove it: token log-probs are always computed in chunks, without a copy of the logits in fp32",
     "fused_kernel_options": "remove it: rlx has no fused kernels to choose from",
     "param_dtype=fp16": "use bf16, which needs no loss scaling; rlx has none",
     "reduce_dtype=fp16": "use fp32 or bf16: rlx has no loss scaling",
-    "ulysses_sequence_parallel_size": "remove it: rlx has no sequence parallelism yet; activation offloading "
-    "(model.enable_activation_offload) is what makes long sequences fit",
     "return_raw_chat": "remove it: the messages always stay with the prompt",
     "return_raw_input_ids": _NO_NEED,
     "return_full_prompt": "remove it: the prompt's text always stays with it",

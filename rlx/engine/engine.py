@@ -21,6 +21,7 @@ from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
+from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.out_of_memory import SecondTry
 from rlx.engine.residency import Parking
 from rlx.engine.sequence_group import SequenceGroup
@@ -130,7 +131,9 @@ class Engine:
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
         self._parked_parameters = Parking(arena, f"{name}_parameters")
-        self._parked_state = Parking(arena, f"{name}_optimizer_state")
+        self._state_on_host = None
+        if self.optimizer is not None and fsdp.optimizer_offload:
+            self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
         if together is not None:
             self._require_packing(sequence_parallel)
 
@@ -205,6 +208,8 @@ class Engine:
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
         """The share on the device, in as many micro-batches on every process; one without rows is a dummy."""
         lengths, packs = row_lengths(batch), self._forward.packs
+        if micro.tokens is not None:
+            micro = MicroBatchRule(tokens=micro.tokens * self._copies)
         count, most = 0, 1
         while count < most:  # on every process alike
             count = most
@@ -236,7 +241,9 @@ class Engine:
             objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
-        self.to_device()
+        self.to_device(optimizer=False)
+        if self._state_on_host is not None:
+            self._state_on_host.to_host()
         self.root.train()
         batch = batch.select(*SEQUENCE, *objective.columns)
         totals = self._totals(batch, objective)
@@ -292,7 +299,7 @@ class Engine:
         norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
-            optimizer.step()
+            (self._state_on_host or optimizer).step()
             self.steps += 1
         self.sharded.drop_gradients(optimizer)
         self.updates += 1
@@ -326,6 +333,7 @@ class Engine:
                 self.card.write(partial / "card")
             if "hf_model" in contents:
                 self._write_hf_folder(partial / "hf_model")
+        self.to_host(parameters=False)
 
     def load(self, folder: str | Path) -> None:
         """Goes on from a checkpoint, of any number of processes and either strategy.
@@ -336,6 +344,7 @@ class Engine:
         self.to_device()
         description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer)
         self.updates, self.steps = description.updates, description.steps
+        self.to_host(parameters=False)
 
     def _write_hf_folder(self, folder: Path) -> None:
         first = dist.get_rank() == 0
@@ -362,9 +371,8 @@ class Engine:
         self.sharded.reshard()
         if parameters and self.fsdp.param_offload and not self._parked_parameters.occupied:
             self._parked_parameters.park(self._on_device(self.root.parameters()))
-        if self.fsdp.optimizer_offload and self.optimizer is not None and not self._parked_state.occupied:
-            tensors = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-            self._parked_state.park(self._on_device(tensors))
+        if self._state_on_host is not None:
+            self._state_on_host.to_host()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
@@ -378,8 +386,8 @@ class Engine:
             HandOverError: the device has no room.
         """
         self._parked_parameters.unpark()
-        if optimizer:
-            self._parked_state.unpark()
+        if optimizer and self._state_on_host is not None:
+            self._state_on_host.to_device()
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]

@@ -119,7 +119,7 @@ class Trainer:
         if config.trainer.rollout_data_dir:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
         if config.trainer.balance_batch:
-            batch = steps.balance(batch, self.workers.world_size)
+            batch = steps.balance(batch, self.workers.mesh("actor").shares)
         batch, compared = self.old_log_probs(batch)
         if has_reference(config):
             with phase("ref"):
@@ -239,7 +239,7 @@ class Trainer:
         rejected = 0
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
-                part = steps.balance(part, self.workers.world_size)
+                part = steps.balance(part, self.workers.mesh(role).shares)
             if not part[counted].any():
                 rejected += 1
             else:

@@ -8,7 +8,7 @@ from rlx.cluster.group import WorkerGroup
 from rlx.cluster.mesh import Mesh
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY, critic_settings, has_critic, has_reward_model
+from rlx.config.roles import TINY, critic_settings, has_critic, has_reward_model, sharded_roles
 from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.data.prompts import load_prompts
 from rlx.data.sampler import PromptSampler
@@ -87,9 +87,10 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
     trainer = config.trainer
     device = accelerator() if trainer.device == "auto" else trainer.device
     pool = Pool.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
-    # The processes of a tensor-parallel group generate the same samples.
-    together = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    meshes = {"rollout": Mesh.of(len(pool.slots), together)}
+    # The processes of a tensor-parallel group generate the same samples, those of a sequence-parallel one get the same rows.
+    together = {role.name: role.together for role in sharded_roles(config)}
+    together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    meshes = {role: Mesh.of(len(pool.slots), ranks) for role, ranks in together.items()}
     return WorkerGroup(pool, Worker, config, roles_of(config), meshes=meshes)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-from rlx.config.roles import log_prob_size, reward_role, update_size
+from rlx.config.roles import log_prob_size, reference_role, reward_role, update_size
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -84,6 +84,7 @@ class ActorRole(TrainedRole):
             tokenizer=tokenizer,
             seed=config.trainer.seed,
             name="actor",
+            sequence_parallel=actor.ulysses_sequence_parallel_size,
         )
         super().__init__("actor", engine, actor.checkpoint.save_contents)
         self._temperature = policy.rollout.temperature
@@ -108,9 +109,15 @@ class RefRole(EngineRole):
 
     def __init__(self, config: PPOConfig, device: torch.device):
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
-        super().__init__(
-            Engine(policy.model, ref.fsdp_config, strategy=policy.actor.strategy, device=device, name="ref")
+        engine = Engine(
+            policy.model,
+            ref.fsdp_config,
+            strategy=policy.actor.strategy,
+            device=device,
+            name="ref",
+            sequence_parallel=reference_role(config).together,
         )
+        super().__init__(engine)
         self._temperature = policy.rollout.temperature
         self._rule = MicroBatchRule(*log_prob_size(ref, policy.actor))
 
@@ -152,6 +159,7 @@ class CriticRole(TrainedRole):
             tokenizer=tokenizer,
             seed=config.trainer.seed,
             name="critic",
+            sequence_parallel=critic.ulysses_sequence_parallel_size or 1,
         )
         super().__init__("critic", engine, critic.checkpoint.save_contents)
         self._rule = MicroBatchRule(*update_size(critic))

@@ -148,8 +148,8 @@ def test_an_unknown_group_is_reported_leaf_by_leaf():
 @pytest.mark.parametrize(
     "key",
     [
+        "actor_rollout_ref.model.use_liger",
         "actor_rollout_ref.model.use_fused_kernels",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         "data.return_raw_chat",
         "reward_model.overlong_buffer.enable",
         "actor_rollout_ref.actor.loss_scale_factor",

@@ -64,6 +64,7 @@ def test_what_the_critic_says_itself_stays():
         ppo_epochs=1,
         shuffle=False,
         loss_agg_mode="token-mean",
+        ulysses_sequence_parallel_size=1,
     )
     assert critic_settings(tree(critic=own)) == own
 

@@ -28,6 +28,18 @@ CASES = [
         "=30",
     ),
     (
+        "sequence_groups_are_whole",
+        f"{ACTOR}.ulysses_sequence_parallel_size=3 trainer.n_gpus_per_node=8",
+        ["the processes do not form whole groups"],
+        "n_gpus_per_node",
+    ),
+    (
+        "sequence_groups_are_whole",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2 trainer.n_gpus_per_node=8 {MODEL}.use_remove_padding=False",
+        [f"{ACTOR}.ulysses_sequence_parallel_size shares packed sequences"],
+        "use_remove_padding=True",
+    ),
+    (
         "mini_batch_divides_batch",
         f"data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=24",
         ["the mini-batch does not divide"],
