@@ -71,7 +71,9 @@ def packages_are_installed(s: Setting) -> Faults:
     """Optional packages that the configuration needs are there."""
     adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
     models = dict.fromkeys(role.model_key for role in sharded_roles(s.config))  # actor and reference have one
-    flash = [f"{key}.attn_implementation" for key in models if s.value(f"{key}.attn_implementation") == "flash_attention_2"]
+    flash = [
+        f"{key}.attn_implementation" for key in models if s.value(f"{key}.attn_implementation") == "flash_attention_2"
+    ]
     liger = [f"{role.model_key}.use_liger" for role in trained_roles(s.config) if role.model.use_liger]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
