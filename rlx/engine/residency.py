@@ -11,6 +11,7 @@ behind the last copy has passed. FSDP's own streams wait for the current one bef
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class Parking:
 
     def __init__(self, arena: HostArena, name: str) -> None:
         self._parked: Parked | None = None
+        self._copied: torch.Event | None = None  # behind the last copy between `lend` and `let_go`
         self._account = arena.account(name=name)
 
     @property
@@ -92,6 +94,21 @@ class Parking:
         """
         if self._parked is None:
             return
+        self.lend(None)
+        storages, _, block = self._parked
+        self._parked = None
+        self._account.give(block, after=_event(storages[0].device))
+
+    def lend(self, stream: torch.Stream | None) -> None:
+        """Begins to bring everything back on a stream; the host's memory waits for `take_back`.
+
+        Args:
+            stream: None for the current one.
+
+        Raises:
+            HandOverError: the device has no room; everything stays parked.
+        """
+        assert self._parked is not None
         storages, lengths, block = self._parked
         try:
             for storage, nbytes in zip(storages, lengths, strict=True):
@@ -104,10 +121,31 @@ class Parking:
                 f"they stay ({str(error).splitlines()[0]}). Let the other roles wait there too (param_offload, "
                 "optimizer_offload), or lower the sampler's share (rollout.gpu_memory_utilization) or the micro-batches"
             ) from error
-        for on_device, on_host in _pairs(storages, block):
-            on_device.copy_(on_host, non_blocking=True)
-        self._parked = None
-        self._account.give(block, after=_event(storages[0].device))
+        self._copied = _copy_on(stream, ((here, there) for here, there in _pairs(storages, block)))
+
+    def take_back(self, stream: torch.Stream | None) -> None:
+        """Begins to send what was lent to the host again, on a stream; `let_go` ends it."""
+        assert self._parked is not None
+        self._copied = _copy_on(
+            stream, ((there, here) for here, there in _pairs(self._parked.storages, self._parked.block))
+        )
+
+    def await_copy(self) -> None:
+        """Makes the current stream wait for the last copy that was begun."""
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._parked_device()).wait_event(self._copied)
+            self._copied = None
+
+    def let_go(self) -> None:
+        """Gives the device memory up of what was taken back, behind its copy; nothing where nothing was."""
+        if self._parked is not None:
+            self.await_copy()
+            for storage in self._parked.storages:
+                storage.resize_(0)
+
+    def _parked_device(self) -> torch.device:
+        assert self._parked is not None
+        return self._parked.storages[0].device
 
     def _room(self, nbytes: int) -> Block:
         arena = self._account.arena
@@ -151,6 +189,16 @@ def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[t
             length = min(left.numel(), on_host.numel())
             yield left[:length], on_host[:length]
             left, on_host = left[length:], on_host[length:]
+
+
+def _copy_on(stream: torch.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
+    """Copies second to first of each pair, behind what the current stream has queued; returns an event behind the copies."""
+    if stream is not None:
+        stream.wait_event(torch.accelerator.current_stream(stream.device).record_event())
+    with stream or nullcontext():
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+    return None if stream is None else stream.record_event()
 
 
 def _event(device: torch.device) -> torch.Event | None:

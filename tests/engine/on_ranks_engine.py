@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlx.config.schema import ModelConfig
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.optimizer import local
+from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.models.loading import load_model
 from rlx.offload import host_arena
 
@@ -112,6 +113,10 @@ def parked(folder, strategy, fsdp, model, checkpoint_folder):
     for parks in (False, True):
         flags = dataclasses.replace(FP64, param_offload=parks, optimizer_offload=parks, **fsdp)
         engine = build(folder, flags, strategy, model=model, name="actor")
+        if parks:  # several pieces
+            engine._state_on_host = OptimizerStateOnHost(
+                engine.optimizer, arena, "actor_optimizer_state", engine.device, piece_bytes=20_000
+            )
         gradients = []
         engine.optimizer.register_step_pre_hook(
             lambda *_, root=engine.root, seen=gradients: seen.extend(

@@ -24,6 +24,7 @@ from rlx.engine.host_memory import HostMemory, HostRelief
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer import local
+from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import HandOverError
 from rlx.offload import host_arena
 
@@ -168,9 +169,13 @@ def device_tensors(trained: Engine) -> list[torch.Tensor]:
 def test_a_round_trip_changes_no_bit_and_training_goes_on_as_without(gpu, large, strategy):
     still = engine(large, gpu, FP32, strategy)
     moved = engine(large, gpu, replace(FP32, **PARKED), strategy)
+    moved._state_on_host = OptimizerStateOnHost(  # in many pieces
+        moved.optimizer, host_arena(True), "model_optimizer_state", gpu, piece_bytes=MIB
+    )
     for _ in range(3):
         expected, got = update(still), update(moved)
         assert got == expected
+        moved.to_device()
         before = [tensor.clone() for tensor in device_tensors(moved)]
         assert len(before) >= 3 * sum(1 for _ in moved.root.parameters())
         moved.to_host()
@@ -211,7 +216,8 @@ def test_at_rest_the_device_is_free_for_others_and_no_cycle_needs_more_than_the_
         trained.to_host()
         rest = device_memory()
         # Not only to torch's allocator: a sampler with one of its own can take it.
-        assert busy.used - rest.used >= 0.95 * 3 * parameter_bytes, "parameters and both moments"
+        assert busy.used - rest.used >= 0.95 * parameter_bytes
+        assert busy.allocated <= empty.allocated + 1.6 * parameter_bytes, "both moments have left in the step already"
         assert rest.allocated <= empty.allocated + 0.5 * parameter_bytes, "the gradients are gone"
         at_rest.append((rest, arena.reserved_bytes, arena.allocations))
     first, *later = at_rest
@@ -225,6 +231,7 @@ def test_at_rest_the_device_is_free_for_others_and_no_cycle_needs_more_than_the_
 def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting(gpu, large):
     trained = engine(large, gpu, replace(FP32, **PARKED))
     update(trained)
+    trained.to_device()
     before = [tensor.clone() for tensor in device_tensors(trained)]
     trained.to_host()
     total = torch.cuda.mem_get_info()[1]

@@ -1,0 +1,130 @@
+"""An optimizer whose state waits in host memory steps as one that keeps it, to the last bit."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from rlx.engine.host_memory import HostMemory
+from rlx.engine.optimizer_state import OptimizerStateOnHost
+from rlx.engine.residency import HandOverError
+from rlx.offload import HostArena
+
+SIZES = (40, 3, 100, 1, 64, 64, 7, 70, 70, 50, 20, 60)  # fp32 elements
+CPU = torch.device("cpu")
+
+
+def parameters():
+    g = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(n, generator=g)) for n in SIZES]
+
+
+def give_gradients(parameters, seed, without=()):
+    g = torch.Generator().manual_seed(seed)
+    for number, parameter in enumerate(parameters):
+        gradient = torch.randn(parameter.shape, generator=g)
+        parameter.grad = None if number in without else gradient
+
+
+def pair(arena=None, piece_bytes=600):
+    """Parameters and optimizer that keep their state, and the same with the state on the host."""
+    kept, moved = parameters(), parameters()
+    optimizers = [AdamW(each, lr=0.1, weight_decay=0.1) for each in (kept, moved)]
+    state = OptimizerStateOnHost(optimizers[1], arena or HostArena(pinned=False), "state", CPU, piece_bytes)
+    return kept, moved, *optimizers, state
+
+
+def on_device_bytes(optimizer):
+    storages = [x.untyped_storage() for each in optimizer.state.values() for x in each.values()]
+    return sum(storage.nbytes() for storage in storages)
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 600, 1 << 30])
+def test_steps_in_pieces_are_those_of_the_whole(piece_bytes):
+    kept, moved, whole, pieces, state = pair(piece_bytes=piece_bytes)
+    for number in range(4):
+        for each in (kept, moved):
+            give_gradients(each, number, without=(1,) if number < 2 else ())  # one joins later
+        for optimizer in (whole, pieces):
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        whole.step()
+        state.step()
+        assert same(kept, moved)
+        assert on_device_bytes(pieces) == 0
+        assert [len(group["params"]) for group in pieces.param_groups] == [len(SIZES)]
+    state.to_device()
+    for parameter, other in zip(kept, moved, strict=True):
+        assert same(whole.state[parameter].values(), pieces.state[other].values())
+    state.to_host()
+    state.to_host()
+    assert on_device_bytes(pieces) == 0
+
+
+def test_the_device_holds_three_pieces_at_most():
+    _, moved, _, pieces, state = pair()
+    held = []
+    for optimizer_step in range(3):
+        give_gradients(moved, optimizer_step)
+        state.step()
+        if not optimizer_step:
+            pieces.register_step_pre_hook(lambda optimizer, *_: held.append(on_device_bytes(optimizer)))
+    largest = 2 * 4 * max(SIZES) + 4 * 4  # on CPU each parameter's count of steps is there as well
+    assert len(held) >= 14
+    assert 0 < max(held) <= 3 * largest < 0.6 * sum(2 * 4 * n for n in SIZES)
+
+
+def test_a_state_that_is_read_back_goes_on(tmp_path):
+    kept, moved, whole, pieces, state = pair()
+    for each in (kept, moved):
+        give_gradients(each, 0)
+    whole.step()
+    state.step()
+    state.to_device()
+    saved = copy.deepcopy(pieces.state_dict())
+    state.to_host()
+    pieces.load_state_dict(saved)  # new tensors, while the old ones wait
+    other = OptimizerStateOnHost(pieces, HostArena(pinned=False), "state", CPU, 600)
+    for each in (kept, moved):
+        give_gradients(each, 1)
+    whole.step()
+    other.step()
+    assert same(kept, moved)
+
+
+def test_a_device_without_room_is_named_before_anything_moves(monkeypatch):
+    _, moved, _, pieces, state = pair()
+    for number in range(2):
+        give_gradients(moved, number)
+        before = [parameter.detach().clone() for parameter in moved]
+        with monkeypatch.context() as patch:
+            patch.setattr(state, "_pieces", [piece._replace(nbytes=1 << 60) for piece in state._pieces])
+            with pytest.raises(HandOverError, match=r"state: the optimizer's step needs .* GB of device memory"):
+                state.step()
+        assert same(before, moved) and on_device_bytes(pieces) == 0
+        state.step()
+        assert not same(before, moved)
+
+
+def test_a_host_without_room_leaves_a_whole_step_and_is_named_when_the_engine_moves(monkeypatch):
+    arena = HostArena(pinned=False)
+    kept, moved, whole, pieces, state = pair(arena)
+    for each in (kept, moved):
+        give_gradients(each, 0)
+    whole.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(0, 1 << 40))
+        state.step()
+        assert same(kept, moved) and on_device_bytes(pieces) > 0
+        with pytest.raises(HandOverError, match=r"state: .* are to wait in host memory"):
+            state.to_host()
+    for each in (kept, moved):
+        give_gradients(each, 1)
+    whole.step()
+    state.step()
+    assert same(kept, moved) and on_device_bytes(pieces) == 0
+    assert arena.holders()["state"] == sum(2 * 4 * n + 4 for n in SIZES)
