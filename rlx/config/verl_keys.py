@@ -4,7 +4,6 @@ _NO_NEED = "remove it: rlx needs no such key"
 
 # A pattern matches a key (or key=value) that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str] = {
-    "use_liger": "remove it: rlx does not use Liger kernels",
     "use_fused_kernels": "remove it: token log-probs are always computed in chunks, without a copy of the logits in fp32",
     "fused_kernel_options": "remove it: rlx has no fused kernels to choose from",
     "param_dtype=fp16": "use bf16, which needs no loss scaling; rlx has none",

@@ -148,7 +148,6 @@ def test_an_unknown_group_is_reported_leaf_by_leaf():
 @pytest.mark.parametrize(
     "key",
     [
-        "actor_rollout_ref.model.use_liger",
         "actor_rollout_ref.model.use_fused_kernels",
         "data.return_raw_chat",
         "reward_model.overlong_buffer.enable",
