@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlx.cluster.mesh import Mesh
 from rlx.config.schema import (
     ActivationOffloadConfig,
     ActorConfig,
@@ -113,8 +114,6 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
 class Skipping:
     """Workers of which the second optimizer step is skipped."""
 
-    world_size = 1
-
     def __init__(self):
         self.metrics = iter(
             [
@@ -122,6 +121,9 @@ class Skipping:
                 {"actor/skipped": 1.0, "actor/grad_norm": float("nan"), "actor/loss": float("nan")},
             ]
         )
+
+    def mesh(self, role):
+        return Mesh.of(1)
 
     def split_metrics(self, role, method, batch):
         return next(self.metrics)
@@ -150,10 +152,11 @@ def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
 class Recording:
     """Workers that keep what they are sent; the trainer's log-probs are 1 above the sampler's on every second row."""
 
-    world_size = 1
-
     def __init__(self):
         self.calls, self.sent = [], []
+
+    def mesh(self, role):
+        return Mesh.of(1)
 
     def split(self, role, method, batch):
         self.calls.append((role, method))
