@@ -47,8 +47,9 @@ def filtered_groups_can_differ(s: Setting) -> Faults:
         yield Fault(
             "a single response to a prompt differs from none", got, f"{SAMPLES} >= 2", remedy, (FILTER, SAMPLES)
         )
-    if filters.metric not in METRICS and s.config.custom_reward_function.path is None:
-        expected = f"one of {', '.join(METRICS)}, or a number that a custom_reward_function reports"
+    reports = s.config.custom_reward_function.path, s.config.reward.format, s.config.reward_model.enable
+    if filters.metric not in METRICS and not any(reports):
+        expected = f"one of {', '.join(METRICS)}, or a number that a reward function of yours reports"
         yield Fault(
             f"{METRIC} is not known", f"{METRIC}={filters.metric}", expected, f"set {METRIC}=acc", (FILTER, METRIC)
         )

@@ -117,6 +117,7 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
         "actor_rollout_ref.model.activation_offload.save=attention",
         "critic.model.activation_offload.min_bytes=0",
         "critic.model.activation_offload.tier=disk",
+        "critic.ulysses_sequence_parallel_size=2",
         f"critic.model.activation_offload.directory={disk}",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
         "trainer.max_actor_ckpt_to_keep=2",
@@ -201,7 +202,7 @@ def test_remax_with_dynamic_sampling_and_an_own_loss_resumes(train, custom):
     folder, whole = train(*options)
     for step in (1, 2):
         generations, kept = (whole[step][f"filter_groups/{name}"] for name in ("generations", "kept_share"))
-        assert generations >= 2 and 8 <= kept * generations * 6 <= generations * 6
+        assert generations >= 2 and 8 <= round(kept * generations * 6) <= generations * 6
         assert whole[step]["actor/own_ratio"] == pytest.approx(1, abs=0.2) and "actor/clip_fraction" not in whole[step]
         assert whole[step]["train/zero_advantage_share"] == 0, "the samples of every prompt differ"
         assert whole[step]["reward/mean"] < whole[step]["reward/accuracy"], "long responses lose some of their score"
