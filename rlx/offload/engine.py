@@ -307,15 +307,13 @@ def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
         return kind(
-            [v if type(v) in _EMPTY else by_id[id(v)] if id(v) in by_id else replace_leaves(v, by_id) for v in value]
+            [by_id[id(v)] if id(v) in by_id else v if type(v) in _LEAVES else replace_leaves(v, by_id) for v in value]
         )
     if kind is dict:
         return {
-            key: v if type(v) in _EMPTY else by_id[id(v)] if id(v) in by_id else replace_leaves(v, by_id)
+            key: by_id[id(v)] if id(v) in by_id else v if type(v) in _LEAVES else replace_leaves(v, by_id)
             for key, v in value.items()
         }
-    if kind in _LEAVES:
-        return value
     return map_leaves(lambda leaf: by_id.get(id(leaf), leaf), value)
 
 

@@ -152,12 +152,13 @@ def without_memory(tensor: Tensor) -> Tensor:
     """An alias of a plain tensor that keeps nothing of it but the version counter."""
     alias = tensor.detach()
     # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
-    alias.data = _nothing_on(tensor.device)
+    alias.data = nothing_on(tensor.device)
     return alias
 
 
 @functools.cache
-def _nothing_on(device: torch.device) -> Tensor:
+def nothing_on(device: torch.device) -> Tensor:
+    """An empty tensor on a device, the same one each time."""
     return torch.empty(0, device=device)
 
 

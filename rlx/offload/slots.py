@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlx.offload.identity import modified_in_place, without_memory
+from rlx.offload.identity import modified_in_place, nothing_on
 
 _SHAPE = operator.attrgetter("shape")
 
@@ -99,7 +99,9 @@ class Slots:
                 watch = by_base.get(id(base))  # all views of a tensor share its version counter
                 if watch is None:
                     try:
-                        by_base[id(base)] = watch = without_memory(tensor)
+                        watch = tensor.detach()  # as `without_memory` does
+                        watch.data = nothing_on(tensor.device)
+                        by_base[id(base)] = watch
                     except RuntimeError:  # sparse and nested layouts
                         watch = None
             watches.append(watch)

@@ -163,19 +163,20 @@ class Mover:
         Raises:
             DiskError: if they go to disk and that is full.
         """
+        nbytes = region.nbytes
         with self.lock:
             for store in self._stores:
-                place = store.take(region.nbytes)
+                place = store.take(nbytes)
                 if place is not None:
                     break
             else:
                 return None
             parked = Parked(self, tensor, region, place)
             self.table[region] = weakref.ref(parked)
-            self._counters.offloaded_bytes += parked.nbytes
+            self._counters.offloaded_bytes += nbytes
             if not self.copier.on_host:
-                self._in_flight.append(_Flight(layer_call, parked.nbytes, weakref.ref(parked)))
-                self._in_flight_bytes += parked.nbytes
+                self._in_flight.append(_Flight(layer_call, nbytes, weakref.ref(parked)))
+                self._in_flight_bytes += nbytes
             return parked
 
     def begin_layer(self, layer_call: int, lag: int) -> None:
