@@ -1,4 +1,5 @@
-"""Measure how fast parameters leave the device for host memory and come back, beside plain copies of tensors.
+"""Measure how fast parameters leave the device for host memory and come back, beside plain copies of tensors; and what
+an optimizer's step costs whose state waits in host memory.
 
 python -m rlx.engine.residency_benchmark --gb 8 --json hand_over.json
 """
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
+from rlx.engine.optimizer_state import MOMENTS, PIECE_BYTES, OptimizerStateOnHost
 from rlx.engine.residency import Parking
 from rlx.offload import HostArena
 
@@ -80,6 +83,56 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
     }
 
 
+def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: int) -> dict[str, Any]:
+    """Seconds and device memory of AdamW's step with its state on the device, brought there whole, and in pieces.
+
+    Args:
+        nbytes: of the state, in bf16; parameters and gradients take as much again.
+        rounds: how often, after a first one.
+        device: the device.
+        piece_bytes: of the state that comes to the device at a time.
+
+    Returns:
+        state_bytes, and by row the seconds, the rate of the state's way there and back (gb_per_s, None where it stays), and
+        what the device held at most beside parameters and gradients (peak_bytes, None on CPU).
+    """
+    elements = max(1, min(LARGE_BYTES, nbytes // 16) // 2)
+    parameters = [
+        torch.nn.Parameter(torch.zeros(elements, dtype=torch.bfloat16, device=device))
+        for _ in range(max(1, nbytes // (2 * MOMENTS * elements)))
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer, arena = AdamW(parameters, lr=1e-3), HostArena(pinned=device.type != "cpu")
+    used = _allocated_bytes(device)
+    in_pieces = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes)
+    whole = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes=1 << 62)
+
+    def step_whole() -> None:
+        whole.to_device()
+        optimizer.step()
+        whole.to_host()
+
+    ways = {"state on the device": optimizer.step, "state whole": step_whole, "state in pieces": in_pieces.step}
+    state_bytes = sum(MOMENTS * parameter.nbytes for parameter in parameters)
+    rows: dict[str, dict[str, float | None]] = {}
+    for name, step in ways.items():
+        step()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+        seconds = statistics.median(timed(step, device) for _ in range(rounds))
+        peak = None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device) - used
+        rate = None if name == "state on the device" else 2 * state_bytes / seconds / 1e9
+        rows[name] = {"seconds": seconds, "gb_per_s": rate, "peak_bytes": peak}
+        whole.to_device()
+    return {"state_bytes": state_bytes, "rows": rows}
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+
+
 def _free_bytes(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
@@ -90,10 +143,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gb", type=float, default=4.0, help="how much moves [10^9 bytes]")
     parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
     parser.add_argument("--device", help="cpu or cuda; the accelerator if there is one")
+    parser.add_argument("--piece-gb", type=float, default=PIECE_BYTES / 1e9, help="of a step in pieces [10^9 bytes]")
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args(arguments)
-    if given.gb <= 0 or given.rounds < 1:
-        parser.error(f"got --gb {given.gb} --rounds {given.rounds}, expected more than 0 and at least 1")
+    if given.gb <= 0 or given.rounds < 1 or given.piece_gb <= 0:
+        got = f"--gb {given.gb} --rounds {given.rounds} --piece-gb {given.piece_gb}"
+        parser.error(f"got {got}, expected more than 0, at least 1 and more than 0")
     device = torch.device(given.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     figures = measure(int(given.gb * 1e9), given.rounds, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -104,8 +159,16 @@ def main(arguments: list[str] | None = None) -> None:
     if figures["freed_bytes"] is not None:
         print(f"given back by the device while parked: {figures['freed_bytes'] / 1e9:.2f} GB")
     print(f"taken from the host: {figures['host_reserved_bytes'] / 1e9:.2f} GB")
+    steps = measure_steps(int(given.gb * 1e9), given.rounds, device, int(given.piece_gb * 1e9))
+    print(f"\nAdamW's step, {steps['state_bytes'] / 1e9:.2f} GB of state; the rate is there and back together")
+    print(f"{'':20}{'seconds':>10}{'GB/s':>8}{'peak GB':>10}")
+    for row, values in steps["rows"].items():
+        rate, peak = values["gb_per_s"], values["peak_bytes"]
+        cells = f"{'-' if rate is None else f'{rate:.1f}':>8}{'-' if peak is None else f'{peak / 1e9:.2f}':>10}"
+        print(f"{row:20}{values['seconds']:10.3f}{cells}")
     if given.json is not None:
-        given.json.write_text(json.dumps({"device": name, "torch": torch.__version__, **figures}, indent=2) + "\n")
+        everything = {"device": name, "torch": torch.__version__, **figures, "steps": steps}
+        given.json.write_text(json.dumps(everything, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ def test_the_command_prints_a_table_and_writes_the_same_figures(tmp_path, capsys
     for row, values in figures["rows"].items():
         assert values["gb_per_s"] * values["seconds"] * 1e9 == pytest.approx(figures["bytes"])
         assert f"{row:20}{values['seconds']:10.3f}{values['gb_per_s']:8.1f}" in printed
+    steps = figures["steps"]
+    assert list(steps["rows"]) == ["state on the device", "state whole", "state in pieces"]
+    moved = steps["rows"]["state in pieces"]
+    assert moved["gb_per_s"] * moved["seconds"] * 1e9 == pytest.approx(2 * steps["state_bytes"])
+    assert f"{'state in pieces':20}{moved['seconds']:10.3f}{moved['gb_per_s']:8.1f}{'-':>10}" in printed
 
 
 def test_amounts_that_measure_nothing_are_refused(capsys):
