@@ -192,6 +192,10 @@ class CaseRun:
                 stats = handle.stats().since(entrant.before)
                 fields["held_bytes"] = entrant.held_bytes
                 fields |= engine_figures(stats, len(entrant.step_s), fields["median_s"])
+                plan = handle.plan()
+                if plan is not None:
+                    fields["predicted_s"] = plan.prediction.step_s
+                    fields["predicted_peak_bytes"] = plan.prediction.peak_bytes
             measured[name] = fields
         for base in {"plain", "checkpointing"} & set(measured):
             for fields in measured.values():

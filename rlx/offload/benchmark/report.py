@@ -35,6 +35,8 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("stall ms", "stall_ms_per_step", _number(2)),
     ("stall %", "stall_share", _number(2, 0.01)),
     ("overlap", "overlap", _number(3)),
+    ("predicted s", "predicted_s", _number(4)),
+    ("predicted GB", "predicted_peak_bytes", _digits(4, GB)),
 )
 
 

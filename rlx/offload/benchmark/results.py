@@ -33,6 +33,7 @@ class Row:
         stall_share: of the step's time.
         disk_gb_per_s: None where nothing went to disk.
         overlap: share of the time of copies and disk that compute did not wait for.
+        predicted_s, predicted_peak_bytes: what the plan of auto expects of a step.
     """
 
     mode: str
@@ -53,6 +54,8 @@ class Row:
     stall_share: float | None = None
     overlap: float | None = None
     recomputed_ms_per_step: float | None = None
+    predicted_s: float | None = None
+    predicted_peak_bytes: int | None = None
     curve: Curve | None = None
 
 
