@@ -51,6 +51,8 @@ def test_sampling_of_training_and_validation(val, expected):
     config = tree(temperature=0.9, top_p=0.8, top_k=7, val_kwargs=val)
     assert sampling_for(config, "train", (1,)) == Sampling(20, 0.9, 0.8, 7, (1,))
     assert sampling_for(config, "val", (1,)) == expected
+    greedy = Sampling(20, temperature=0.0, stop_token_ids=(1,), with_log_probs=False)
+    assert sampling_for(config, "greedy", (1,)) == greedy
 
 
 def test_a_top_k_of_0_keeps_all_tokens():
