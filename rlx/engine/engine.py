@@ -125,7 +125,9 @@ class Engine:
         self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
         self._second_try = None
         if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
-            self._second_try = SecondTry(self.offload, self.sharded, self.optimizer, device)
+            self._second_try = SecondTry(
+                self.offload, self.sharded, self.optimizer, device, keeps_state=not fsdp.optimizer_offload
+            )
         self.updates = self.steps = 0
         # The arena in which activations wait, if they do: it is page-locked unless its owner has said otherwise.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload

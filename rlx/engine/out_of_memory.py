@@ -44,9 +44,18 @@ class SecondTry:
         sharded: the model.
         optimizer: of its parameters; it has not moved when the passes run.
         device: of this process.
+        keeps_state: whether the optimizer's state stays on the device.
     """
 
-    def __init__(self, offload: ActivationOffloading, sharded: Sharded, optimizer: AdamW, device: torch.device):
+    def __init__(
+        self,
+        offload: ActivationOffloading,
+        sharded: Sharded,
+        optimizer: AdamW,
+        device: torch.device,
+        keeps_state: bool = True,
+    ):
+        self._keeps_state = keeps_state
         self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
         is_able = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
         self._recover = sharded.recover if is_able else None
@@ -134,7 +143,8 @@ class SecondTry:
     def _missing_state_bytes(self) -> int:
         """What the optimizer's first step will take, where it has not been done."""
         state = self._optimizer.state
-        missing = (p for group in self._optimizer.param_groups for p in group["params"] if not state.get(p))
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]] if self._keeps_state else []
+        missing = (p for p in parameters if not state.get(p))
         return sum(ADAM_STATES * local(p).nbytes for p in missing if local(p).device.type != "cpu")
 
     def _random_state(self) -> list[Tensor]:
