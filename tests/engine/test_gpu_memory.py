@@ -1,0 +1,120 @@
+"""Out of memory in an update on a GPU, by the allocator itself: repeated with less, or refused where FSDP cannot begin anew."""
+
+import gc
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from rlx.config.schema import (
+    ActivationOffloadConfig,
+    ActorConfig,
+    FSDPConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    OptimConfig,
+    TinyModelConfig,
+)
+from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
+from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.objectives import PolicyObjective
+from rlx.models.tiny import make_tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp32"))
+ROWS, PROMPT, RESPONSE = 16, 64, 1984
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A process group of one, and kernels that give the same bits twice."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=address, rank=0, world_size=1)
+    torch.use_deterministic_algorithms(True)
+    yield torch.device("cuda", 0)
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """Layers whose activations are far larger than their weights."""
+    shape = TinyModelConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2
+    )
+    for part in make_tiny(shape):
+        part.save_pretrained(tmp_path / "deep")
+    return str(tmp_path / "deep")
+
+
+def batch():
+    g = torch.Generator().manual_seed(0)
+    mask = torch.ones(ROWS, PROMPT + RESPONSE, dtype=torch.bool)
+    return Batch.of(
+        {
+            "input_ids": torch.randint(3, 250, mask.shape, generator=g),
+            "attention_mask": mask,
+            "response_mask": mask[:, PROMPT:],
+            "advantages": torch.randn(ROWS, RESPONSE, generator=g),
+            "old_log_probs": torch.full((ROWS, RESPONSE), -5.5),
+        }
+    )
+
+
+def train(folder, device, budget, updates=5):
+    """Peaks of the updates, full weights after them, and what was predicted last."""
+    torch.manual_seed(0)
+    options = ActivationOffloadConfig(save="auto", max_device_bytes=budget)
+    model = ModelConfig(path=folder, enable_activation_offload=True, activation_offload=options)
+    engine = Engine(model, FP32, strategy="fsdp2", device=device, optim=OptimConfig(lr=1e-4), total_steps=10)
+    objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=RESPONSE)
+    peaks = []
+    for _ in range(updates):
+        torch.cuda.reset_peak_memory_stats()
+        engine.update(batch(), MicroBatchRule(rows=8), objective)
+        peaks.append(torch.cuda.max_memory_reserved())
+    weights = {name: tensor.cpu() for name, tensor in engine.weights()}
+    return peaks, weights, engine.offload.plan().prediction.peak_bytes
+
+
+def clean():
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def test_a_real_shortage_is_survived_bit_for_bit(gpu, deep, caplog):
+    clean()
+    lean = max(train(deep, gpu, 0)[0])
+    clean()
+    peaks, weights, usual = train(deep, gpu, 1 << 40)
+    clean()
+    assert max(peaks) > 1.5 * lean, "else nothing can be lowered"
+    total = torch.cuda.get_device_properties(gpu).total_memory
+    torch.cuda.set_per_process_memory_fraction((max(peaks) - 0.1 * (max(peaks) - lean)) / total)
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"torch 2\.13"):
+            train(deep, gpu, 1 << 40)
+        return
+    _, weights_then, lowered = train(deep, gpu, 1 << 40)
+    assert "the step is repeated" in caplog.text
+    assert lowered <= 0.8 * usual
+    assert all(torch.equal(weights[name], weights_then[name]) for name in weights)
+
+
+def test_without_a_limit_the_room_is_found_and_kept_to(gpu, deep):
+    """Optimizer states appear behind the first update, and are counted before."""
+    clean()
+    _, weights, _ = train(deep, gpu, 0, updates=3)
+    clean()
+    _, weights_then, _ = train(deep, gpu, "auto", updates=3)
+    assert all(torch.equal(weights[name], weights_then[name]) for name in weights)

@@ -1,0 +1,135 @@
+"""`save="auto"` on CUDA: the same bits, room that is found and kept to, nothing that waits for the device."""
+
+import copy
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
+
+WIDTH, LAYERS, MIB = 1024, 10, 1 << 20
+
+
+@pytest.fixture
+def decoder(toys):
+    """Ten layers with attention on sixteen heads of 64."""
+    return toys.stack(lambda: toys.attend(WIDTH, 16, 16, dropout=0.1), blocks=LAYERS, width=WIDTH).cuda()
+
+
+def read(model, rows=8192, seed=1):
+    """A step on four sequences."""
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).cuda()
+    return model(x.unflatten(0, (4, -1)))
+
+
+def peak_bytes(model):
+    """Peak of device memory over a step, above what was there before."""
+    model.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    read(model).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def planned(model, handle):
+    """Steps until one has followed a plan."""
+    for _ in range(3):
+        read(model).backward()
+        torch.cuda.synchronize()
+    assert handle.plan() is not None
+    return handle.plan()
+
+
+@pytest.mark.parametrize("budget", [0, 700 * MIB, 1500 * MIB, "auto"])
+def test_gradients_are_those_of_plain_autograd_before_and_after_the_plan(toys, enable, decoder, budget):
+    expected = toys.grade(copy.deepcopy(decoder), read)
+    handle = enable(decoder, True, save="auto", max_device_bytes=budget)
+    for _ in range(5):
+        expected.assert_equal(toys.grade(decoder, read))
+        torch.cuda.synchronize()
+        assert handle.stats().held_bytes == 0
+    assert handle.plan() is not None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+def test_a_step_needs_about_as_much_as_its_plan_says_and_no_more_than_it_may(enable, decoder, share):
+    plain = peak_bytes(decoder)
+    lean = enable(decoder, True)
+    least = peak_bytes(decoder)
+    lean.disable()
+    budget = int(least + share * (plain - least))
+    handle = enable(decoder, True, save="auto", max_device_bytes=budget)
+    plan = planned(decoder, handle)
+    found = peak_bytes(decoder)
+    assert found <= 1.05 * max(budget, least) + 16 * MIB
+    assert found == pytest.approx(plan.prediction.peak_bytes, rel=0.15, abs=32 * MIB)
+
+
+def test_where_everything_fits_nothing_leaves_and_the_peak_is_that_of_plain(enable, decoder):
+    plain = peak_bytes(decoder)
+    handle = enable(decoder, True, save="auto")
+    assert all(layer.keep for layer in planned(decoder, handle).layers)
+    before = handle.stats()
+    assert peak_bytes(decoder) <= 1.01 * plain + 16 * MIB
+    step = handle.stats().since(before)
+    assert (step.offloaded_bytes, step.recomputed_ms) == (0, 0)
+
+
+def test_what_is_reserved_counts_as_taken(enable, decoder):
+    """Optimizer states that do not exist yet: here as large as the device."""
+    handle = enable(decoder, True, save="auto")
+    total = torch.cuda.get_device_properties(0).total_memory
+    for _ in range(3):
+        handle.agree(reserve_bytes=total)
+        read(decoder).backward()
+        torch.cuda.synchronize()
+    assert not any(layer.keep or layer.on_device for layer in handle.plan().layers[:-1])
+
+
+def test_gradients_that_do_not_exist_yet_count_as_taken(enable, decoder):
+    """The room that is found does not depend on whether they did."""
+    found = []
+    for set_to_none in (True, False):
+        read(decoder).backward()
+        decoder.zero_grad(set_to_none=set_to_none)
+        handle = enable(decoder, True, save="auto")
+        for _ in range(3):
+            read(decoder).backward()
+            decoder.zero_grad(set_to_none=set_to_none)
+            torch.cuda.synchronize()
+        found.append(handle.engine.orders.__self__._room_bytes)
+        handle.disable()
+    gradients = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    assert abs(found[0] - found[1]) < gradients / 2
+
+
+def test_a_lower_limit_is_kept_to_from_the_next_step_on(toys, enable, decoder):
+    expected = toys.grade(copy.deepcopy(decoder), read)
+    handle = enable(decoder, True, save="auto")
+    before = planned(decoder, handle).prediction.peak_bytes
+    handle.limit_device_bytes(before // 2)
+    expected.assert_equal(toys.grade(decoder, read))
+    assert handle.plan().prediction.peak_bytes <= before // 2
+    assert peak_bytes(decoder) <= 1.05 * (before // 2) + 32 * MIB
+
+
+def test_nothing_waits_for_the_device(enable, decoder):
+    x = torch.randn(4, 2048, WIDTH, device="cuda")
+    handle = enable(decoder, True, save="auto", max_device_bytes=700 * MIB)
+    decoder(x).backward()  # the arena grows, kernels are loaded
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(6):
+            decoder(x).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    decoder(x).backward()
+    assert handle.plan() is not None
