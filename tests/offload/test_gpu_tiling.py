@@ -1,0 +1,70 @@
+"""Tiles on a device: gradients near those without, and the memory of one tile."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WIDTH, INNER, TOKENS, TILE = 1024, 5408, 16_384, 2048
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=1024,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=TOKENS,
+    )
+    model = transformers.AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    return model.cuda().train()
+
+
+def step(model: torch.nn.Module) -> int:
+    """Forward and backward; the peak above what was there before [bytes]."""
+    ids = torch.randint(0, 1024, (1, TOKENS), generator=torch.Generator().manual_seed(1)).cuda()
+    used = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = model(input_ids=ids, use_cache=False).last_hidden_state
+    output.backward(torch.ones_like(output))
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - used
+
+
+@pytest.mark.parametrize("save", [None, "boundary", "attention"])
+def test_gradients_are_near_and_the_peak_is_that_of_a_tile(save):
+    plain = build()
+    tiled = copy.deepcopy(plain)
+    assert len(enable_tiling(tiled, TILE).mlps) == 3
+    peaks = []
+    for model in (plain, tiled):
+        if save is not None:
+            enable_activation_offloading(model, True, OffloadOptions(save=save))
+        step(model)
+        model.zero_grad(set_to_none=False)
+        peaks.append(step(model))
+    for (name, p), q in zip(plain.named_parameters(), tiled.parameters(), strict=True):
+        assert (p.grad - q.grad).float().norm() <= 0.02 * p.grad.float().norm(), name
+    assert peaks[0] - peaks[1] >= 3 * TOKENS * INNER * 2, "of at least five such tensors those of one tile are left"
+
+
+def test_no_layer_of_a_model_shows_itself_twice():
+    model = build()
+    enable_tiling(model, TILE)
+    calls = []
+    model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    step(model)
+    first = len(calls)
+    step(model)
+    assert len(calls) - first == 2 * TOKENS // TILE
+    assert first - 2 * TOKENS // TILE == 3, "the whole and its halves"
