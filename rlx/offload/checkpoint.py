@@ -135,9 +135,9 @@ class RecomputedCall(LayerCall):
                 raise slots.written(index)
             if index < self._prefetch_below:
                 self._prefetch_below = 0
-                self.prefetch(1)
                 if self._orders.sample is not None:
                     self._orders.sample.pass_middle()
+                self.prefetch(1)
             return tensor
 
         return saved_tensors_hooks(slots.packer(), unpack)

@@ -53,7 +53,8 @@ class _LateHook(Watcher):
 def run_kept(engine: Engine, layer: Layer, forward: Callable[..., Any], args: Any, kwargs: Any, orders: Orders) -> Any:
     """Run a layer's forward as it is."""
     call = KeptCall(engine, layer, orders)
-    if call.fetches_early or call.previous is None:
+    before = call.previous() if call.previous is not None else None
+    if call.fetches_early or before is None or not before.parked:
         outputs = forward(*args, **kwargs)
     else:
         with _LateHook(call):

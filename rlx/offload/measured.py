@@ -80,6 +80,7 @@ def _kind(members: Sequence[Sample]) -> Kind:
                 nbytes=round(fmean(call.nbytes for call in calls)),
             )
     forward_s = fmean(sample.forward_s for sample in members)
+    middles = [sample.late_at for sample in members if sample.late_at is not None]
     backwards = [sample.backward_s for sample in members if sample.backward_s is not None]
     boundary = members[0].boundary_bytes
     saved = round(fmean(sample.saved_bytes for sample in members))
@@ -95,6 +96,7 @@ def _kind(members: Sequence[Sample]) -> Kind:
         working_bytes=max(working) if late else saved + 2 * boundary,
         late_bytes=max(late) if late else saved // 2 + 2 * boundary,
         operations=tuple(operations.values()),
+        late_at=fmean(middles) if middles else 0.5,
     )
     return Kind(tuple(sample.index for sample in members), tuple(names), cost, tuple(operations))
 

@@ -126,6 +126,7 @@ class Sample:
     def pass_middle(self) -> None:
         """Backward is through with the widest part of the layer."""
         if self.working_bytes is None and self._backward.open is self:
+            self._marks["middle"] = self.mark()
             self.working_bytes = self._memory()[1] - self._base_bytes + self.boundary_bytes
             self._reset_peak()
 
@@ -158,6 +159,14 @@ class Sample:
         """Time of backward without it; None for the first layer, whose end is not seen."""
         end = self._marks.get("backward_end")
         return None if end is None else seconds(self._marks["recompute_end"], end)
+
+    @property
+    def late_at(self) -> float | None:
+        """After which share of backward its widest part is over; None where that was not seen."""
+        middle, end = self._marks.get("middle"), self._marks.get("backward_end")
+        if middle is None or end is None:
+            return None
+        return min(1.0, seconds(self._marks["recompute_end"], middle) / max(self.backward_s or 0.0, 1e-12))
 
     def ends_at(self, call: Call) -> float:
         """Where in forward a call ended, in [0, 1]."""

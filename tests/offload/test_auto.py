@@ -181,6 +181,7 @@ def test_measured_costs(toys, enable):
         assert sample.recompute_s > 0
         assert sample.saved_bytes > 100 * row
     assert [sample.backward_s is not None for sample in seen] == [False, True, True]
+    assert all(0 < sample.late_at < 1 for sample in seen[1:]) and seen[0].late_at is None
 
 
 def test_none_but_auto_has_a_plan(toys, enable):

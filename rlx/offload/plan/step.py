@@ -6,8 +6,8 @@ Note [the step that is played through]
 Three things take turns or run side by side: the device computes, one direction of the link sends, the other fetches.
 *Forward.* A layer's input leaves when the layer begins, the result of an operation when it has run; the link sends them in
 order. A layer begins once what the layer two before it sent has left.
-*Backward.* Layers come in reverse order. A layer's bytes are asked for while the layer behind it runs: after half of that
-layer's backward, when its widest part has given its memory back, or with `fetch_early` when its backward begins. Recomputation
+*Backward.* Layers come in reverse order. A layer's bytes are asked for while the layer behind it runs: when that layer's
+backward has given its widest part's memory back, as a rule after half of it, or with `fetch_early` when it begins. Recomputation
 goes as far as what has arrived lets it; a saved operation takes no time in it. What the last layer sent is still there.
 *Disk.* What leaves once the host is full goes to the disk, if there is one: of each layer all or nothing. It takes the disk's
 time instead of the link's, and nothing is read before all has been written.
@@ -57,8 +57,9 @@ class LayerCost:
         boundary_bytes: of its inputs, which leave, or stay where `boundary_leaves` is False.
         saved_bytes: all that plain autograd keeps of it.
         working_bytes: that its backward holds at most where it was recomputed, what it recomputes included.
-        late_bytes: the same in the second half of it.
+        late_bytes: the same once its widest part has been given back.
         operations: in the order in which they run.
+        late_at: after which share of backward that is, in [0, 1].
     """
 
     forward_s: float
@@ -69,6 +70,7 @@ class LayerCost:
     working_bytes: int
     late_bytes: int
     operations: tuple[Operation, ...] = ()
+    late_at: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class Part(NamedTuple):
 
     Args:
         forward_s, recompute_s, backward_s: compute.
+        late_s: of backward until what is fetched late is asked for.
         out_s: the link's time for what leaves.
         left_s: from the layer's begin until all has left, where the link is free.
         in_s: the link's time for what is fetched.
@@ -178,6 +181,7 @@ class Part(NamedTuple):
     forward_s: float
     recompute_s: float
     backward_s: float
+    late_s: float
     out_s: float
     left_s: float
     in_s: float
@@ -226,6 +230,7 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         forward_s=cost.forward_s,
         recompute_s=again_s,
         backward_s=cost.backward_s,
+        late_s=cost.backward_s * cost.late_at,
         out_s=out_s,
         left_s=left_s,
         in_s=in_s,
@@ -302,7 +307,7 @@ def _backward(parts: Sequence[Part], fetch_early: bool, now: float, written: flo
             link_free += part.in_s
         is_here = False
         now = began + part.backward_s
-        asked = began if fetch_early else (began + now) / 2
+        asked = began if fetch_early else began + part.late_s
     return now
 
 

@@ -1,6 +1,7 @@
 """One step played through: cases worked out by hand, and the same played naively, piece by piece."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -71,6 +72,7 @@ def test_bytes_are_asked_for_in_the_middle_of_the_backward_behind_or_at_its_begi
     machine = Machine(1e9, 5, 0)
     assert play([BOUNDARY, BOUNDARY], machine).stall_s == pytest.approx(1)
     assert play([BOUNDARY, BOUNDARY], machine, early=True).stall_s == pytest.approx(0)
+    assert play([BOUNDARY, BOUNDARY], machine, cost=replace(LAYER, late_at=0.25)).stall_s == pytest.approx(0.5)
 
 
 def test_the_last_layer_fetches_nothing():
