@@ -139,6 +139,31 @@ def test_bf16_gradients_are_finite_and_near_those_of_fp32(gpu, large, strategy, 
     assert metrics["loss"] == pytest.approx(exact["loss"], abs=0.02)
 
 
+def test_packed_rows_say_in_bf16_what_padded_ones_say(gpu, large):
+    """Attention by the kernel for variable lengths, beside padded rows and beside fp32, a sequence at a time."""
+    found = {}
+    for name, fsdp, packs in (("exact", FP32, True), ("padded", FSDPConfig(), False), ("packed", FSDPConfig(), True)):
+        model = ModelConfig(path=large, use_remove_padding=packs)
+        said = Engine(model, fsdp, strategy="fsdp2", device=gpu).log_probs(ragged(), MicroBatchRule(tokens=2000), 1.0)
+        found[name] = said["log_probs"]
+    off = {name: (found[name] - found["exact"]).abs().mean() for name in ("padded", "packed")}
+    assert 0 < off["packed"] <= 1.5 * off["padded"]
+
+
+@pytest.mark.parametrize("save", ["boundary", "attention"])
+def test_offloading_of_packed_attention_in_bf16_gives_the_same_step(gpu, large, save):
+    plain, offloaded = engine(large, gpu, FSDPConfig(), offload=False), engine(large, gpu, FSDPConfig(), save=save)
+    update(offloaded), update(plain)  # what the model can do is found out in the first one
+    expected = update(plain)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        got = update(offloaded)
+    assert got["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+    assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    calls = sum(event.count for event in profile.key_averages() if event.key == "aten::_flash_attention_forward")
+    micro_batches, layers = 4, 4
+    assert calls == micro_batches * layers * (1 if save == "attention" else 2), "twice where it is computed again"
+
+
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 @pytest.mark.parametrize("save", ["boundary", "attention", "all"])
 def test_offloading_gives_the_same_step_and_its_host_memory_comes_back(gpu, large, save, tier, tmp_path):
