@@ -6,10 +6,14 @@ that waits inside the next one: it is in the communicator that both share, and t
 processes meet on a communicator beside it after the passes and before anything else, those that failed at once. Where all
 come (a single process; all failed alike, as equal plans make likely; one failed behind the last collective) the step is
 repeated by all. Where not all come in time, those that failed end with an error, and the others with the run.
+On a device collectives run behind the host: two processes that have both failed may have begun different ones, and the next
+would be taken for those that are pending. So each waits until its device has done all that it was given. Once all devices
+have, every collective that was begun was begun by all.
 """
 
 import gc
 import logging
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from math import inf
@@ -79,6 +83,12 @@ class SecondTry:
             assert done is not None
             return done[0]
         assert self._recover is not None
+        if not self._is_drained():
+            raise torch.OutOfMemoryError(
+                f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: processes "
+                "have stopped in different places and wait for each other. Lower activation_offload.max_device_bytes or the "
+                "micro-batches"
+            )
         self._recover()
         self._sharded.drop_gradients(self._optimizer)
         if self._device.type != "cpu":
@@ -139,6 +149,17 @@ class SecondTry:
                 )
             )
         return None if least == inf else int(least)
+
+    def _is_drained(self) -> bool:
+        """Whether no process has begun a collective that another has not."""
+        if self._group is None or self._device.type == "cpu":
+            return True
+        waiting = threading.Thread(target=torch.accelerator.synchronize, args=(self._device,), daemon=True)
+        waiting.start()
+        waiting.join(WAIT_S)
+        is_done = torch.tensor(not waiting.is_alive(), dtype=torch.int32)
+        dist.all_reduce(is_done, dist.ReduceOp.MIN, self._group)
+        return bool(is_done)
 
     def _missing_state_bytes(self) -> int:
         """What the optimizer's first step will take, where it has not been done."""
