@@ -191,7 +191,9 @@ class MixedPrecisionConfig:
 @dataclass(frozen=True)
 class FSDPConfig:
     param_offload: bool = key(False, "Parameters wait in host memory while another role works.")
-    optimizer_offload: bool = key(False, "Optimizer state waits in host memory between updates.")
+    optimizer_offload: bool = key(
+        False, "Optimizer state waits in host memory; it comes to the device piece by piece, for the step alone."
+    )
     offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step live on the host.")
     reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
     fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
@@ -224,6 +226,9 @@ class ActorConfig:
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead of samples.")
     ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
+    ulysses_sequence_parallel_size: int = key(
+        1, "Neighbouring processes that share each sequence; divides processes and attention heads.", minimum=1
+    )
     ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
     shuffle: bool = key(False, "Shuffle the prompts of a batch before cutting mini-batches.")
     clip_ratio: float = key(0.2, "PPO's clip range.", minimum=0)
@@ -250,6 +255,9 @@ class RefConfig:
     log_prob_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward; null: the actor's.", minimum=1)
     log_prob_use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
     log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward with log_prob_use_dynamic_bsz.", minimum=1)
+    ulysses_sequence_parallel_size: int | None = key(
+        None, "Processes that share each sequence; null: the actor's.", minimum=1
+    )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
 
@@ -273,6 +281,9 @@ class CriticConfig:
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead.")
     ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
+    ulysses_sequence_parallel_size: int | None = key(
+        None, "Processes that share each sequence; null: the actor's.", minimum=1
+    )
     ppo_epochs: int | None = key(None, "Passes over each batch; null: the actor's.", minimum=1)
     shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
     cliprange_value: float = key(0.5, "Clip range of the value update.", exclusive_minimum=0)
