@@ -1,0 +1,275 @@
+"""The longest sequence that an actor can learn from: one whole optimizer step per length, its memory by part.
+
+python -m rlx.engine.step_benchmark --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
+
+Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW, weights and state in bf16.
+A mode that has run out of memory is not asked for longer sequences. `rlx` is an `Engine`: activations off the device, MLPs and
+norms in tiles, log-probs without logits. The others are the transformers model, with whole logits, and a mode of
+`python -m rlx.offload.benchmark`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from rlx.algorithms.losses import LossSettings, vanilla
+from rlx.config.schema import ActivationOffloadConfig, ActorConfig, FSDPConfig, ModelConfig, OptimConfig
+from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
+from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.objectives import PolicyObjective
+from rlx.engine.optimizer import local
+from rlx.offload.benchmark.device import clock, name_of, peak_bytes, reset_peak, used_bytes
+from rlx.offload.benchmark.modes import PEERS
+from rlx.offload.benchmark.shapes import SHAPES
+
+RLX = "rlx"
+PHASES = ("forward", "head", "backward", "step")
+PARTS = ("weights", "gradients", "optimizer", "rest")
+GB = 1e9
+Figures = dict[str, Any]
+
+
+class PhasePeaks:
+    """The largest device memory in each phase of a step: layers forward, the head both ways, layers backward, optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
+        self.bytes: dict[str, int] = {}
+        self.static: dict[str, int] = {}
+        self._model, self._optimizer, self._device = model, optimizer, device
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        head.register_forward_pre_hook(self._before_head)
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    def begin(self) -> None:
+        """Forgets an earlier step."""
+        self.bytes.clear()
+        reset_peak(self._device)
+
+    def _end(self, phase: str) -> None:
+        self.bytes[phase] = max(self.bytes.get(phase, 0), peak_bytes(self._device))
+        reset_peak(self._device)
+
+    def _before_head(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            self._end("forward")
+            inputs[0].register_hook(lambda grad: self._end("head"))
+
+    def _before_step(self) -> None:
+        if "backward" in self.bytes:  # of a step in pieces this is a later one
+            return
+        self._end("backward")
+        self.static["gradients"] = _nbytes((p.grad for p in self._model.parameters()), self._device)
+
+    def finish(self) -> Figures:
+        """All figures, after the step [bytes]."""
+        self._end("step")
+        state = (x for values in self._optimizer.state.values() for x in values.values())
+        self.static["weights"] = _nbytes(self._model.parameters(), self._device)
+        self.static["optimizer"] = _nbytes(state, self._device)
+        return {"static": self.static, "peaks": self.bytes}
+
+
+def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
+    own = [local(x) for x in tensors if isinstance(x, Tensor)]
+    return sum(x.nbytes for x in own if x.device.type == device.type and x.untyped_storage().nbytes())
+
+
+def engine_step(folder: str, ids_T: Tensor, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
+    """The model, its optimizer, and a function that takes one step and returns the host memory reserved for it [bytes]."""
+    if not dist.is_initialized():
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    engine = Engine(
+        ModelConfig(
+            path=folder,
+            enable_activation_offload=True,
+            activation_offload=ActivationOffloadConfig(save=options.save),
+            tiled_mlp="auto",
+        ),
+        FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload),
+        strategy="fsdp2",
+        device=device,
+        optim=OptimConfig(lr=1e-6),
+    )
+    response = len(ids_T) - 1
+    ones = torch.ones(1, response)
+    batch = Batch.of(
+        {
+            "input_ids": ids_T[None],
+            "attention_mask": torch.ones(1, len(ids_T), dtype=torch.bool),
+            "response_mask": ones.bool(),
+            "old_log_probs": -ones,
+            "advantages": ones,
+        }
+    )
+    objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=response)
+
+    def step() -> int:
+        engine.update(batch, MicroBatchRule(rows=1), objective)
+        engine.to_host(parameters=False)
+        return int(engine.offload_stats()["reserved_bytes"])
+
+    assert engine.optimizer is not None
+    return engine.root, engine.optimizer, step
+
+
+def peer_step(folder: str, ids_T: Tensor, mode: str, device: torch.device) -> tuple[Any, ...]:
+    """The same of the transformers model with whole logits; what it takes on the host is not known."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(device).train()
+    model.config.use_cache = False
+    optimizer, prepared = AdamW(model.parameters(), lr=1e-6), PEERS[mode](model)
+    ids = ids_T[None].to(device)
+    ones = torch.ones(1, len(ids_T) - 1, device=device)
+
+    def step() -> None:
+        with prepared.around_step():
+            with prepared.around_forward():
+                logits = model(input_ids=ids[:, :-1]).logits
+                log_probs = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+                loss, _ = vanilla(log_probs, -ones, ones, ones.bool(), LossSettings(0.2, 0.2))
+            loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, device: torch.device) -> Figures:
+    """Figures of the last step, or what went wrong."""
+    ids_T = torch.randint(0, 250, (tokens,), generator=torch.Generator().manual_seed(0))
+    if mode == RLX:
+        model, optimizer, step = engine_step(folder, ids_T, options, device)
+    else:
+        model, optimizer, step = peer_step(folder, ids_T, mode, device)
+    peaks = PhasePeaks(model, optimizer, device)
+    for _ in range(options.steps):
+        peaks.begin()
+        began = clock(device)
+        host_bytes = step()
+        seconds = clock(device) - began
+    return {"seconds": seconds, "host_bytes": host_bytes, "left_bytes": used_bytes(device), **peaks.finish()}
+
+
+def parts(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The device memory of the dearest phase by part [GB]; the rest is the working set of a layer or the head, and inputs."""
+    static, peak = figures["static"], max(figures["peaks"].values())
+    known = {name: static[name] / GB for name in PARTS[:-1]}
+    return {**known, "rest": max(0.0, peak / GB - sum(known.values()))}
+
+
+def write_shape(folder: Path, shape: str, layers: int | None, tokens: int, device: torch.device) -> None:
+    """A Hugging Face folder with random bf16 weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changed = {"num_hidden_layers": layers} if layers else {}
+    config = AutoConfig.for_model(**{**SHAPES[shape], **changed, "max_position_embeddings": tokens})
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def draw(rows: Sequence[tuple[str, int, Figures]], path: Path) -> None:
+    """Memory of the dearest phase by part, a bar for each step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.45 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, left = figure.subplots(), [0.0] * len(rows)
+    names = [f"{mode}, {tokens}" for mode, tokens, _ in rows]
+    for part in PARTS:
+        widths = [parts(figures)[part] for *_, figures in rows]
+        axes.barh(names, widths, left=left, label=part)
+        left = [one + other for one, other in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("device memory [GB]")
+    axes.legend(frameon=False, ncols=len(PARTS), loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=130)
+
+
+def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    if "error" in figures:
+        return f"{mode:>24}{tokens:>10}  {figures['error']}"
+    cells = [figures["seconds"], *parts(figures).values(), *(figures["peaks"][name] / GB for name in PHASES)]
+    host = "-" if figures["host_bytes"] is None else f"{figures['host_bytes'] / GB:.2f}"
+    return f"{mode:>24}{tokens:>10}" + "".join(f"{cell:>11.2f}" for cell in cells) + f"{host:>11}"
+
+
+def in_own_process(arguments: Sequence[str]) -> Figures:
+    """What a child prints as its last line; its fault where it prints none."""
+    command = [sys.executable, "-m", "rlx.engine.step_benchmark", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        found: Figures = json.loads(done.stdout.splitlines()[-1])
+        return found
+    last = [text for text in done.stderr.splitlines() if text.strip()][-1:] or [f"exit code {done.returncode}"]
+    return {"error": "out of device memory" if "OutOfMemoryError" in done.stderr else last[0][:200]}
+
+
+def main() -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rlx.engine.step_benchmark", description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--tokens", default="32768", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--modes", default=f"{RLX},checkpointing", type=lambda text: text.split(","))
+    parser.add_argument("--save", default="boundary", help="rlx: what leaves the device, as activation_offload.save")
+    parser.add_argument("--optimizer-offload", action="store_true", help="rlx: AdamW's state waits on the host")
+    parser.add_argument("--steps", type=int, default=2, help="of which the last is measured (default 2)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("step_benchmark"), help="folder of results.json and the picture"
+    )
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the weights; this process measures
+    options = parser.parse_args()
+    if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:
+        parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if options.folder:
+        print(json.dumps(measure(options.folder, options.modes[0], options.tokens[0], options, device)))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{options.shape} on {name_of(device)}; seconds, and GB: parts of the dearest phase, peaks by phase, host memory"
+    )
+    print(f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>11}" for name in ("seconds", *PARTS, *PHASES, "host")))
+    results: list[tuple[str, int, Figures]] = []
+    with tempfile.TemporaryDirectory(prefix="rlx-shape-") as folder:
+        write_shape(Path(folder), options.shape, options.layers, max(options.tokens), device)
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+        passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
+        passed_on += ["--optimizer-offload"] * options.optimizer_offload
+        for mode in options.modes:
+            for tokens in sorted(options.tokens):
+                figures = in_own_process([f"--modes={mode}", f"--tokens={tokens}", *passed_on])
+                results.append((mode, tokens, figures))
+                print(line(mode, tokens, figures), flush=True)
+                (options.out / "results.json").write_text(json.dumps(results, indent=1))
+                if "error" in figures:
+                    break
+    done = [row for row in results if "error" not in row[2]]
+    if done:
+        draw(done, options.out / "memory.png")
+    return 0 if done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
