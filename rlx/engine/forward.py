@@ -142,7 +142,8 @@ class Forward:
         """Whether its head is a linear map whose result it returns as it is: then that can be log-probs."""
         head = self._plain.get_output_embeddings()
         if type(head) is not nn.Linear or head.bias is not None:
-            self._tell("log-probs are taken from logits", f"its head is {head}")
+            what = "has a bias" if type(head) is nn.Linear else f"is a {type(head).__name__}"
+            self._tell("log-probs are taken from logits", f"its head {what}")
             return False
         ids, given = torch.zeros(1, 2, dtype=torch.int64, device=self._device), []
         with head_replaced(head, ids, 1.0, with_entropy=False):
