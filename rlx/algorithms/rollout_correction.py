@@ -35,7 +35,8 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(max=LOG_RATIO_LIMIT).expm1() - log_ratio
+    log_ratio = log_ratio.clamp(max=LOG_RATIO_LIMIT)
+    return log_ratio.expm1() - log_ratio
 
 
 # Measuring --------------------------------------------------------------------------------------------------------

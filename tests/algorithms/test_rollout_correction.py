@@ -181,6 +181,14 @@ def test_extreme_ratios_have_finite_weights():
     assert importance_weights(trainer, sampler, mask, "sequence", None, 2.0, False).tolist() == [[0.0] * 3]
 
 
+@pytest.mark.parametrize("criterion", REJECTIONS)
+@pytest.mark.parametrize("impossible", ["trainer", "sampler"])
+def test_a_token_that_one_policy_never_writes_passes_no_test(criterion, impossible):
+    never, usual = torch.tensor([[-math.inf]]), torch.tensor([[-1.0]])
+    compared = (never, usual) if impossible == "trainer" else (usual, never)
+    assert not accepted(*compared, torch.ones(1, 1, dtype=torch.bool), criterion, None, 1e30).any()
+
+
 # Rejection
 
 ROWS = [[1.1, 0.9], [2.5, 0.6, 1.0], [1.0, 0.3]]
