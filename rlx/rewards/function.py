@@ -20,6 +20,8 @@ SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The parameters of a function that scores one sample, and of one that scores a list of them; all passed by name."""
 
+LARGEST_SCORE = 3.4e38
+"""Scores become fp32."""
 LONGEST_TEXT = 10_000
 """Of what is said of a failure [characters]; what a function says may be of any length."""
 _shown = reprlib.Repr()
@@ -131,9 +133,9 @@ def outcome_of(function: Function, result: Any, samples: int) -> Outcome:
 def _numbers(result: Any) -> Numbers | str:
     report = result if isinstance(result, dict) else {"score": result}
     numbers = {str(name): float(value) for name, value in _scalars(report).items() if isinstance(value, Real)}
-    if math.isfinite(numbers.get("score", math.nan)):
+    if abs(numbers.get("score", math.nan)) <= LARGEST_SCORE:
         return numbers
-    return f"returned {_shown.repr(result)}, expected a finite number or a dict whose `score` is one"
+    return f"returned {_shown.repr(result)}, expected a finite number or a dict whose `score` is one (in fp32)"
 
 
 def _scalars(report: dict[Any, Any]) -> dict[Any, Any]:

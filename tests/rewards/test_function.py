@@ -71,7 +71,9 @@ def test_kinds_of_numbers(value):
     assert outcome_of(ONE, report, 1).answers == [{"score": 1.0, "acc": 1.0}]
 
 
-@pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, {"acc": 1.0}, {"score": math.nan}, [1.0], object()])
+@pytest.mark.parametrize(
+    "value", [None, "1.0", math.nan, math.inf, -1e39, {"acc": 1.0}, {"score": math.nan}, [1.0], object()]
+)
 def test_reports_without_a_number(value):
     (answer,) = outcome_of(ONE, value, 1).answers
     assert answer.startswith("returned ") and "expected a finite number or a dict whose `score` is one" in answer
