@@ -29,6 +29,5 @@ def test_all_repeat_what_one_rank_fails_in_behind_the_last_collective(model_fold
 
 
 def test_a_rank_that_cannot_reach_the_others_ends_and_says_why(model_folder, two_ranks):
-    (kind, error, seconds), _ = two_ranks("memory", "out_of_reach", model_folder)
+    (kind, error), _ = two_ranks("memory", "out_of_reach", model_folder)
     assert kind == "OutOfMemoryError" and "waits for this one in a collective" in error
-    assert seconds < 30
