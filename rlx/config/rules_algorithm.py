@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from rlx.config.faults import Fault
 from rlx.config.machine import Setting
-from rlx.config.roles import has_critic
+from rlx.config.roles import has_critic, has_reward_model
 from rlx.config.schema import GROUPS
+from rlx.config.schema_algorithm import NORM_BY_STD
 
 Faults = Iterator[Fault]
 
@@ -79,11 +80,25 @@ ALGORITHM_RULES = (
 
 def algorithm_warnings(s: Setting) -> Iterator[str]:
     """What works otherwise than its paper, or than one might expect."""
-    actor, trainer = s.config.actor_rollout_ref.actor, s.config.trainer
+    actor, algorithm, trainer = s.config.actor_rollout_ref.actor, s.config.algorithm, s.config.trainer
     mode = actor.policy_loss.loss_mode
     if mode in SEQUENCE_LOSSES and actor.policy_loss.path is None and actor.loss_agg_mode != "seq-mean-token-mean":
         yield f"{mode} is defined as a mean over sequences: {AGGREGATION}={actor.loss_agg_mode}, not seq-mean-token-mean"
-    if s.config.algorithm.filter_groups.enable and trainer.total_training_steps is None:
+    if algorithm.use_kl_in_reward and algorithm.needs(NORM_BY_STD) and algorithm.norm_adv_by_std_in_grpo:
+        yield (
+            f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: where a prompt's "
+            "scores are equal, differences of the KL count as much as right and wrong elsewhere; use actor.use_kl_loss, or "
+            "algorithm.norm_adv_by_std_in_grpo=False"
+        )
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield f"the gradient of kl_loss_type={actor.kl_loss_type} is 0 on average: use {actor.kl_loss_type}+, k2 or k3"
+    model_alone = has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_alone:
+        yield (
+            f"{METRIC}=acc asks whether a score is 1 or more, which says little of a reward model's: let a function score "
+            "too, reward_model.rule_weight"
+        )
+    if algorithm.filter_groups.enable and trainer.total_training_steps is None:
         yield (
             "with algorithm.filter_groups a step may take several batches of prompts, so that trainer.total_epochs="
             f"{trainer.total_epochs} gives more passes over them: trainer.total_training_steps says when to stop"

@@ -459,6 +459,13 @@ def test_what_can_run_has_no_faults(verdict, command: str):
         (f"{ACTOR}.policy_loss.loss_mode=cispo", None),
         ("algorithm.filter_groups.enable=True", None),
         ("algorithm.filter_groups.enable=True trainer.total_training_steps=null", "several batches of prompts"),
+        ("algorithm.use_kl_in_reward=True", "grpo divides by the standard deviation of rewards with the KL in them"),
+        ("algorithm.use_kl_in_reward=True algorithm.norm_adv_by_std_in_grpo=False", None),
+        ("algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo", None),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1", "the gradient of kl_loss_type=k1 is 0 on average"),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1+", None),
+        (f"{JUDGE} algorithm.filter_groups.enable=True", "whether a score is 1 or more, which says little of a reward"),
+        (f"{JUDGE} reward_model.rule_weight=1 algorithm.filter_groups.enable=True", None),
     ],
 )
 def test_algorithms_that_are_put_together_oddly_are_warned_of(verdict, command: str, warning: str | None):
