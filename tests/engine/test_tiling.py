@@ -6,8 +6,11 @@ from rlx.config.schema import ActivationOffloadConfig
 OFFLOAD = {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig("attention", min_bytes=0)}
 
 
-@pytest.mark.parametrize("model", [{}, OFFLOAD, {"lora_rank": 2}], ids=["checkpointing", "attention", "lora"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("fsdp2", {}), ("fsdp2", OFFLOAD), ("fsdp", OFFLOAD), ("fsdp", {"lora_rank": 2})],
+    ids=["fsdp2-checkpointing", "fsdp2-attention", "fsdp-attention", "fsdp-lora"],
+)
 def test_an_engine_in_tiles_learns_the_same_and_gathers_no_more(strategy, model, model_folder, two_ranks):
     whole = two_ranks("tiling", "trained", model_folder, strategy, model)
     tiled = two_ranks("tiling", "trained", model_folder, strategy, {**model, "tiled_mlp": 4})
