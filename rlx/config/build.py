@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
 from rlx.config.faults import Fault
-from rlx.config.keys import read_bounds
+from rlx.config.keys import KeyInfo, read_bounds
 from rlx.config.schema import PPOConfig
 from rlx.config.tree import LEAVES, Leaf, children, describe_expected, plain_type
 from rlx.config.verl_keys import remedy_for
@@ -79,7 +79,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         faults.append(Fault(f"{key} has no value", "nothing", expected, f"add {key}=...", (key,)))
         return leaf.default
     try:
-        read = value if value in leaf.info.words else _convert(value, leaf.hint, leaf.info.bounds)
+        read = value if value in leaf.info.words else _convert(value, leaf.hint, leaf.info)
     except TypeError:
         got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}={_example(value, leaf)}"
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
@@ -92,22 +92,25 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
     return read
 
 
-def _convert(value: Any, hint: Any, bounds: bool) -> Any:
-    """The value as the type asks; raises TypeError when it is not of that type. A str stands for a list of one.
+def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:
+    """The value as the type asks; raises TypeError when it is not of that type.
 
-    Where a str holds bounds, a number stands for its text.
+    A str stands for a list of one, or where no entry may have a comma in it, for those between commas. Where a str holds
+    bounds, a number stands for its text.
     """
     kind, optional = plain_type(hint)
-    if bounds and isinstance(value, int | float) and not isinstance(value, bool):
+    if info.bounds and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(float(value))
     if value is None and optional:
         return None
     if get_origin(kind) is tuple:
         element = get_args(kind)[0]
-        items = [value] if isinstance(value, str) and element is str else value
+        items = value
+        if isinstance(value, str) and element is str:
+            items = [part.strip() for part in value.split(",")] if info.choices or info.bounds else [value]
         if not isinstance(items, list):
             raise TypeError
-        return tuple(_convert(item, element, bounds) for item in items)
+        return tuple(_convert(item, element, info) for item in items)
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise TypeError
