@@ -1,6 +1,11 @@
 """Keys and values of verl that rlx does not have, and what to do instead."""
 
 _NO_NEED = "remove it: rlx needs no such key"
+_COVARIANCE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+_NO_COVARIANCE = (
+    "remove it: it picks tokens of a whole batch, which a micro-batch does not see; to keep entropy up raise "
+    "actor.clip_ratio_high"
+)
 
 # A pattern matches a key (or key=value) that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str] = {
@@ -17,10 +22,20 @@ REMEDIES: dict[str, str] = {
     "adv_estimator=gpg": "use grpo with norm_adv_by_std_in_grpo=False, and filter_groups for its correction of groups "
     "without a gradient",
     "loss_mode=gpg": "use vanilla: with one optimizer step per batch its gradient is the same",
-    "loss_mode=clip_cov": "remove it: it picks tokens of a whole batch, which a micro-batch does not see; to keep entropy up "
-    "raise actor.clip_ratio_high",
-    "loss_mode=kl_cov": "remove it: it picks tokens of a whole batch, which a micro-batch does not see; to keep entropy up "
-    "raise actor.clip_ratio_high",
+    **dict.fromkeys(("loss_mode=clip_cov", "loss_mode=kl_cov", *_COVARIANCE), _NO_COVARIANCE),
+    "adv_estimator=gdpo": "use grpo, and let the reward function weigh the parts of a score",
+    "adv_estimator=optimal_token_baseline": "use opo, whose baseline is one of whole responses",
+    "use_pf_ppo": "remove it: every sample is learned from, none is drawn again by its score",
+    "pf_ppo": "remove it: every sample is learned from, none is drawn again by its score",
+    "loss_agg_mode=token-sum": "use seq-mean-token-sum, the same but for a constant factor",
+    "kl_loss_type=k2+": "use k2, whose gradient is that already",
+    "kl_loss_type=mse+": "use mse, whose gradient is that already",
+    "calculate_entropy": "remove it: entropy is always logged",
+    "data_loader_seed": "use trainer.seed",
+    "critic.enable": "remove it: adv_estimator=gae has a critic, no other has",
+    "optim.clip_grad": "use grad_clip of the actor and the critic",
+    "optim.optimizer": "remove it: rlx trains with AdamW",
+    "optim.optimizer_impl": "remove it: rlx trains with AdamW",
     "loss_mode=dppo_tv": "write it as a function of your own, actor.policy_loss.path",
     "loss_mode=dppo_kl": "write it as a function of your own, actor.policy_loss.path",
     "loss_scale_factor": "remove it: seq-mean-token-sum-norm divides by data.max_response_length",

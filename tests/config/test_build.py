@@ -159,6 +159,10 @@ def test_an_unknown_group_is_reported_leaf_by_leaf():
         f"{CORRECTION}.loss_type",
         f"{CORRECTION}.rollout_rs_threshold_lower",
         "actor_rollout_ref.actor.tis_imp_ratio_cap",
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio",
+        "actor_rollout_ref.actor.optim.clip_grad",
+        "algorithm.pf_ppo.reweight_method",
+        "critic.enable",
         "actor_rollout_ref.actor.ppo_micro_batch_size",
         "critic.model.fsdp_config.param_offload",
     ],
@@ -180,7 +184,8 @@ def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("algorithm.adv_estimator", name) for name in ("gpg", "grpo_vectorized", "rloo_vectorized")),
+        *(("algorithm.adv_estimator", name) for name in ("gpg", "gdpo", "grpo_vectorized", "rloo_vectorized")),
+        *(("actor_rollout_ref.actor.kl_loss_type", name) for name in ("k2+", "mse+")),
         *(("actor_rollout_ref.actor.policy_loss.loss_mode", name) for name in ("gpg", "clip_cov", "kl_cov", "dppo_tv")),
     ],
 )
