@@ -18,6 +18,7 @@ from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
+from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
@@ -25,23 +26,20 @@ from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.out_of_memory import SecondTry
 from rlx.engine.residency import Parking
 from rlx.engine.sequence_group import SequenceGroup
-from rlx.engine.sharding import precision_of, shard, transformer_layers
+from rlx.engine.sharding import precision_of, shard
 from rlx.models.hf_folder import ModelCard
-from rlx.models.liger import apply_liger
-from rlx.models.loading import load_model, load_skeleton
-from rlx.models.lora import Adapter, add_lora, merged_weights
+from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import (
     OffloadOptions,
     OffloadStats,
     enable_activation_offloading,
-    enable_tiling,
     host_arena,
     register_attention,
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 Metrics = dict[str, float]
 
@@ -91,21 +89,9 @@ class Engine:
         self.model_config, self.fsdp, self.device, self.head = model, fsdp, device, head
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
         precision = precision_of(fsdp, device)
-        plain = _load(model, head, precision.stored, seed)
-        if model.use_liger:
-            apply_liger(plain)
+        made = make_model(model, head, precision.stored, seed, trains=optim is not None)
+        plain, layers, self.adapters = made.plain, made.layers, made.adapters
         self.card = ModelCard.of(plain, head, tokenizer)
-        self.adapters: dict[str, Adapter] = {}
-        if optim is None:
-            plain.requires_grad_(False)
-        elif model.lora_rank:
-            with plain.device:
-                self.adapters = add_lora(plain, model, seed)
-        if model.enable_gradient_checkpointing and not model.enable_activation_offload:
-            _enable_checkpointing(plain)
-        layers = list(transformer_layers(plain).values())
-        if model.tiled_mlp:
-            enable_tiling(plain, None if model.tiled_mlp == "auto" else int(model.tiled_mlp), layers)
         if compile_layers:
             for layer in layers:
                 layer.compile()
@@ -406,24 +392,3 @@ class Engine:
         figures = {f.name: float(getattr(stats, f.name)) for f in fields(stats) if f.name != "layers"}
         rates = ("copy_gb_per_s", "disk_gb_per_s", "overlap")
         return figures | {name: getattr(stats, name) for name in rates}
-
-
-def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
-    """The model with weights on rank 0, and without them on the other ranks, which get theirs as it is sharded."""
-    first = dist.get_rank() == 0
-    plain = load_model(model, head, dtype, seed) if first else load_skeleton(model, head, dtype)
-    tensors = [*plain.named_parameters(), *plain.named_buffers()]
-    layout = [[(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
-    own = layout[0]
-    dist.broadcast_object_list(layout, src=0)
-    # A model class may keep some weights in a type of its own when it loads them, which a skeleton cannot know.
-    return plain if own == layout[0] else load_model(model, head, dtype, seed)
-
-
-def _enable_checkpointing(plain: "PreTrainedModel") -> None:
-    """Recomputation by transformers, which renamed the method within the range of versions that rlx takes."""
-    options = {"use_reentrant": False}
-    if hasattr(plain, "activation_checkpointing_enable"):
-        plain.activation_checkpointing_enable(options)
-    else:
-        plain.gradient_checkpointing_enable(options)
