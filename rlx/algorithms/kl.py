@@ -1,4 +1,4 @@
-"""KL estimates from the log-probs of sampled tokens, and the controllers of the penalty's coefficient."""
+"""KL estimates from the log-probs of sampled tokens, and the controller of the penalty's coefficient."""
 
 import math
 from typing import Any
@@ -57,37 +57,15 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     )
 
 
-class FixedKL:
-    """A coefficient that stays.
+class KLController:
+    """The coefficient of the KL in the reward: it stays, or it follows the measured KL towards a target.
 
-    Args:
-        coef: the coefficient, >= 0.
-    """
-
-    def __init__(self, coef: float) -> None:
-        self.coef = _checked_coef(coef)
-
-    def update(self, kl: float, samples: int) -> None:
-        """Takes what AdaptiveKL takes and changes nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: only the type, since the coefficient is the configuration's."""
-        return {"type": "fixed"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the checkpoint was written by another controller."""
-        _check_type(state, "fixed")
-
-
-class AdaptiveKL:
-    """A coefficient that follows the measured KL towards a target.
-
-    Each update multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Deviation from the source:
-    samples counts at most as horizon, so that a batch larger than five horizons cannot turn the coefficient's sign.
+    With a target each update multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Deviation from the
+    source: samples counts at most as horizon, so that a batch larger than five horizons cannot turn the coefficient's sign.
 
     Args:
         coef: first coefficient, >= 0.
-        target: KL aimed at, > 0, in the unit in which `update` gets it.
+        target: KL aimed at, > 0, in the unit in which `update` gets it; None: the coefficient stays.
         horizon: samples over which the coefficient adapts, >= 1.
 
     Raises:
@@ -96,15 +74,16 @@ class AdaptiveKL:
     Source: Ziegler et al. 2019, arXiv:1909.08593, with samples / horizon for its K_beta as in the code published with it.
     """
 
-    def __init__(self, coef: float, target: float, horizon: int) -> None:
-        if not target > 0 or not horizon >= 1:
+    def __init__(self, coef: float, target: float | None = None, horizon: int = 1) -> None:
+        if not (math.isfinite(coef) and coef >= 0):
+            raise ValueError(f"kl_coef: got {coef}, expected a finite number >= 0")
+        if target is not None and not (target > 0 and horizon >= 1):
             raise ValueError(f"target_kl: got {target}, expected > 0; horizon: got {horizon}, expected >= 1")
-        self.coef = _checked_coef(coef)
-        self.target = target
-        self.horizon = horizon
+        self.coef, self.target, self.horizon = coef, target, horizon
+        self._type = "fixed" if target is None else "adaptive"
 
     def update(self, kl: float, samples: int) -> None:
-        """Moves the coefficient.
+        """Moves the coefficient, if it has a target.
 
         Args:
             kl: mean KL of the batch.
@@ -113,6 +92,8 @@ class AdaptiveKL:
         Raises:
             ValueError: kl is not finite; the coefficient is unchanged.
         """
+        if self.target is None:
+            return
         if not math.isfinite(kl):
             raise ValueError(
                 f"adaptive KL controller: got a measured KL of {kl}, expected a finite number; check the log-probs of actor and reference"
@@ -122,23 +103,18 @@ class AdaptiveKL:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"type": "adaptive", "coef": self.coef}
+        return {"type": self._type, "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint. Raises ValueError when it was written by another controller."""
-        _check_type(state, "adaptive")
-        self.coef = _checked_coef(state["coef"])
+        """Continues from a checkpoint; a coefficient that stays is the configuration's.
 
-
-def _checked_coef(coef: float) -> float:
-    if not (math.isfinite(coef) and coef >= 0):
-        raise ValueError(f"kl_coef: got {coef}, expected a finite number >= 0")
-    return coef
-
-
-def _check_type(state: dict[str, Any], expected: str) -> None:
-    if state["type"] != expected:
-        raise ValueError(
-            f"kl_ctrl.type: the checkpoint was written with {state['type']!r}, this run has {expected!r}; "
-            f"resume with algorithm.kl_ctrl.type={state['type']}"
-        )
+        Raises:
+            ValueError: it was written by a controller of the other kind.
+        """
+        if state["type"] != self._type:
+            raise ValueError(
+                f"kl_ctrl.type: the checkpoint was written with {state['type']!r}, this run has {self._type!r}; "
+                f"resume with algorithm.kl_ctrl.type={state['type']}"
+            )
+        if self.target is not None:
+            self.coef = state["coef"]

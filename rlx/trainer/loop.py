@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlx.algorithms.kl import AdaptiveKL, FixedKL
+from rlx.algorithms.kl import KLController
 from rlx.cluster.group import WorkerGroup
 from rlx.config.roles import has_critic, has_reference, has_reward_model
 from rlx.config.schema import GREEDY, PPOConfig
@@ -36,12 +36,10 @@ def roles_of(config: PPOConfig) -> list[str]:
     return roles
 
 
-def kl_controller(config: PPOConfig) -> FixedKL | AdaptiveKL:
+def kl_controller(config: PPOConfig) -> KLController:
     """Who sets the weight of the KL in the reward."""
     control = config.algorithm.kl_ctrl
-    if control.type == "adaptive":
-        return AdaptiveKL(control.kl_coef, control.target_kl, control.horizon)
-    return FixedKL(control.kl_coef)
+    return KLController(control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon)
 
 
 def due(frequency: int, step: int, last: int) -> bool:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.config.schema import KL_LOSS_ESTIMATORS
 
 F64 = torch.float64
@@ -102,9 +102,9 @@ def test_kinds_are_those_of_the_configuration():
 
 
 def test_fixed_controller():
-    controller = FixedKL(0.1)
+    controller = KLController(0.1)
     controller.update(5.0, 1000)
-    other = FixedKL(0.2)
+    other = KLController(0.2)
     other.load_state_dict(controller.state_dict())
     assert (controller.coef, other.coef) == (0.1, 0.2)
 
@@ -121,24 +121,24 @@ def test_fixed_controller():
     ],
 )
 def test_adaptive_controller_by_hand(kl, samples, factor):
-    controller = AdaptiveKL(coef=0.2, target=0.1, horizon=1000)
+    controller = KLController(coef=0.2, target=0.1, horizon=1000)
     controller.update(kl, samples)
     assert controller.coef == pytest.approx(0.2 * factor, rel=1e-12)
 
 
 def test_adaptive_controller_finds_the_coefficient_that_holds_the_target():
-    controller = AdaptiveKL(coef=1.0, target=0.1, horizon=100)
+    controller = KLController(coef=1.0, target=0.1, horizon=100)
     for _ in range(500):
         controller.update(0.02 / controller.coef, 50)
     assert controller.coef == pytest.approx(0.2, rel=1e-3)
 
 
 def test_adaptive_controller_resumes():
-    first, whole = AdaptiveKL(0.2, 0.1, 1000), AdaptiveKL(0.2, 0.1, 1000)
+    first, whole = KLController(0.2, 0.1, 1000), KLController(0.2, 0.1, 1000)
     for kl in (0.3, 0.05):
         first.update(kl, 64)
         whole.update(kl, 64)
-    resumed = AdaptiveKL(7.0, 0.1, 1000)
+    resumed = KLController(7.0, 0.1, 1000)
     resumed.load_state_dict(first.state_dict())
     resumed.update(0.12, 64)
     whole.update(0.12, 64)
@@ -146,18 +146,18 @@ def test_adaptive_controller_resumes():
 
 
 def test_errors():
-    controller = AdaptiveKL(0.2, 0.1, 1000)
+    controller = KLController(0.2, 0.1, 1000)
     for kl in (math.nan, math.inf):
         with pytest.raises(ValueError, match="got a measured KL of"):
             controller.update(kl, 10)
     assert controller.coef == 0.2
     with pytest.raises(ValueError, match=r"resume with algorithm\.kl_ctrl\.type=fixed"):
-        controller.load_state_dict(FixedKL(0.1).state_dict())
+        controller.load_state_dict(KLController(0.1).state_dict())
     with pytest.raises(ValueError, match=r"resume with algorithm\.kl_ctrl\.type=adaptive"):
-        FixedKL(0.1).load_state_dict(controller.state_dict())
+        KLController(0.1).load_state_dict(controller.state_dict())
     for bad in (-1.0, math.nan):
         with pytest.raises(ValueError, match="kl_coef: got"):
-            FixedKL(bad)
+            KLController(bad)
     for target, horizon in ((0.0, 10), (0.1, 0)):
         with pytest.raises(ValueError, match="target_kl: got"):
-            AdaptiveKL(0.1, target, horizon)
+            KLController(0.1, target, horizon)
