@@ -285,10 +285,7 @@ class RecomputedCall(LayerCall):
         return values
 
     def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor | None], list[int]]:
-        """Run forward up to the last tensor that autograd saves; returns these, looked at before any is handed out.
-
-        They keep the graph that made them, in which nothing is saved.
-        """
+        """Run forward up to the last tensor that autograd saves; returns these, looked at, on a graph that saves nothing."""
         saved: list[Tensor] = []
         answered: set[int] = set()
         count = self.slot_count
@@ -307,7 +304,7 @@ class RecomputedCall(LayerCall):
                 raise _EnoughRecomputedError
 
         found = (self._repeatable.context(), self._ambient.restored(), self._state.restored())
-        contexts: list[contextlib.AbstractContextManager[Any]] = [context for context in found if context is not None]
+        contexts: list[Any] = [context for context in found if context is not None]
         if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
             contexts.append(Replay(self._answers, answer, self._ambient.skip_to, self._fail))
