@@ -184,9 +184,24 @@ def test_equal_rewards_and_the_samplers_log_probs_give_a_reported_step_without_n
     assert torch.isfinite(torch.tensor([v for v in metrics[1].values() if isinstance(v, float)])).all()
 
 
-def test_remax_with_dynamic_sampling_and_an_own_loss_resumes(train, custom):
-    """Greedy responses, generations until there are enough prompts, a penalty for length, a user's loss: in one run."""
+@pytest.fixture
+def judge(untrained, tmp_path):
+    """A reward model in a chat template of its own: its folder, the model, its tokenizer."""
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForSequenceClassification.from_pretrained(untrained, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(untrained)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + ': ' + m.content + ';' }}{% endfor %}"
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "judge")
+    return tmp_path / "judge", model, tokenizer
+
+
+def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(train, custom, judge, tmp_path):
+    """In one run: greedy responses, generations until there are enough prompts, a penalty for length, a user's loss, and a
+    model that reads texts in its own words and adds to the functions.
+    """
     path, name = custom("mixed")
+    folder, model, tokenizer = judge
     options = [
         path,
         name,
@@ -194,10 +209,14 @@ def test_remax_with_dynamic_sampling_and_an_own_loss_resumes(train, custom):
         "algorithm.adv_estimator=remax",
         "algorithm.filter_groups.enable=True",
         "data.gen_batch_size=6",
+        "reward_model.enable=True",
+        f"reward_model.model.path={folder}",
+        "reward_model.rule_weight=0.5",
         "reward.overlong_buffer.enable=True",
         "reward.overlong_buffer.len=8",
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
+        f"trainer.rollout_data_dir={tmp_path}/dumped",
     ]
     folder, whole = train(*options)
     for step in (1, 2):
@@ -205,7 +224,21 @@ def test_remax_with_dynamic_sampling_and_an_own_loss_resumes(train, custom):
         assert generations >= 2 and 8 <= round(kept * generations * 6) <= generations * 6
         assert whole[step]["actor/own_ratio"] == pytest.approx(1, abs=0.2) and "actor/clip_fraction" not in whole[step]
         assert whole[step]["train/zero_advantage_share"] == 0, "the samples of every prompt differ"
-        assert whole[step]["reward/mean"] < whole[step]["reward/accuracy"], "long responses lose some of their score"
+        assert whole[step]["reward/timeouts"] == whole[step]["reward/crashes"] == 0 < whole[step]["actor/grad_norm"]
+        assert whole[step]["memory/reward_after_gb"] > 0
+
+        records = [json.loads(line) for line in (tmp_path / f"dumped/{step}.jsonl").read_text().splitlines()]
+        assert len(records) == 32
+        for record in records[:5]:
+            question = record["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
+            ids = tokenizer(f"u: {question};a: {record['response']};", return_tensors="pt", add_special_tokens=False)
+            with torch.no_grad():
+                assert record["model_score"] == pytest.approx(model(**ids).logits.item(), abs=1e-4)
+            assert record["score"] == pytest.approx(record["model_score"] + 0.5 * record["rule_score"])
+        rule = [record["rule_score"] for record in records]
+        assert whole[step]["reward/accuracy"] == sum(rule) / 32, "the functions' alone"
+        mean = sum(record["score"] for record in records) / 32
+        assert whole[step]["reward/mean"] < mean, "long responses lose some of their score"
     _, resumed = train(*options, *resume_from(folder, 1))
     assert results(resumed[2]) == results(whole[2])
 
@@ -214,32 +247,6 @@ def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, cus
     with pytest.raises(RewardError, match="nan"):
         train(*custom("broken"), "trainer.total_training_steps=1")
     assert list((tmp_path / "runs").glob("*/failed_rewards/*.json"))
-
-
-def test_a_reward_model_reads_texts_in_its_own_words_and_adds_to_the_functions(train, custom, untrained, tmp_path):
-    judge = tmp_path / "judge"
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForSequenceClassification.from_pretrained(untrained, num_labels=1)
-    tokenizer = AutoTokenizer.from_pretrained(untrained)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + ': ' + m.content + ';' }}{% endfor %}"
-    for part in (model, tokenizer):
-        part.save_pretrained(judge)
-    options = ("reward_model.enable=True", f"reward_model.model.path={judge}", "reward_model.rule_weight=0.5")
-    dumped = f"trainer.rollout_data_dir={tmp_path}/dumped"
-    _, metrics = train(*custom("varied"), *options, dumped, "trainer.total_training_steps=1")
-    records = [json.loads(line) for line in (tmp_path / "dumped/1.jsonl").read_text().splitlines()]
-    assert len(records) == 32 and metrics[1]["actor/grad_norm"] > 0
-    for record in records[:5]:
-        question = record["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
-        ids = tokenizer(f"u: {question};a: {record['response']};", return_tensors="pt", add_special_tokens=False)
-        with torch.no_grad():
-            assert record["model_score"] == pytest.approx(model(**ids).logits.item(), abs=1e-4)
-        assert record["score"] == pytest.approx(record["model_score"] + 0.5 * record["rule_score"])
-    mean = metrics[1]["reward/extra/model_score"] + 0.5 * metrics[1]["reward/extra/rule_score"]
-    assert metrics[1]["reward/mean"] == pytest.approx(mean, abs=1e-6)
-    assert (
-        metrics[1]["reward/timeouts"] == metrics[1]["reward/crashes"] == 0 and metrics[1]["memory/reward_after_gb"] > 0
-    )
 
 
 def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(short_run, one_ray, custom, capfd):
