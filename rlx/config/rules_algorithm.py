@@ -90,6 +90,9 @@ def algorithm_warnings(s: Setting) -> Iterator[str]:
             "scores are equal, differences of the KL count as much as right and wrong elsewhere; use actor.use_kl_loss, or "
             "algorithm.norm_adv_by_std_in_grpo=False"
         )
+    control = algorithm.kl_ctrl
+    if algorithm.use_kl_in_reward and control.type == "adaptive" and control.kl_coef == 0:
+        yield "algorithm.kl_ctrl.kl_coef=0 stays 0 with type=adaptive, which multiplies it: set a first coefficient"
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         yield f"the gradient of kl_loss_type={actor.kl_loss_type} is 0 on average: use {actor.kl_loss_type}+, k2 or k3"
     model_alone = has_reward_model(s.config) and s.config.reward_model.rule_weight == 0

@@ -13,7 +13,7 @@ class KLControlConfig:
     type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "First coefficient.", minimum=0)
     horizon: int = key(10000, "Adaptive: samples over which it adapts.", minimum=1)
-    target_kl: float = key(0.1, "Adaptive: KL aimed at.", exclusive_minimum=0)
+    target_kl: float = key(0.1, "Adaptive: KL aimed at, mean over a response's tokens [nats].", exclusive_minimum=0)
 
 
 REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k2")

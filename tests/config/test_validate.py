@@ -16,6 +16,7 @@ from rlx.config.validate import RULES, Verdict, check
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
+KL_OF_RLOO = "algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo"
 JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 
 # (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
@@ -461,7 +462,9 @@ def test_what_can_run_has_no_faults(verdict, command: str):
         ("algorithm.filter_groups.enable=True trainer.total_training_steps=null", "several batches of prompts"),
         ("algorithm.use_kl_in_reward=True", "grpo divides by the standard deviation of rewards with the KL in them"),
         ("algorithm.use_kl_in_reward=True algorithm.norm_adv_by_std_in_grpo=False", None),
-        ("algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo", None),
+        (KL_OF_RLOO, None),
+        ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0 " + KL_OF_RLOO, "kl_coef=0 stays 0"),
+        ("algorithm.kl_ctrl.kl_coef=0 " + KL_OF_RLOO, None),
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1", "the gradient of kl_loss_type=k1 is 0 on average"),
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1+", None),
         (f"{JUDGE} algorithm.filter_groups.enable=True", "whether a score is 1 or more, which says little of a reward"),
