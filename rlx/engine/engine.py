@@ -256,7 +256,7 @@ class Engine:
                 share = objective.share(self._forward(part, objective.distribution), part.batch, totals)
                 # FSDP averages gradients over the processes; what is wanted is their sum.
                 (share.loss * dist.get_world_size()).backward()
-            for name, figure in {"loss": share.loss.detach(), **share.metrics}.items():
+            for name, figure in {**share.metrics, "loss": share.loss.detach()}.items():
                 sums[name] = sums.get(name, 0.0) + figure.double()
             for name, figure in share.maxima.items():
                 maxima[name] = torch.maximum(maxima.get(name, figure), figure)

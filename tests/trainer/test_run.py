@@ -35,7 +35,7 @@ def mixed(data_source, solution_str, ground_truth, extra_info=None):
 
 def policy_loss(log_probs, old_log_probs, advantages, mask, settings):
     ratio = (log_probs - old_log_probs).exp()
-    return -advantages * ratio, {"own_ratio": ratio}
+    return -advantages * ratio, {"own_ratio": ratio, "loss": ratio}
 
 def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
     for process in psutil.Process().parent().children(recursive=True):  # of the driver
@@ -223,6 +223,7 @@ def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(trai
         generations, kept = (whole[step][f"filter_groups/{name}"] for name in ("generations", "kept_share"))
         assert generations >= 2 and 8 <= round(kept * generations * 6) <= generations * 6
         assert whole[step]["actor/own_ratio"] == pytest.approx(1, abs=0.2) and "actor/clip_fraction" not in whole[step]
+        assert whole[step]["actor/loss"] == whole[step]["actor/pg_loss"], "a user's statistic takes no name of rlx's"
         assert whole[step]["train/zero_advantage_share"] == 0, "the samples of every prompt differ"
         assert whole[step]["reward/timeouts"] == whole[step]["reward/crashes"] == 0 < whole[step]["actor/grad_norm"]
         assert whole[step]["memory/reward_after_gb"] > 0
