@@ -41,7 +41,7 @@ REMEDIES: dict[str, str] = {
     "loss_scale_factor": "remove it: seq-mean-token-sum-norm divides by data.max_response_length",
     "reward_model.overlong_buffer": "use reward.overlong_buffer",
     "reward_kwargs.overlong_buffer_cfg": "use reward.overlong_buffer",
-    "rollout_correction.loss_type": "remove it: the loss is PPO's clipped one, with bypass_mode too",
+    "rollout_correction.loss_type": "remove it: the loss is that of actor.policy_loss.loss_mode, with bypass_mode too",
     "rollout_correction.debug_rollout_actor_probs": "remove it: the sampler's mismatch is logged with bypass_mode too",
     "rollout_rs_threshold_lower": "write both bounds as low_high in algorithm.rollout_correction.rollout_rs_threshold",
     "rollout_is_threshold_lower": "write both bounds as low_high in algorithm.rollout_correction.rollout_is_threshold",
