@@ -51,6 +51,12 @@ class Scores(NamedTuple):
     scores: Tensor
     extra: dict[str, list[float]]
 
+    def right(self) -> Tensor:
+        """(B,) fp64: which answers are right, by the function's own `acc` where it gives one, else a score of 1 or more."""
+        by_score_B = (self.scores >= 1.0).double()
+        own_B = torch.tensor(self.extra.get("acc", [math.nan] * len(self.scores)), dtype=torch.float64)
+        return torch.where(own_B.isnan(), by_score_B, own_B)
+
 
 class RewardModel(NamedTuple):
     """A model whose scores come to the manager: what it reads, and what the functions' score is multiplied by and added
@@ -146,10 +152,8 @@ class RewardManager:
         if weight == 0:
             return Scores(model_scores, {})
         rule = self._by_function(batch, Path(dump_dir))
-        by_rule = rule.scores.tolist()
-        own = rule.extra.get("acc", [math.nan] * len(by_rule))
-        right = [float(score >= 1.0) if math.isnan(acc) else acc for score, acc in zip(by_rule, own, strict=True)]
-        extra = rule.extra | {"acc": right, "model_score": model_scores.tolist(), "rule_score": by_rule}
+        own = {"acc": rule.right(), "model_score": model_scores, "rule_score": rule.scores}
+        extra = rule.extra | {name: numbers.tolist() for name, numbers in own.items()}
         return Scores(model_scores + weight * rule.scores, extra)
 
     def _by_function(self, batch: Batch, dump_dir: Path) -> Scores:

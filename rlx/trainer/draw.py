@@ -15,7 +15,6 @@ from rlx.config.schema import OverlongBufferConfig
 from rlx.data.batch import Batch, concat
 from rlx.errors import ExplainedError
 from rlx.rewards.manager import Scores
-from rlx.trainer.steps import correct
 
 Part = tuple[Batch, Scores]
 """Samples and what the reward functions said of them."""
@@ -47,7 +46,7 @@ def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
     Raises:
         DrawError: no reward function reported such a number.
     """
-    named = {"acc": correct(scores.scores, scores.extra), "score": scores.scores}
+    named = {"acc": scores.right(), "score": scores.scores}
     named |= dict.fromkeys(("seq_reward", "seq_final_reward"), batch["scores"])
     named |= {name: torch.tensor(values) for name, values in scores.extra.items() if name not in named}
     if metric not in named:
@@ -110,7 +109,7 @@ class Found:
         """Keeps what is informative of one generation."""
         self.generations += 1
         self.prompts += len(batch) // self._samples
-        self._right += correct(scores.scores, scores.extra).sum().item()
+        self._right += scores.right().sum().item()
         self._kept.append(take_rows((batch, scores), informative(batch, scores, self._metric)))
 
     @property

@@ -129,7 +129,7 @@ class Trainer:
             batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
             batch = steps.add_advantages(batch, config.algorithm)
         metrics = steps.describe(batch) | drawn | compared | validation.extras(scores, "reward")
-        metrics |= {"reward/accuracy": steps.accuracy(scores.scores, scores.extra), "train/epoch": float(epoch)}
+        metrics |= {"reward/accuracy": scores.right().mean().item(), "train/epoch": float(epoch)}
         if reward_kl is not None:
             metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
             self.kl_controller.update(reward_kl, len(batch))

@@ -90,18 +90,6 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     return batch.with_(**ESTIMATORS[algorithm.adv_estimator](batch, algorithm))
 
 
-def correct(scores_B: Tensor, extra: dict[str, list[float]]) -> Tensor:
-    """(B,) which answers are right: by the reward function's own `acc` where it gives one, else a score of 1 or more."""
-    by_score_B = (scores_B >= 1.0).double()
-    own_B = torch.tensor(extra.get("acc", [math.nan] * len(scores_B)), dtype=torch.float64)
-    return torch.where(own_B.isnan(), by_score_B, own_B)
-
-
-def accuracy(scores_B: Tensor, extra: dict[str, list[float]]) -> float:
-    """Share of right answers."""
-    return correct(scores_B, extra).mean().item()
-
-
 def zero_advantage_share(batch: Batch) -> float:
     """Share of prompts that teach nothing: no token of any of their samples has an advantage."""
     groups, of_row = batch["group_id"].unique(return_inverse=True)

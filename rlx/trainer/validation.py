@@ -11,7 +11,6 @@ import torch
 
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
-from rlx.trainer.steps import accuracy
 
 
 def chunks(size: int, step: int | None) -> Iterator[list[int]]:
@@ -25,8 +24,9 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
     """Validation metrics: accuracy, reward, length, accuracy by data source where there are several, and the means of
     what else the reward functions reported as `val/extra/...`, where no name of theirs can hide one of these."""
     lengths = batch["response_mask"].sum(dim=1).float()
+    right = scores.right()
     metrics = extras(scores, "val") | {
-        "val/accuracy": accuracy(scores.scores, scores.extra),
+        "val/accuracy": right.mean().item(),
         "val/reward": scores.scores.mean().item(),
         "val/response_length": lengths.mean().item(),
     }
@@ -35,8 +35,7 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
         rows_of[source].append(row)
     if len(rows_of) > 1:
         for source, rows in rows_of.items():
-            part = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
-            metrics[f"val/accuracy/{source}"] = accuracy(scores.scores[rows], part)
+            metrics[f"val/accuracy/{source}"] = right[rows].mean().item()
     return metrics
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig, RewardManagerConfig
-from rlx.rewards.manager import RewardError, RewardManager, RewardModel
+from rlx.rewards.manager import RewardError, RewardManager, RewardModel, Scores
 
 
 @pytest.fixture
@@ -20,6 +20,12 @@ def manager():
             return managers.enter_context(RewardManager(reward, CustomRewardConfig(path, name, **(custom or {}))))
 
         yield make
+
+
+def test_right_is_what_the_function_says_else_a_score_of_one():
+    scores = torch.tensor([1.0, 0.1, 2.0, 0.0])
+    assert Scores(scores, {}).right().tolist() == [1, 0, 1, 0]
+    assert Scores(scores, {"acc": [0.0, 1.0, math.nan, 0.5]}).right().tolist() == [0, 1, 1, 0.5]
 
 
 def test_each_sample_goes_to_the_function_of_its_source(manager, make_batch, tmp_path):

@@ -108,15 +108,6 @@ def test_gae_advantages_are_whitened_over_the_batch():
     torch.testing.assert_close(batch["returns"][0], torch.ones(4))
 
 
-def test_accuracy_prefers_the_reward_functions_own():
-    scores = torch.tensor([1.0, 0.1, 2.0, 0.0])
-    assert steps.accuracy(scores, {}) == 0.5
-    assert steps.accuracy(scores, {"acc": [0.0, 0.0, 1.0, 0.0]}) == 0.25
-    assert steps.accuracy(scores, {"acc": [0.0, 0.0, float("nan"), 0.0]}) == 0.25, (
-        "a sample without it goes by its score"
-    )
-
-
 def test_description():
     batch = batch_of(
         [4, 2, 1, 1],
