@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from rlx.offload.ambient import has_autocast
 from rlx.offload.identity import is_plain
 from rlx.offload.layers import find_layers
+from rlx.offload.plan.memory import MIN_TILE, tile_tokens
 from rlx.offload.replay import run_as_one_call, unwatched
 from rlx.offload.stand_in import StandIn
 from rlx.offload.tiles import Part, run_tiled, run_tiled_without_graph
 
 logger = logging.getLogger("rlx.offload")
 
-MIN_POSITIONS = 8192  # of a tile: products of fewer are slower, and sums of the weights' gradients begin to count
-_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
-_STEP = 256
 _CHECKED = 16  # positions on which a module shows that it works on each by itself
 _MAX_DIFFERENCE = 0.02  # of the largest value; kernels chosen by size differ by roundings of bf16 only
 _FUSED = (nn.LayerNorm, nn.RMSNorm)  # keep nothing but their input anyway
@@ -139,8 +137,7 @@ class Tiling:
         """
         if self._positions is not None:
             return self._positions
-        wanted = positions * width // (_INTERMEDIATES * max(widest, width))
-        return max(MIN_POSITIONS, -(-wanted // _STEP) * _STEP)
+        return tile_tokens(positions, width, widest)
 
     def note_left_alone(self, name: str, why: str) -> None:
         """Say once for each reason that a module is not computed in tiles."""
@@ -198,7 +195,7 @@ def enable_tiling(
         "tiling: %d MLPs and %d norms in tiles of %s positions%s",
         len(tiling.mlps),
         len(tiling.norms),
-        positions_per_tile or f"at least {MIN_POSITIONS}",
+        positions_per_tile or f"at least {MIN_TILE}",
         "".join(f"; left alone: {name}, which {why}" for why, name in alone.items()),
     )
     return tiling

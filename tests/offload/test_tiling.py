@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling
-from rlx.offload.tiling import MIN_POSITIONS, Tiling
+from rlx.offload.plan.memory import MIN_TILE
+from rlx.offload.tiling import Tiling
 
 SMALL = {
     "vocab_size": 64,
@@ -367,7 +368,7 @@ def test_layers_without_an_mlp_are_named_once(caplog):
 def test_length_of_a_tile():
     assert Tiling(7).tile_length(10**6, 8, 64) == 7
     of_qwen2 = [Tiling(None).tile_length(tokens, 3584, 18944) for tokens in (100, 32_768, 131_072, 524_288)]
-    assert of_qwen2 == [MIN_POSITIONS] * 3 + [12_544]
+    assert of_qwen2 == [MIN_TILE] * 3 + [12_544]
 
 
 def test_short_inputs_run_as_they_are():

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.explain import aligned, explain
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.model_costs import read_decoder
 from rlx.offload.plan.planner import Plan
-from rlx.offload.plan.setting import MODES, Setting
+from rlx.offload.plan.setting import MODES, STEP_TOKENS, Setting
 from rlx.offload.plan.step import LayerCost
 
 _GB = 1e9
@@ -35,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         setting = _setting(given)
+        if given.tokens is None:
+            given.longest = True
+            given.tokens = setting.longest("auto")
+            if not given.tokens:
+                raise ValueError(
+                    f"not even {STEP_TOKENS} tokens of {given.model} fit; use more --gpus, --tile auto, --optimizer-on-host"
+                )
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     plans = {mode: setting.plan(mode, given.tokens) for mode in MODES}
@@ -58,19 +65,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
-    add("--tokens", type=_positive, required=True, help="of a micro-batch on one GPU")
+    add(
+        "--tokens",
+        type=_positive,
+        help="of a micro-batch on one GPU, or on all that share it; default: the longest that fits",
+    )
     add("--sequences", type=_positive, default=1, help="of equal length in the micro-batch; default 1")
-    add("--logit-tokens", type=_count, help="for how many tokens logits are computed; default all, 0: no output head")
+    add(
+        "--logit-tokens", type=_count, help="for how many tokens log-probs are computed; default all, 0: no output head"
+    )
     add("--layers", type=_positive, help="as many layers instead of the model's own")
     add("--gpus", type=_positive, default=1, help="over which FSDP cuts the model; default 1")
     add("--weight-bytes", type=int, choices=(2, 4), default=4, help="of a stored weight, gradient and state; default 4")
+    add("--tile", type=_tile, help="tokens of a tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
+    add("--shared-by", type=_positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
+    add("--optimizer-on-host", action="store_true", help="its state waits there but for the step (optimizer_offload)")
     add("--states-gb", type=_number, help="of all these on a GPU, where some are frozen (LoRA) or wait on the host")
     add("--hardware", choices=PROFILES, default="h200", help="default h200")
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
     add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
     add("--link-gb-per-s", type=_number, help="between device and host, each way, instead of the profile's")
     add("--disk-gb-per-s", type=_number, default=0.0, help="of a disk for what the host has no room for; default none")
-    add("--longest", action="store_true", help="also the longest context that fits")
+    add("--longest", action="store_true", help="also the longest context that fits, which --tokens unknown says anyway")
     add("--out", type=Path, metavar="FILE", help="write all of it to a file as JSON")
     return parser
 
@@ -87,8 +103,11 @@ def _setting(given: argparse.Namespace) -> Setting:
         weight_bytes=given.weight_bytes,
         sequences=given.sequences,
         logit_tokens=given.logit_tokens,
-        states_bytes=states,
+        states=states,
         disk_bytes_per_s=given.disk_gb_per_s * _GB,
+        tile=given.tile,
+        shared_by=given.shared_by,
+        optimizer_on_host=given.optimizer_on_host,
     )
     if setting.memory_parts["activations"] <= 0:
         parts = ", ".join(f"{name} {nbytes / _GB:.1f}" for name, nbytes in setting.memory_parts.items())
@@ -130,10 +149,18 @@ def _text(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]) -
             "",
             *aligned(rows, texts=2),
             "",
+            *aligned(_phases(setting, plans), texts=1),
+            "",
             f"auto, by layers from 0{head}:",
             explain(costs, plans["auto"], setting.machine),
         ]
     )
+
+
+def _phases(setting: Setting, plans: dict[str, Plan]) -> list[tuple[str, ...]]:
+    found = {mode: setting.phases(plan) for mode, plan in plans.items()}
+    head = ("peak by phase, all of the device, GB", "forward", "head", "backward", "optimizer step")
+    return [head, *((mode, *map(_gb, phases)) for mode, phases in found.items())]
 
 
 def _longest(longest: dict[str, int], plans: dict[str, Plan]) -> str:
@@ -152,7 +179,10 @@ def _figures(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]
         "hardware": asdict(setting.hardware),
         "decoder": asdict(setting.decoder),
         "memory_bytes": setting.memory_parts,
-        "modes": {mode: {**plan.prediction._asdict(), "fits": setting.fits(plan)} for mode, plan in plans.items()},
+        "modes": {
+            mode: {**plan.prediction._asdict(), "peaks": setting.phases(plan)._asdict(), "fits": setting.fits(plan)}
+            for mode, plan in plans.items()
+        },
         "fetch_early": plans["auto"].fetch_early,
         "layers": [
             {
@@ -178,6 +208,10 @@ def _positive(text: str, least: int = 1) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
     return int(text)
+
+
+def _tile(text: str) -> int:
+    return 0 if text == "auto" else _positive(text)
 
 
 def _count(text: str) -> int:

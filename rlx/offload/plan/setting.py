@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
+from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import DEVICE_SHARE, Hardware
-from rlx.offload.plan.model_costs import Decoder, head_cost, layer_cost, state_bytes
+from rlx.offload.plan.memory import StateBytes, state_bytes, step_bytes
+from rlx.offload.plan.model_costs import E, head_cost, layer_cost
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, predict
 
 STEP_TOKENS = 1024  # to which the longest context is found
-_FIXED = {
-    "plain": LayerPlan(keep=True),
-    "checkpointing": LayerPlan(boundary_leaves=False),
-    "inputs to the host": LayerPlan(),
-}
-MODES = (*_FIXED, "auto")
+_ATTENTION = {"q", "k", "v", "attention", "o"}
+MODES = ("plain", "checkpointing", "inputs to the host", "auto")
+
+
+class Phases(NamedTuple):
+    """The most that a device holds in each phase of a training step, gradients always counted [bytes]."""
+
+    forward: float
+    head: float
+    backward: float
+    step: float
 
 
 class Setting(NamedTuple):
@@ -27,9 +35,13 @@ class Setting(NamedTuple):
         gpus: over which FSDP cuts weights, gradients and optimizer states.
         weight_bytes: of each of these for one weight; the optimizer has two states.
         sequences: of equal length in a micro-batch.
-        logit_tokens: for how many tokens logits are computed; None: for all.
-        states_bytes: of weights, gradients and optimizer states on the device; None: all of them, cut over `gpus`.
+        logit_tokens: for how many tokens log-probs are computed; None: for all.
+        states: of weights, gradients and optimizer states on the device; None: all of them, cut over `gpus`. Or their bytes.
         disk_bytes_per_s: of a disk for what the host has no room for; 0: there is none.
+        tile: tokens of a tile of MLPs and norms; None: there are no tiles; 0: as many as rlx takes.
+        shared_by: accelerators that share each sequence.
+        optimizer_on_host: its state waits there but for the step.
+        element: bytes of an element of activations.
     """
 
     decoder: Decoder
@@ -38,16 +50,29 @@ class Setting(NamedTuple):
     weight_bytes: int = 4
     sequences: int = 1
     logit_tokens: int | None = None
-    states_bytes: float | None = None
+    states: StateBytes | float | None = None
     disk_bytes_per_s: float = 0.0
+    tile: int | None = None
+    shared_by: int = 1
+    optimizer_on_host: bool = False
+    element: int = E
+
+    @property
+    def _states(self) -> StateBytes:
+        whole = state_bytes(self.decoder, self.gpus, self.weight_bytes, self.element)
+        if isinstance(self.states, float | int):
+            return StateBytes(self.states, 0.0, 0.0, whole.gathered)
+        return self.states or whole
 
     @property
     def memory_parts(self) -> dict[str, float]:
         """What takes device memory beside activations, and what is left for them [bytes]; below 0: it does not fit."""
-        whole = self.hardware.device_bytes
-        parts: dict[str, float] = state_bytes(self.decoder, self.gpus, self.weight_bytes)._asdict()
-        if self.states_bytes is not None:
-            parts = {"states": self.states_bytes, "gathered": parts["gathered"]}
+        whole, states = self.hardware.device_bytes, self._states
+        parts: dict[str, float] = states._asdict()
+        if isinstance(self.states, float | int):
+            parts = {"states": self.states, "gathered": states.gathered}
+        elif self.optimizer_on_host:
+            del parts["optimizer"]
         parts["reserve"] = whole * (1 - DEVICE_SHARE)
         return {**parts, "activations": whole - sum(parts.values())}
 
@@ -55,32 +80,69 @@ class Setting(NamedTuple):
     def machine(self) -> Machine:
         """What there is to spend on activations."""
         link, room = self.hardware.link_bytes_per_s, self.memory_parts["activations"]
-        return Machine(link, link, max(0, int(room)), int(self.hardware.host_bytes), self.disk_bytes_per_s)
+        return Machine(link, link, max(0, int(room)), max(0, int(self.host_bytes)), self.disk_bytes_per_s)
+
+    @property
+    def host_bytes(self) -> float:
+        """Of host memory for activations; below 0: there is not even room for the optimizer's state."""
+        return self.hardware.host_bytes - self._states.optimizer * self.optimizer_on_host
 
     def costs(self, tokens: int) -> list[LayerCost]:
-        """Of each layer, and of the head as the last where logits are computed."""
-        layers = range(len(self.decoder.windows))
-        costs = [layer_cost(self.decoder, i, tokens, self.hardware, self.sequences) for i in layers]
+        """Of each layer, and of the head as the last where log-probs are computed."""
+        kinds: dict[tuple[int | None, bool], LayerCost] = {}
+        costs = []
+        for i, kind in enumerate(zip(self.decoder.windows, self.decoder.sparse, strict=True)):
+            if kind not in kinds:
+                kinds[kind] = layer_cost(
+                    self.decoder,
+                    i,
+                    tokens,
+                    self.hardware,
+                    self.sequences,
+                    tile=self.tile,
+                    shared_by=self.shared_by,
+                    element=self.element,
+                )
+            costs.append(kinds[kind])
         logits = tokens if self.logit_tokens is None else min(tokens, self.logit_tokens)
-        return [*costs, head_cost(self.decoder, logits, self.hardware)] if logits else costs
+        own = -(-logits // self.shared_by)
+        return [*costs, head_cost(self.decoder, own, self.hardware, self.element)] if logits else costs
 
     def plan(self, mode: str, tokens: int) -> Plan:
-        """What is done with so many tokens in one of `MODES`, and what is expected of it."""
+        """What is done with so many tokens in one of `MODES`, or as `save="attention"` or `"all"` do it, and what to expect."""
         costs, machine = self.costs(tokens), self.machine
         if mode == "auto":
             return make_plan(costs, machine)
-        layers = (_FIXED[mode],) * len(costs)
+        if mode == "all":  # whatever autograd saves leaves; there is nothing to recompute
+            costs = [replace(cost, boundary_bytes=cost.saved_bytes, recompute_s=0.0) for cost in costs]
+        layers = tuple(_of_mode(mode, cost) for cost in costs)
         return Plan(layers, False, predict(costs, layers, False, machine))
+
+    def phases(self, plan: Plan) -> Phases:
+        """Device memory by phase."""
+        states, (forward, last, backward) = self._states, plan.prediction.peaks
+        if self.logit_tokens == 0:
+            backward, last = max(last, backward), 0
+        base = states.weights + states.gradients
+        while_passing = base + states.gathered + states.optimizer * (not self.optimizer_on_host)
+        head = while_passing + last if last else 0.0
+        step = base + step_bytes(states, self.optimizer_on_host)
+        return Phases(while_passing + forward, head, while_passing + backward, step)
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""
-        machine = self.machine
-        has_room = machine.host_bytes is None or plan.prediction.host_bytes <= machine.host_bytes
-        return has_room and self.memory_parts["activations"] >= plan.prediction.peak_bytes
+        has_room = plan.prediction.host_bytes <= self.host_bytes
+        return has_room and max(self.phases(plan)) <= self.hardware.device_bytes * DEVICE_SHARE
 
     def longest(self, mode: str) -> int:
         """The most tokens that fit in a mode, to `STEP_TOKENS`."""
         return STEP_TOKENS * _last(lambda steps: self.fits(self.plan(mode, STEP_TOKENS * steps)))
+
+
+def _of_mode(mode: str, cost: LayerCost) -> LayerPlan:
+    if mode == "attention":
+        return LayerPlan(off_device=frozenset(i for i, op in enumerate(cost.operations) if op.name in _ATTENTION))
+    return LayerPlan(keep=mode == "plain", boundary_leaves=mode != "checkpointing")
 
 
 def _last(holds: Callable[[int], bool]) -> int:

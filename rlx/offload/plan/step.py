@@ -118,9 +118,17 @@ class LayerPlan:
     off_device: frozenset[int] = frozenset()
 
 
+class Peaks(NamedTuple):
+    """The most that is held at once while all layers but the last go forward, while the last is at work, and in backward."""
+
+    forward: int
+    last: int
+    backward: int
+
+
 class Prediction(NamedTuple):
     """One step of a plan: its time, that in which compute waits for the link, the peak, what lies off the device and where,
-    and forward's time.
+    forward's time, and the peak by phase.
     """
 
     step_s: float
@@ -129,6 +137,7 @@ class Prediction(NamedTuple):
     host_bytes: int
     disk_bytes: int
     forward_s: float
+    peaks: Peaks
 
 
 def held_bytes(cost: LayerCost, plan: LayerPlan) -> int:
@@ -269,13 +278,15 @@ def play(parts: Sequence[Part], fetch_early: bool, faster_than: float = inf) -> 
     step_s = _backward(parts, fetch_early, forward_s, written)
     if step_s >= faster_than < inf:
         return None
+    peaks = _peaks(parts, fetch_early, left_before > forward_s)
     return Prediction(
         step_s,
         max(0.0, step_s - sum(map(busy_s, parts))),
-        _peak(parts, fetch_early, left_before > forward_s),
+        max(peaks),
         sum(part.sent_bytes for part in parts if not part.is_on_disk),
         sum(part.sent_bytes for part in parts if part.is_on_disk),
         forward_s,
+        peaks,
     )
 
 
@@ -311,13 +322,18 @@ def _backward(parts: Sequence[Part], fetch_early: bool, now: float, written: flo
     return now
 
 
-def _peak(parts: Sequence[Part], fetch_early: bool, is_leaving: bool) -> int:
+def _peaks(parts: Sequence[Part], fetch_early: bool, is_leaving: bool) -> Peaks:
     """The most that is held for backward at once; `is_leaving`: the last but one's bytes are on their way when it begins."""
-    peak = held = coming = 0
+    forward = backward = held = coming = 0
+    last = 0
     for index, part in enumerate(parts, 1):
         early = coming if fetch_early or (is_leaving and index == len(parts)) else 0
-        own = max(part.working_bytes + early, part.late_bytes + coming, part.saved_bytes + coming)
-        peak = max(peak, held + own)
+        own = max(part.working_bytes + early, part.late_bytes + coming)
+        if index == len(parts):
+            last = held + max(own, part.saved_bytes + coming)
+        else:
+            forward = max(forward, held + part.saved_bytes + coming)
+            backward = max(backward, held + own)
         held += part.held_bytes
         coming = part.sent_bytes
-    return peak
+    return Peaks(forward, last, backward)

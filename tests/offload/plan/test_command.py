@@ -8,8 +8,8 @@ from transformers import GPT2Config, LlamaConfig
 
 from rlx.offload.benchmark.shapes import SHAPES
 from rlx.offload.plan.__main__ import main
+from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.model_costs import read_decoder
 from rlx.offload.plan.setting import MODES, STEP_TOKENS, Setting
 
 
@@ -95,6 +95,19 @@ def test_the_longest_context_fits_and_one_step_more_does_not(plan):
     assert longest["plain"] < longest["checkpointing"] < longest["inputs to the host"] <= longest["auto"]
 
 
+def test_without_tokens_it_is_the_longest_with_the_peak_of_each_phase(plan):
+    small = ("--model", "qwen2-7b", "--layers", "4", "--weight-bytes", "2", "--device-gb", "30", "--host-gb", "20")
+    printed, written, status = plan(*small, "--tile", "auto", "--optimizer-on-host")
+    auto = written["modes"]["auto"]
+    assert status == 0
+    assert written["arguments"]["tokens"] == written["longest_tokens"]["auto"]
+    assert "optimizer" not in written["memory_bytes"]
+    assert max(auto["peaks"].values()) <= 0.94 * 30e9
+    assert re.search(r"^peak by phase.*forward +head +backward +optimizer step$", printed, re.MULTILINE)
+    _, shared, _ = plan(*small, "--tile", "auto", "--optimizer-on-host", "--shared-by", "2")
+    assert shared["arguments"]["tokens"] > 1.5 * written["arguments"]["tokens"]
+
+
 def test_a_folder_of_transformers(plan, tmp_path):
     LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
@@ -107,6 +120,7 @@ def test_a_folder_of_transformers(plan, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--model", "qwen2-7b", "--device-gb", "70", "--weight-bytes", "2"), ("not even 1024 tokens", "--tile auto")),
         (("--model", "llama3-70b", "--tokens", "1024"), ("no room for activations", "more --gpus")),
         (("--model", "/nowhere", "--tokens", "1024"), ("/nowhere",)),
         (("--model", "tiny", "--tokens", "0"), ("got '0'", "at least 1")),

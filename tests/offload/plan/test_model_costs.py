@@ -4,10 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from rlx.engine.optimizer_state import ON_DEVICE, PIECE_BYTES
+from rlx.models.log_probs import HEAD_CHUNK_ELEMENTS
 from rlx.offload.benchmark.shapes import SHAPES, Case, build
 from rlx.offload.plan import LayerPlan, Machine, make_plan, predict, sent_bytes
+from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.model_costs import head_cost, layer_cost, read_decoder, state_bytes
+from rlx.offload.plan.memory import HEAD_CHUNK_LOGITS, STEP_BYTES, head_bytes, layer_bytes, state_bytes, step_bytes
+from rlx.offload.plan.model_costs import head_cost, layer_cost
 
 H200 = PROFILES["h200"]
 SMALL = {
@@ -128,11 +132,61 @@ def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
     decoder = read_decoder(SHAPES["qwen2-7b"], layers=3)
     head = head_cost(decoder, 1000, H200)
     costs = [layer_cost(decoder, i, 1000, H200) for i in range(3)] + [head]
-    logits = 2 * 1000 * decoder.vocabulary
-    machine = Machine(1e9, 1e9, 2 * logits)
+    own = head_bytes(decoder, 1000)
+    machine = Machine(1e9, 1e9, 2 * own)
     on_its_way = costs[0].boundary_bytes
-    assert predict(costs, [LayerPlan()] * 4, False, machine).peak_bytes == 2 * logits + on_its_way
+    assert predict(costs, [LayerPlan()] * 4, False, machine).peaks.last == own + on_its_way
     assert sent_bytes(head, make_plan(costs, machine).layers[-1]) == 0
+
+
+def test_the_head_holds_one_chunk_of_logits():
+    decoder = read_decoder(SHAPES["qwen2-7b"])
+    h, vocabulary = decoder.width, decoder.vocabulary
+    assert head_bytes(decoder, 1000) == 8 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
+    chunk = HEAD_CHUNK_ELEMENTS // vocabulary
+    more = head_bytes(decoder, 524_288) - 4 * h * 524_288 - 4 * h * vocabulary
+    assert more == 10 * chunk * vocabulary <= 2.5 * 2**30
+    assert head_cost(decoder, 524_288, H200).backward_s > head_cost(decoder, chunk, H200).backward_s * 524_288 / chunk
+
+
+def test_tiles_bound_what_grows_with_the_mlp():
+    decoder, tokens = read_decoder(SHAPES["qwen2-7b"]), 524_288
+    hidden = 2 * decoder.width * tokens
+    whole, tiled = layer_bytes(decoder, 0, tokens), layer_bytes(decoder, 0, tokens, tile=0)
+    assert whole.working > 40 * hidden
+    # Three results of norms and sums, q and attention's result, k and v; with their gradients, the input and two more.
+    assert tiled.saved == pytest.approx((5 + 2 / 7) * hidden, rel=0.01)
+    assert tiled.working == tiled.late == pytest.approx((10 + 4 / 7) * hidden, rel=0.01)
+    assert layer_bytes(decoder, 0, 8192, tile=0) == layer_bytes(decoder, 0, 8192)
+    experts = read_decoder(SMALL | EXPERTS)
+    assert layer_bytes(experts, 0, tokens, tile=0) == layer_bytes(experts, 0, tokens)
+
+
+def test_tiles_change_nothing_of_the_time_of_a_recomputed_step():
+    decoder = read_decoder(SHAPES["qwen2-7b"])
+    whole, tiled = layer_cost(decoder, 0, 65_536, H200), layer_cost(decoder, 0, 65_536, H200, tile=0)
+    assert tiled.recompute_s + tiled.backward_s == pytest.approx(whole.recompute_s + whole.backward_s)
+    assert [op.name for op in tiled.operations] == ["q", "k", "v", "attention", "o"]
+
+
+def test_a_shared_sequence_costs_each_its_part():
+    decoder = read_decoder(SHAPES["qwen2-7b"])
+    one, four = layer_cost(decoder, 0, 65_536, H200), layer_cost(decoder, 0, 65_536, H200, shared_by=4)
+    assert four.forward_s == pytest.approx(one.forward_s / 4)
+    assert four.saved_bytes == one.saved_bytes / 4
+    seven = layer_bytes(decoder, 0, 65_536 // 7, shared_by=7)  # 4 key heads for 7 processes
+    assert seven.saved - layer_bytes(decoder, 0, 65_536 // 7).saved == 4 * 3 * 128 * (65_536 // 7)
+
+
+def test_constants_are_those_of_whom_they_are_about():
+    assert HEAD_CHUNK_LOGITS == HEAD_CHUNK_ELEMENTS
+    assert STEP_BYTES == ON_DEVICE * PIECE_BYTES
+
+
+def test_the_optimizers_step():
+    states = state_bytes(read_decoder(SHAPES["qwen2-7b"]), 1, weight_bytes=2)
+    assert step_bytes(states, optimizer_on_host=False) == 3 * states.weights
+    assert step_bytes(states, optimizer_on_host=True) == 3.5 * 2**30
 
 
 def test_states_are_cut_and_gathered():

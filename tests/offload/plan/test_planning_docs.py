@@ -8,9 +8,11 @@ import pytest
 
 from rlx.offload.benchmark.shapes import SHAPES
 from rlx.offload.plan import LayerPlan, Machine, predict
-from rlx.offload.plan.__main__ import main
+from rlx.offload.plan.__main__ import _parser, _setting, main
+from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.model_costs import layer_cost, read_decoder
+from rlx.offload.plan.memory import head_bytes, layer_bytes
+from rlx.offload.plan.model_costs import layer_cost
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
 ATTENTION, ALL = frozenset(range(5)), frozenset(range(7))  # q, k, v, attention, o; and gate, up
@@ -97,6 +99,23 @@ def test_the_example_prints_what_it_says(capsys):
     ).groups()
     assert main(shlex.split(command)[3:]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == printed.splitlines()
+
+
+def test_half_a_million_tokens_by_part():
+    title = "524,288 tokens of a 7B model on one H200"
+    command = shlex.split(re.search(r"```bash\n(.*?)\n```", section(title), re.DOTALL)[1])[3:]
+    table = dict(zip((name for name, *_ in rows(title, 5)), (cells for _, *cells in rows(title, 5)), strict=True))
+    host, tokens = {True: ["--optimizer-on-host"], False: []}, 524_288
+    whole = [argument for argument in command if argument not in ("--tile", "auto")]
+    for i, arguments in enumerate([command, command + host[True], whole, whole + host[True]]):
+        setting = _setting(_parser().parse_args(arguments))
+        plan, parts = setting.plan("inputs to the host", tokens), setting.memory_parts
+        states = [parts["weights"], parts["gradients"], parts.get("optimizer", 0)]
+        own = layer_bytes(setting.decoder, 0, tokens, tile=setting.tile).working, head_bytes(setting.decoder, tokens)
+        on_host = plan.prediction.host_bytes, setting.hardware.host_bytes - setting.host_bytes
+        figures = [f"{nbytes / 1e9:.1f}" for nbytes in (*states, *own, *setting.phases(plan), *on_host)]
+        longest = [f"{setting.longest(mode):,}" for mode in ("inputs to the host", "auto")]
+        assert [cells[i] for cells in table.values()] == [*figures, "yes" if setting.fits(plan) else "no", *longest]
 
 
 def test_the_code_runs(capsys):

@@ -131,7 +131,7 @@ def test_in_forward_all_that_a_layer_saves_is_there_beside_what_the_one_before_i
 
 
 def test_no_layers_no_step():
-    assert predict([], [], False, FAST) == (0, 0, 0, 0, 0, 0)
+    assert predict([], [], False, FAST) == (0, 0, 0, 0, 0, 0, (0, 0, 0))
 
 
 def test_what_the_host_has_no_room_for_goes_to_disk_and_is_read_when_all_is_written():

@@ -1,0 +1,125 @@
+"""What of a decoder counts for time and memory, read from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What of a decoder counts for time and memory; widths in elements.
+
+    Args:
+        width, heads, kv_heads, head_width: of attention.
+        mlp_width: of a dense MLP.
+        vocabulary: tokens of it.
+        tied: head and embedding are one.
+        qk_norm: q and k go through norms.
+        qkv_bias: q, k and v have biases.
+        experts, active_experts, expert_width: how many, how many a token goes to, and how wide.
+        shared_width: of the MLP that all tokens go through beside the experts; 0: there is none.
+        windows: of each layer, tokens that a query sees, None for all.
+        sparse: of each layer, whether it has experts.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    vocabulary: int
+    tied: bool
+    qk_norm: bool
+    qkv_bias: bool
+    experts: int
+    active_experts: int
+    expert_width: int
+    shared_width: int
+    windows: tuple[int | None, ...]
+    sparse: tuple[bool, ...]
+
+    def layer_parameters(self, layer: int) -> int:
+        """Weights of a layer."""
+        attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_width
+        attention += self.head_width * ((self.heads + 2 * self.kv_heads) * self.qkv_bias + 2 * self.qk_norm)
+        dense = self.shared_width if self.sparse[layer] else self.mlp_width
+        routed = self.experts * (3 * self.expert_width + 1) if self.sparse[layer] else 0
+        return attention + self.width * (3 * dense + routed + 2)
+
+    @property
+    def root_parameters(self) -> int:
+        """Weights outside the layers: embedding, head and the last norm."""
+        return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
+
+    def adapters(self, rank: int) -> int:
+        """Weights of LoRA adapters on all linear maps of the layers."""
+        q, kv, d = self.heads * self.head_width, self.kv_heads * self.head_width, self.width
+        count = 0
+        for is_sparse in self.sparse:
+            mlp = self.experts * (d + self.expert_width) if is_sparse else 0
+            dense = self.shared_width if is_sparse else self.mlp_width
+            count += 2 * (d + q) + 2 * (d + kv) + 3 * (mlp + (d + dense) * bool(dense))
+        return count * rank
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.root_parameters + sum(map(self.layer_parameters, range(len(self.windows))))
+
+
+def read_decoder(config: Any, layers: int | None = None) -> Decoder:
+    """The decoder that a configuration in transformers' terms describes.
+
+    Args:
+        config: a mapping, or an object with attributes.
+        layers: as many of them instead; kinds that follow each other are repeated.
+
+    Raises:
+        ValueError: for one that the formulas do not cover.
+    """
+
+    def get(name: str, default: Any = None) -> Any:
+        found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        return default if found is None else found
+
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    kind, types = str(get("model_type", "")), get("layer_types", [])
+    faults = [f"no {name}" for name in needed if get(name) is None]
+    faults += sorted(set(types) - {"full_attention", "sliding_attention"})
+    faults += ["latent attention"] if get("kv_lora_rank") else []
+    faults += ["norms of its own"] if kind.startswith("gemma") else []
+    if faults:
+        raise ValueError(
+            f"the configuration of a {kind or 'model'} has {', '.join(faults)}, which the formulas do not cover: they are for "
+            "decoders like Llama, Qwen and Mistral with attention, full or sliding, and gated MLPs or experts"
+        )
+    count, window = get("num_hidden_layers"), get("sliding_window") if get("use_sliding_window", True) else None
+    if not types:
+        types = ["sliding_attention" if window else "full_attention"] * count
+    experts = get("num_experts") or get("num_local_experts") or get("n_routed_experts") or 0
+    every, dense = get("decoder_sparse_step", 1), set(get("mlp_only_layers", ()))
+    sparse = [
+        bool(experts) and i >= get("first_k_dense_replace", 0) and i not in dense and (i + 1) % every == 0
+        for i in range(count)
+    ]
+    order = range(count) if layers is None else [i % count for i in range(layers)]
+    expert_width = get("moe_intermediate_size", get("intermediate_size"))
+    return Decoder(
+        width=get("hidden_size"),
+        heads=get("num_attention_heads"),
+        kv_heads=get("num_key_value_heads", get("num_attention_heads")),
+        head_width=get("head_dim", get("hidden_size") // get("num_attention_heads")),
+        mlp_width=get("intermediate_size"),
+        vocabulary=get("vocab_size"),
+        tied=bool(get("tie_word_embeddings", False)),
+        qk_norm=kind.startswith("qwen3"),
+        qkv_bias=bool(get("attention_bias")) or kind.startswith("qwen2"),
+        experts=experts,
+        active_experts=get("num_experts_per_tok", 0),
+        expert_width=expert_width,
+        shared_width=get("shared_expert_intermediate_size", get("n_shared_experts", 0) * expert_width),
+        windows=tuple(window if types[i] == "sliding_attention" else None for i in order),
+        sparse=tuple(sparse[i] for i in order),
+    )

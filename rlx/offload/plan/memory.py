@@ -1,0 +1,134 @@
+"""What a training step of a decoder holds, by formulas: for the planner, for its command, and for what a run says when it starts.
+
+Letters: T tokens of a micro-batch on one process, h width, a = heads x head width, c = key/value heads x head width, f width of
+the MLP, k experts a token goes to, V vocabulary, e bytes of an element of activations. Of a layer in T tokens:
+
+*Saved* by autograd: of a norm (4 + 2 e) h (a copy in fp32, the result before and after the weight; of norms of q and k the
+last is not), q and attention's result e a each, k and v e c each, its log-sum-exp 4 bytes a head, of the MLP 4 e f (gate, its
+activation, up, their product); of experts k (4 e f + 2 e h) (the sorted input and down's result on top).
+*Working* set of a layer's backward: what is saved, the input, the residual and the gradient from above 3 e h, and where the
+product is taken apart 2 e f more (three gradients for one result); the MLP's 4 e f are gone in the second half.
+*In tiles* of t < T tokens MLP and norms save their inputs: with norms' results 3 e h, of norms of q and k e (a + c). While the
+MLP's backward runs there are on top the gradient of its input e h, six tensors of a tile 6 e f t, and the sums of the weights'
+gradients in fp32, 12 h f; after it the gradients of q, k, v and of attention's result e (2 a + 2 c). Experts are not tiled.
+*Sequences shared* by u processes: T is a process's own part; where u exceeds the key heads, k and v are repeated to u heads.
+*Head*, log-probs without logits: a chunk of 2^28 logits, or all of them: 2 e + 4 bytes each, and e for the last chunk's where there are
+several; hidden states and their gradient 2 e h T; the gradient of the weight in fp32, 4 h V, where there are several chunks, else e h V.
+*Optimizer's step*: AdamW makes a tensor of its own of each weight; a state on the host comes in pieces of 1 GiB, 3.5 at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlx.offload.plan.decoder import Decoder
+
+MIN_TILE = 8192  # tokens; products of fewer are slower, and sums of the weights' gradients begin to count
+TILE_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
+HEAD_CHUNK_LOGITS = 1 << 28  # of rlx.models.log_probs
+STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: pieces on the device, times a piece
+_TILE_STEP = 256
+
+
+class LayerBytes(NamedTuple):
+    """What one layer holds, see above: its inputs, what autograd saves, and what backward needs at most, first and then [bytes]."""
+
+    inputs: int
+    saved: int
+    working: int
+    late: int
+
+
+class StateBytes(NamedTuple):
+    """What one accelerator holds of a model beside activations [bytes].
+
+    Args:
+        weights, gradients, optimizer: its shard, and two states of Adam.
+        gathered: of FSDP: weights outside the layers, of two layers, and the gradient of one, as they compute.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+
+
+def tile_tokens(tokens: int, width: int, widest: int) -> int:
+    """Tokens of a tile where nothing else is asked for.
+
+    Args:
+        tokens: of the input.
+        width: of the input.
+        widest: width of the widest intermediate result.
+    """
+    wanted = tokens * width // (TILE_INTERMEDIATES * max(widest, width))
+    return max(MIN_TILE, -(-wanted // _TILE_STEP) * _TILE_STEP)
+
+
+def layer_bytes(
+    decoder: Decoder, layer: int, tokens: int, element: int = 2, tile: int | None = None, shared_by: int = 1
+) -> LayerBytes:
+    """Memory of a layer, by the formulas above.
+
+    Args:
+        decoder, layer: which.
+        tokens: on one accelerator.
+        element: bytes of one of activations.
+        tile: tokens of a tile of MLPs and norms; None: they are not tiled; 0: `tile_tokens`.
+        shared_by: accelerators that share each sequence.
+    """
+    h, e, f = decoder.width, element, decoder.mlp_width
+    a, c = decoder.heads * decoder.head_width, max(decoder.kv_heads, shared_by) * decoder.head_width
+    at_once = tokens if tile is None else tile or tile_tokens(tokens, h, f)
+    attention = 2 * e * (a + c) + 4 * decoder.heads
+    if at_once < tokens and not decoder.sparse[layer]:
+        saved = (3 * e * h + attention + e * (a + c) * decoder.qk_norm) * tokens
+        late = saved + (3 * e * h + 2 * e * (a + c)) * tokens
+        mlp = saved + 4 * e * h * tokens + 6 * e * f * at_once + 12 * h * f
+        return LayerBytes(e * h * tokens, saved, max(mlp, late), late)
+    mlp, apart = _mlp(decoder, layer, e)
+    saved = 2 * (4 + 2 * e) * h + attention + (4 + e) * (a + c) * decoder.qk_norm + mlp
+    working = saved + 3 * e * h + apart
+    return LayerBytes(e * h * tokens, saved * tokens, working * tokens, (working - mlp) * tokens)
+
+
+def _mlp(decoder: Decoder, layer: int, e: int) -> tuple[int, int]:
+    """Bytes per token of what an MLP saves, and of what is needed more where its product is taken apart."""
+    h, f, k = decoder.width, decoder.expert_width, decoder.active_experts
+    dense = decoder.shared_width if decoder.sparse[layer] else decoder.mlp_width
+    saved, apart = 4 * e * dense, 2 * e * dense
+    if decoder.sparse[layer]:
+        saved, apart = saved + k * (4 * e * f + 2 * e * h), max(apart, k * (2 * e * f + e * h))
+    return saved, apart
+
+
+def head_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
+    """The head's working set for so many tokens, forward and backward."""
+    chunk = max(1, HEAD_CHUNK_LOGITS // decoder.vocabulary)
+    several = tokens > chunk
+    logits = min(tokens, chunk) * decoder.vocabulary * (2 * element + 4 + element * several)
+    weight = decoder.width * decoder.vocabulary * (4 if several else element)
+    return logits + 2 * element * decoder.width * tokens + weight
+
+
+def state_bytes(
+    decoder: Decoder, gpus: int, weight_bytes: int = 4, element: int = 2, trained: float = 1.0
+) -> StateBytes:
+    """Weights n b / N, gradients the same, optimizer twice the same, for n weights of b bytes over N accelerators.
+
+    Args:
+        decoder, gpus, weight_bytes: n, N and b.
+        element: bytes of a weight as it computes.
+        trained: share of the weights that have gradients and states.
+    """
+    shard = decoder.parameters * weight_bytes / gpus
+    largest = max(map(decoder.layer_parameters, range(len(decoder.windows))))
+    is_gathered = gpus > 1 or weight_bytes != element
+    gathered = is_gathered * element * (decoder.root_parameters + 3 * largest)
+    return StateBytes(shard, shard * trained, 2 * shard * trained, gathered)
+
+
+def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:
+    """What the optimizer's step holds beside weights and gradients."""
+    of_its_own = states.optimizer / 2
+    return min(STEP_BYTES, states.optimizer + of_its_own) if optimizer_on_host else states.optimizer + of_its_own
