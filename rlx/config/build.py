@@ -34,7 +34,9 @@ def nearest_keys(key: str) -> list[str]:
     section = ".".join(parents)
     siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
     near = [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]
-    return near or get_close_matches(key, LEAVES, n=1, cutoff=0.75)
+    # A long common prefix alone makes keys alike whose names have nothing in common.
+    alike = (known for known in LEAVES if get_close_matches(name, [known.rsplit(".", 1)[-1]]))
+    return near or get_close_matches(key, alike, n=1, cutoff=0.75)
 
 
 def not_a_group(key: str, value: Any, below: tuple[str, ...]) -> Fault:
@@ -86,7 +88,8 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         return leaf.default
     if not _allowed(read, leaf):
         usual = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
-        remedy = remedy_for(f"{key}={value}") or usual
+        near = get_close_matches(str(read).lower(), map(str, leaf.info.choices or ()), n=1)
+        remedy = remedy_for(f"{key}={value}") or (f"did you mean {near[0]}?" if near else usual)
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
         return read if leaf.info.choices is not None else leaf.default
     return read

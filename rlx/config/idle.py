@@ -29,7 +29,7 @@ FSDP = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp", f"{JUDGE}.m
 CORRECTION = "algorithm.rollout_correction"
 VLLM_ONLY = (
     *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
-    *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm", "seed_requests"),
 )
 
 
@@ -147,7 +147,7 @@ IDLE = (
     Idle(tuple(f"{fsdp}.offload_policy" for fsdp in FSDP), _on_cpu, "on CPU everything is in host memory"),
     Idle((f"{REF}.fsdp_config.optimizer_offload",), lambda s: True, "the reference has no optimizer"),
     Idle(
-        ("trainer.balance_batch", *(f"{fsdp}.forward_prefetch" for fsdp in (f"{ACTOR}.fsdp_config", "critic.fsdp"))),
+        ("trainer.balance_batch", *(f"{fsdp}.forward_prefetch" for fsdp in FSDP)),
         lambda s: processes(s.config) == 1,
         "there is one process",
     ),
@@ -163,7 +163,11 @@ IDLE = (
     _flagged(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
     Idle((f"{JUDGE}.model.fsdp_config.optimizer_offload",), lambda s: True, "a reward model has no optimizer"),
     Idle((f"{OWN}.*", *OF_FUNCTIONS), _only_a_model_scores, f"{JUDGE}.rule_weight is 0: a model alone scores"),
-    _flagged(f"{OWN}.path", *_below(OWN, "name", "reward_kwargs", "data_sources"), "reward.reward_manager.name"),
+    _flagged(
+        f"{OWN}.path",
+        *_below(OWN, "name", "reward_kwargs", "data_sources"),
+        *("reward.reward_manager.name", "reward.max_concurrent"),
+    ),
     Idle(("reward.format_score",), _own_function_scores_all, "a custom_reward_function scores all"),
     _flagged("reward.format", "reward.format_weight"),
     _flagged("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),

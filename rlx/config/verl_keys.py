@@ -9,7 +9,7 @@ _NO_COVARIANCE = (
 
 # A pattern matches a key (or key=value) that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str] = {
-    "use_fused_kernels": "remove it: token log-probs are always computed in chunks, without a copy of the logits in fp32",
+    "use_fused_kernels": "remove it: token log-probs are computed in chunks, without whole logits where the model allows it",
     "fused_kernel_options": "remove it: rlx has no fused kernels to choose from",
     "param_dtype=fp16": "use bf16, which needs no loss scaling; rlx has none",
     "reduce_dtype=fp16": "use fp32 or bf16: rlx has no loss scaling",
@@ -77,7 +77,7 @@ REMEDIES: dict[str, str] = {
     "use_shm": _NO_NEED,
     "external_lib": "remove it: install a package that registers its model with transformers, or use trust_remote_code",
     "exclude_modules": "name the modules to adapt in actor_rollout_ref.model.target_modules",
-    "use_unpad": "remove it: rows are cut to the longest of a micro-batch",
+    "use_unpad": "use use_remove_padding of the model",
     "rollout.mode": "remove it: rollout and training take turns",
     "rollout.load_format": "remove it: the actor's weights are sent before the first rollout",
     "rollout.layered_summon": "remove it: weights are always sent one by one",

@@ -128,6 +128,7 @@ def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str)
         ("algorithm.use_kl_loss", ["actor_rollout_ref.actor.use_kl_loss"]),
         ("actor_rolout_ref.actor.entropy_coef", ["actor_rollout_ref.actor.entropy_coeff"]),
         ("zzz.qqq", []),
+        ("algorithm.foo", []),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_known_one(key: str, near: list[str]):
@@ -192,6 +193,19 @@ def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
 def test_algorithms_of_verl_that_rlx_lacks_get_a_remedy_of_their_own(key: str, value: str):
     _, (fault,) = build_one(key, value)
     assert "out of range" in fault.what and fault.remedy == remedy_for(f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "near"),
+    [
+        ("algorithm.adv_estimator", "GRPO", "grpo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gpso", "gspo"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-avg", "seq-mean-token-mean"),
+    ],
+)
+def test_a_choice_that_is_misspelt_is_answered_with_the_nearest(key: str, value: str, near: str):
+    _, (fault,) = build_one(key, value)
+    assert fault.remedy == f"did you mean {near}?"
 
 
 def test_tests_that_verl_had_by_another_name_are_named():

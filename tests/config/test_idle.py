@@ -127,6 +127,12 @@ CASES = [
         f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.policy_loss.path={__file__} {ACTOR}.clip_ratio_c=4 {ACTOR}.tau_pos=2",
         [f"{ACTOR}.policy_loss.loss_mode"],
     ),
+    ("reward.max_concurrent=3", ["reward.max_concurrent"]),
+    (f"{ROLLOUT}.seed_requests=False", [f"{ROLLOUT}.seed_requests"]),
+    (
+        f"{ACTOR}.use_kl_loss=True {REF}.fsdp_config.forward_prefetch=True",
+        [f"{REF}.fsdp_config.forward_prefetch"],
+    ),
     ("trainer.critic_warmup=3", ["trainer.critic_warmup"]),
     ("trainer.total_epochs=3", ["trainer.total_epochs"]),
     ("trainer.resume_from_path=/c/global_step_1", ["trainer.resume_from_path"]),
