@@ -34,9 +34,15 @@ def nearest_keys(key: str) -> list[str]:
     section = ".".join(parents)
     siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
     near = [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]
-    # A long common prefix alone makes keys alike whose names have nothing in common.
-    alike = (known for known in LEAVES if get_close_matches(name, [known.rsplit(".", 1)[-1]]))
-    return near or get_close_matches(key, alike, n=1, cutoff=0.75)
+    return near or [known for known in get_close_matches(key, LEAVES, cutoff=0.75) if _tails_are_alike(key, known)][:1]
+
+
+def _tails_are_alike(key: str, known: str) -> bool:
+    """Whether a key resembles a known one below the groups that they share, whose length alone would make them alike."""
+    one, other = key.split("."), known.split(".")
+    while one and other and one[0] == other[0]:
+        one, other = one[1:], other[1:]
+    return bool(get_close_matches(".".join(one), [".".join(other)]))
 
 
 def not_a_group(key: str, value: Any, below: tuple[str, ...]) -> Fault:

@@ -129,6 +129,8 @@ def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str)
         ("actor_rolout_ref.actor.entropy_coef", ["actor_rollout_ref.actor.entropy_coeff"]),
         ("zzz.qqq", []),
         ("algorithm.foo", []),
+        ("reward_model.model_path", ["reward_model.model.path"]),
+        ("actor_rollout_ref.actor.tiled_mpl", ["actor_rollout_ref.model.tiled_mlp"]),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_known_one(key: str, near: list[str]):
