@@ -1,5 +1,7 @@
 """The processes that work on the same rows together: each on its part of the tokens, outside attention."""
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,17 +17,18 @@ class SequenceGroup:
         heads: query heads of the model's attention.
 
     Raises:
-        ValueError: `size` divides neither the number of processes nor of heads.
+        ValueError: `size` does not divide the number of processes and that of heads.
     """
 
     def __init__(self, size: int, heads: int):
-        faults = [
-            f"{size} does not divide {count} {what}"
-            for count, what in ((dist.get_world_size(), "processes"), (heads, "attention heads"))
-            if count % size
-        ]
-        if faults:
-            raise ValueError(f"ulysses_sequence_parallel_size: {' and '.join(faults)}; expected a divisor of both")
+        processes = dist.get_world_size()
+        common = math.gcd(processes, heads)
+        if common % size:
+            allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+            raise ValueError(
+                f"ulysses_sequence_parallel_size is {size}, with {processes} processes and {heads} attention heads; expected a "
+                f"divisor of both numbers: set it to {allowed}"
+            )
         self.size = size
         self.processes, _ = dist.new_subgroups(group_size=size)
 

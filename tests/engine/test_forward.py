@@ -10,6 +10,7 @@ import transformers as hf
 from rlx.data.batch import Batch
 from rlx.engine.forward import Distribution, Forward
 from rlx.engine.micro_batch import pack, row_lengths, take
+from rlx.engine.sequence_group import SequenceGroup
 from rlx.models.packed_attention import PACKED, packed_attention
 from rlx.offload import OffloadOptions, enable_activation_offloading, register_attention
 
@@ -155,6 +156,12 @@ OTHER_MODELS = {
     ),
     "eager": (LANGUAGE_MODELS["qwen2"], "eager", "no kernel"),
 }
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_group_that_divides_not_all_names_the_sizes_that_do():
+    with pytest.raises(ValueError, match=r"is 2, with 1 processes and 4 attention heads; .* set it to 1$"):
+        SequenceGroup(2, 4)
 
 
 @pytest.mark.usefixtures("one_process")
