@@ -64,7 +64,9 @@ class PromptDataset:
         self._kept = np.flatnonzero(~overlong) if config.filter_overlong_prompts else np.arange(len(overlong))
         self.report = self._describe(int(overlong.sum()))
         if not len(self._kept):
-            raise DataError(f"{', '.join(files)}: no prompt is left; {self.report}; raise data.max_prompt_length")
+            few = f"data.{split}_max_samples and the files give 0 rows; raise the one, or name other files"
+            why = f"{self.report}; raise data.max_prompt_length" if len(overlong) else few
+            raise DataError(f"{', '.join(files)}: no prompt is left; {why}")
 
     def __len__(self) -> int:
         return len(self._kept)
