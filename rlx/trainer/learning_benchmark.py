@@ -126,7 +126,7 @@ def draw(curves: Curves, picture: Path) -> None:
             low, high = [min(values) for values in by_step], [max(values) for values in by_step]
             axes.fill_between(steps, low, high, color=COLORS[recipe], alpha=0.12, linewidth=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    panels[-1].legend(loc="lower right", frameon=False, fontsize=9, labelcolor=GREY)
+    panels[0].legend(loc="lower right", frameon=False, fontsize=9, labelcolor=GREY)
     figure.suptitle("Greedy accuracy on held-out problems", fontsize=12, color=INK)
     figure.savefig(picture, dpi=130)
 
