@@ -157,7 +157,7 @@ def test_overlong_is_dropped_and_counted(tokenizer, uneven):
     )
     with pytest.raises(DataError, match="no prompt is left; train prompts: dropped 3 of 3"):
         load(tokenizer, uneven, max_prompt_length=8, filter_overlong_prompts=True)
-    with pytest.raises(DataError, match="no prompt is left; data.train_max_samples and the files give 0 rows"):
+    with pytest.raises(DataError, match=r"no prompt is left; data\.train_max_samples and the files give 0 rows"):
         load(tokenizer, uneven, train_max_samples=0)
 
 
