@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlx.offload.identity import Look
+from rlx.offload.identity import Look, nothing_on
 from rlx.offload.transfer import Parked
 
 
@@ -49,19 +50,31 @@ class Stored:
         return self.is_untouched if self._parked is None else not self._parked.is_torn
 
     def tensor(self) -> Tensor:
-        """The tensor, ready for the current stream: a leaf that wants a gradient where the original did.
+        """The tensor, ready for the current stream; it wants a gradient where the original did.
 
         Raises:
             RuntimeError: if the bytes were overwritten.
         """
         if self._parked is not None:
-            return self._look.on(*self._parked.on_device()).requires_grad_(self._requires_grad)
+            tensor = self._look.on(*self._parked.on_device())
+            return _on_empty_leaf(tensor) if self._requires_grad else tensor
         assert self._kept is not None
         if not self.is_untouched:
             raise modified_input(self._kept)
         if isinstance(self._kept, Parameter):
             return self._kept
         return self._kept.detach().requires_grad_(self._requires_grad)
+
+
+def _on_empty_leaf(tensor: Tensor) -> Tensor:
+    """A tensor that wants a gradient and that no graph built on it keeps: graphs keep their leaves, so that is another one.
+
+    Else what recomputation saves for the end of a layer would keep the layer's input until it has been asked for.
+    """
+    with torch.enable_grad():
+        look = tensor.requires_grad_().view_as(tensor)
+    tensor.data = nothing_on(tensor.device)
+    return look
 
 
 def modified_input(tensor: Tensor) -> RuntimeError:

@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rlx.offload.checkpoint import RecomputedCall
@@ -52,6 +54,24 @@ def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, la
         calls.append(call)
     loss.backward()
     assert ahead[:2] == [early, late]
+
+
+@pytest.mark.parametrize("save", ["boundary", "attention"])
+def test_what_recomputation_saved_keeps_no_input_and_no_result_of_another_call(enable, toys, save):
+    """Before a layer's backward comes to its projections, its input and what the last of them gave are gone."""
+    seen, alive = [], []
+
+    def forward(block, x):
+        query = block.lin(x.clone())[None]
+        y = block.lin(F.scaled_dot_product_attention(query, query, query)[0])
+        y.register_hook(lambda grad: alive.append([memory() is not None for memory in seen[-2:]]))
+        seen.extend(weakref.ref(t.untyped_storage()) for t in (x, y))
+        return torch.exp(torch.exp(y + 1))
+
+    model = toys.of(forward, blocks=3)
+    enable(model, True, save=save, min_bytes=0)
+    toys.step(model).backward()
+    assert len(seen) == 12 and alive == [[False, False]] * 3
 
 
 def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):

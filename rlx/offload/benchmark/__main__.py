@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--rounds", type=_positive, help="timed steps of each mode; default 10, with --overhead 300")
     add("--seconds", type=_positive, help="begin no further round of a case after so long")
-    add("--warm-up", type=_positive, default=1, help="steps of each mode before; default 1, auto needs 3")
+    add("--warm-up", type=_positive, metavar="STEPS", help="of each mode before; default 1, for auto 3")
     add("--plain-layers", type=_positive, metavar="N", help="measure plain with N layers and scale it")
     add("--tier", default="cpu", help="where rlx's modes offload to: cpu or disk")
     add("--directory", help="folder of the disk tier")

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
         dtype: of the weights.
         rounds: how many steps of each mode are timed at most.
         seconds: after so long no further round of a case begins; None: all rounds are run.
-        warm_up: steps of each mode before.
+        warm_up: steps of each mode before; None: as many as the mode needs to find its steady state.
         plain_layers: with how many layers plain is measured and scaled; None: with all, or with two if those do not fit.
         with_picture: whether to record memory over a step and draw it.
         shard: called with each model where there are several processes; None: the modes share one set of weights.
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype
     rounds: int
     seconds: float | None
-    warm_up: int
+    warm_up: int | None
     plain_layers: int | None
     with_picture: bool
     shard: Callable[[nn.Module], nn.Module] | None = None
@@ -111,7 +111,7 @@ class CaseRun:
 
         def warm_up() -> None:
             entrant = self._entrants[mode.name] = Entrant(mode, self._model(layers), layers, self._ids())
-            for _ in range(self._plan.warm_up):
+            for _ in range(self._plan.warm_up or mode.warm_up):
                 entrant.step()
             clock(self._plan.device)
 

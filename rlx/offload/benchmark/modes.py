@@ -47,6 +47,11 @@ class Mode(NamedTuple):
     options: OffloadOptions | None
     tile: int | None = None
 
+    @property
+    def warm_up(self) -> int:
+        """Steps until all are alike: `auto` measures in two and plans after them."""
+        return 3 if self.kind == "auto" else 1
+
     def prepare(self, model: nn.Module) -> Prepared:
         """Switch the mode on for a model.
 
