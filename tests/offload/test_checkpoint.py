@@ -58,15 +58,16 @@ def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, la
 
 @pytest.mark.parametrize("save", ["boundary", "attention"])
 def test_what_recomputation_saved_keeps_no_input_and_no_result_of_another_call(enable, toys, save):
-    """Before a layer's backward comes to its projections, its input and what the last of them gave are gone."""
+    """When a layer's backward has just begun, its input and what its last projection gave are gone."""
     seen, alive = [], []
 
     def forward(block, x):
-        query = block.lin(x.clone())[None]
-        y = block.lin(F.scaled_dot_product_attention(query, query, query)[0])
-        y.register_hook(lambda grad: alive.append([memory() is not None for memory in seen[-2:]]))
+        query = block.lin(x.clone())[None, None]
+        y = block.lin(F.scaled_dot_product_attention(query, query, query, is_causal=True)[0, 0])
         seen.extend(weakref.ref(t.untyped_storage()) for t in (x, y))
-        return torch.exp(torch.exp(y + 1))
+        z = torch.exp(y + 1)
+        z.register_hook(lambda grad: alive.append([memory() is not None for memory in seen[-2:]]))
+        return torch.exp(z)
 
     model = toys.of(forward, blocks=3)
     enable(model, True, save=save, min_bytes=0)
