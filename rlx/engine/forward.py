@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlx.engine.micro_batch import MicroBatch
 from rlx.models.log_probs import head_replaced, token_log_probs
-from rlx.models.packed_attention import use_packed_attention, why_not_packed
+from rlx.models.packed_attention import Lengths, use_packed_attention, why_not_packed
 from rlx.models.sequence_parallel import joined
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Forward:
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
             return self._figures(inputs, window, slice(-window, None), part.batch.responses(), distribution)
         predicting, places = part.packed.predicting, part.packed.places
-        inputs = _inputs(*part.packed[:4], self._together)
+        inputs = self._inputs(*part.packed[:4], self._together)
         figures = self._figures(inputs, predicting, predicting, part.packed.targets, distribution)
         return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
 
@@ -117,6 +117,27 @@ class Forward:
         output: Tensor = self._root(**inputs, use_cache=False).logits
         return output
 
+    def _inputs(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        starts: Tensor,
+        lengths: list[int],
+        together: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Packed sequences as transformers names them, for its own variable-length kernels, and what ours needs beside."""
+        own = {"sequence_lengths": Lengths(lengths)} if self._attention == "sdpa" else {}
+        return {
+            **own,
+            **({} if together is None else {"sequence_group": together}),
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
+
     # What the model can do, found out once with a few tokens; all processes together ------------------------------
 
     @cached_property
@@ -135,7 +156,7 @@ class Forward:
         ids, positions = torch.zeros(2, 1, 3, dtype=torch.int64, device=self._device)
         starts = torch.tensor([0, 1, 3], dtype=torch.int32, device=self._device)
         positions[0, 2] = 1
-        self._try(_inputs(ids, positions, starts, longest=2))
+        self._try(self._inputs(ids, positions, starts, [1, 2]))
 
     @cached_property
     def _head_ends_it(self) -> bool:
@@ -163,18 +184,3 @@ class Forward:
     def _tell(self, what: str, reason: str) -> None:
         if dist.get_rank() == 0:
             logger.warning("%s: %s, since %s", type(self._plain).__name__, what, reason)
-
-
-def _inputs(
-    input_ids: Tensor, position_ids: Tensor, starts: Tensor, longest: int, together: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
-    """Packed sequences as transformers names them, for its own variable-length kernels and ours."""
-    return {
-        **({} if together is None else {"sequence_group": together}),
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "cu_seq_lens_q": starts,
-        "cu_seq_lens_k": starts,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }

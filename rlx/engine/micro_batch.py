@@ -127,7 +127,7 @@ class Packed(NamedTuple):
     Args:
         input_ids, position_ids: (1, N) int64; positions begin anew with each sequence.
         starts: (B + 1,) int32, where the sequences begin, and N.
-        longest: tokens of the longest sequence.
+        lengths: tokens of each sequence, on the host.
         predicting: (K,) int64, those of the N tokens from which response tokens are predicted.
         targets: (1, K) int64, these response tokens.
         places: (K,) int64, where they are in the flattened window (B, W).
@@ -136,7 +136,7 @@ class Packed(NamedTuple):
     input_ids: Tensor
     position_ids: Tensor
     starts: Tensor
-    longest: int
+    lengths: list[int]
     predicting: Tensor
     targets: Tensor
     places: Tensor
@@ -179,7 +179,7 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
         torch.cat([own[:-1] for own in tokens])[None],
         torch.cat([torch.arange(count) for count in counts.tolist()])[None],
         torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
-        int(counts.max()),
+        counts.tolist(),
         torch.cat([torch.arange(start + p - 1, start + p + r - 1) for start, (p, r) in spans]),
         torch.cat([own[p:] for own, (p, _) in zip(tokens, sizes, strict=True)])[None],
         torch.cat([torch.arange(r) + number * width for number, (_, r) in enumerate(sizes)]),

@@ -35,7 +35,7 @@ class SequenceGroup:
     def own(self, packed: Packed) -> Packed:
         """This process's part of the row: as many tokens on each; where tokens lack, a sequence of padding ends the row.
 
-        `starts` and `longest` are still those of the whole row. A part from which no response token is predicted asks for one
+        `starts` and `lengths` are still those of the whole row. A part from which no response token is predicted asks for one
         all the same, whose figure has no place.
         """
         count = packed.input_ids.shape[1]
@@ -50,4 +50,5 @@ class SequenceGroup:
         if not inside.any():
             predicting, targets = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
         places = packed.places[inside]
-        return Packed(ids, positions, starts, max(packed.longest, padding), predicting, targets, places)
+        lengths = [*packed.lengths, padding] if padding else packed.lengths
+        return Packed(ids, positions, starts, lengths, predicting, targets, places)

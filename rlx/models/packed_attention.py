@@ -1,15 +1,15 @@
 """Causal attention over sequences that stand one behind the other in one row, without padding.
 
-`PACKED` is its name among transformers' attention implementations; a model that has it gets the sequences' lengths as the
-keyword arguments that transformers passes to variable-length kernels (`cu_seq_lens_q`, `max_length_q`).
+`PACKED` is its name among transformers' attention implementations; a model that has it gets where the sequences begin as
+the keyword arguments that transformers passes to variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their lengths
+on the host as `sequence_lengths`.
 
 Shape letters: H heads, N tokens of all sequences, D width of a head, S sequences.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +25,24 @@ if TYPE_CHECKING:
 
 PACKED, TRIAL = "rlx_packed", "rlx_packed_trial"
 CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+# From so many tokens a sequence on, on average, a call of attention for each is faster than the kernel for variable
+# lengths: that one is FlashAttention 2, while torch has cuDNN's kernels for the other on newer devices.
+LONG_TOKENS = 2048
 # What some models want done to the scores, by the names of transformers' arguments.
 UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
+
+
+class Lengths:
+    """Tokens of each sequence, on the host. An object of its own, for a compiler would make each number part of its code.
+
+    Args:
+        each: at least one, all at least 1.
+    """
+
+    __slots__ = ("each",)
+
+    def __init__(self, each: Sequence[int]):
+        self.each = list(each)
 
 
 def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
@@ -127,21 +143,21 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     starts: Tensor,
-    longest: int,
+    lengths: Lengths,
     scaling: float | None = None,
     window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Each token attends to those of its own sequence that are not behind it.
 
-    On CUDA in bf16 and fp16 by torch's kernel for variable lengths, else a sequence at a time. No mask is larger than a
-    window times two.
+    On CUDA in bf16 and fp16 sequences shorter than `LONG_TOKENS` on average, and those with a window, go through torch's
+    kernel for variable lengths; all others go one at a time. No mask is larger than a window times two.
 
     Args:
         query: (1, H, N, D).
         key, value: (1, H or a divisor of it, N, D), of value another D.
         starts: (S + 1,) int32, where the sequences begin, and N.
-        longest: tokens of the longest sequence.
+        lengths: of the S sequences.
         scaling: of the scores; None: D ** -0.5.
         window: how many tokens are attended to, the own one included; None: all.
         dropout: rate on the weights.
@@ -152,14 +168,19 @@ def packed_attention(
     tensors = (query, key, value)
     # Makes it one function to whoever watches torch's functions, whichever kernel it takes.
     if has_torch_function(tensors):
-        rest = (starts, longest, scaling, window, dropout)
+        rest = (starts, lengths, scaling, window, dropout)
         result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
         return result
+    longest = max(lengths.each)
+    is_cut = window is not None and window < longest
     if dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1]):
-        return _by_kernel(query, key, value, starts, longest, scaling, window)
-    bounds = pairwise(starts.tolist())
-    each = [_sequence(*(x[:, :, a:b] for x in tensors), scaling, window, dropout) for a, b in bounds]
-    return torch.cat(each, dim=2).transpose(1, 2)
+        if is_cut or query.shape[2] < LONG_TOKENS * len(lengths.each):
+            return _by_kernel(query, key, value, starts, longest, scaling, window)
+    if len(lengths.each) == 1:
+        return _sequence(query, key, value, scaling, window, dropout).transpose(1, 2)
+    # Cut at once: backward joins the pieces at once, where slices would each fill a gradient of the whole.
+    pieces = zip(*(x.split(lengths.each, dim=2) for x in tensors), strict=True)
+    return torch.cat([_sequence(*piece, scaling, window, dropout).transpose(1, 2) for piece in pieces], dim=1)
 
 
 @cache
@@ -216,7 +237,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    sequence_lengths: Lengths | None = None,
     sequence_group: dist.ProcessGroup | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
@@ -227,8 +248,8 @@ def _attention(
         )
     if cu_seq_lens_q is None:
         return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2), None
-    assert max_length_q is not None
-    options = (cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout)
+    assert sequence_lengths is not None
+    options = (cu_seq_lens_q, sequence_lengths, scaling, sliding_window, dropout)
     if sequence_group is None:
         return packed_attention(query, key, value, *options), None
     query, key, value = (heads_for_tokens(x, sequence_group) for x in (query, key, value))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rlx.models.packed_attention import packed_attention
+from rlx.models.packed_attention import LONG_TOKENS, Lengths, packed_attention
 
 STARTS = [0, 1, 9, 14]
 
@@ -32,7 +32,7 @@ def by_hand(query, key, value, starts, window, scaling):
 def test_like_the_definition_with_gradients(window, value_width):
     inputs = tensors(value_width=value_width)
     starts = torch.tensor(STARTS, dtype=torch.int32)
-    got = packed_attention(*inputs, starts, 8, scaling=0.3, window=window)
+    got = packed_attention(*inputs, starts, Lengths([1, 8, 5]), scaling=0.3, window=window)
     expected = by_hand(*inputs, STARTS, window, 0.3)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     grads = [torch.autograd.grad((x * expected.detach()).sum(), inputs) for x in (got, expected)]
@@ -48,23 +48,31 @@ class Seen(TorchFunctionMode):
 def test_it_is_one_function_to_who_watches():
     with Seen() as mode:
         mode.functions = []
-        packed_attention(*tensors(), torch.tensor(STARTS, dtype=torch.int32), 8)
+        packed_attention(*tensors(), torch.tensor(STARTS, dtype=torch.int32), Lengths([1, 8, 5]))
     assert mode.functions[-1] is packed_attention
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("key_heads", [8, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_for_variable_lengths_is_near_the_definition(window, key_heads, dtype):
-    starts = [0, 1, 300, 301, 812, 1000]
+@pytest.mark.parametrize(
+    ("window", "starts", "by_kernel"),
+    [
+        (None, [0, 1, 300, 301, 812, 1000], True),
+        (64, [0, 1, 300, 301, 812, 1000], True),
+        (64, [0, 2 * LONG_TOKENS], True),
+        (None, [0, LONG_TOKENS], False),
+        (None, [0, LONG_TOKENS - 7, 2 * LONG_TOKENS + 9], False),
+    ],
+)
+def test_kernels_are_near_the_definition(window, starts, by_kernel, key_heads, dtype):
     inputs = tensors(dtype, "cuda", starts, heads=8, key_heads=key_heads, width=64, value_width=64)
-    longest = max(b - a for a, b in pairwise(starts))
+    lengths = Lengths([b - a for a, b in pairwise(starts)])
     at = torch.tensor(starts, dtype=torch.int32, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        got = packed_attention(*inputs, at, longest, scaling=0.125, window=window)
-    assert any("varlen" in event.key for event in profile.key_averages())
+        got = packed_attention(*inputs, at, lengths, scaling=0.125, window=window)
+    assert any("varlen" in event.key for event in profile.key_averages()) == by_kernel
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = by_hand(*exact, starts, window, 0.125)
     close = 4 * torch.finfo(dtype).eps
