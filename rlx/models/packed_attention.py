@@ -173,9 +173,10 @@ def packed_attention(
         return result
     longest = max(lengths.each)
     is_cut = window is not None and window < longest
-    if dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1]):
-        if is_cut or query.shape[2] < LONG_TOKENS * len(lengths.each):
-            return _by_kernel(query, key, value, starts, longest, scaling, window)
+    is_short = query.shape[2] < LONG_TOKENS * len(lengths.each)
+    has_kernel = dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
+    if has_kernel and (is_cut or is_short):
+        return _by_kernel(query, key, value, starts, longest, scaling, window)
     if len(lengths.each) == 1:
         return _sequence(query, key, value, scaling, window, dropout).transpose(1, 2)
     # Cut at once: backward joins the pieces at once, where slices would each fill a gradient of the whole.
