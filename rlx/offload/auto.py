@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.offload.engine import Engine, Layer
-from rlx.offload.identity import is_parameter, size_bytes
+from rlx.offload.identity import is_parameter, is_plain, size_bytes, storage_address
 from rlx.offload.measured import Measurement, measured, planned, slowest
 from rlx.offload.orders import Orders
 from rlx.offload.plan.explain import explain
@@ -60,12 +60,13 @@ class Bucket:
         self.begun: weakref.WeakValueDictionary[int, Sample] = weakref.WeakValueDictionary()
         self.done: dict[int, Sample] = {}
 
-    def begin_measuring(self, coming_bytes: int) -> None:
+    def begin_measuring(self, coming_bytes: int, gradient_bytes: Callable[[], int]) -> None:
         """Begin to measure, unless a graph that was measured is alive, or the device has not passed it."""
         is_alive = any(index not in self.done for index in self.begun)
         self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
         if self.is_measuring:
-            self.backward, self.coming_bytes, self.called, self.done = Backward(), coming_bytes, set(), {}
+            self.backward, self.coming_bytes = Backward(gradient_bytes), coming_bytes
+            self.called, self.done = set(), {}
             self.begun.clear()
 
     def finish(self, sample: Sample) -> None:
@@ -139,7 +140,9 @@ class Controller:
             return None
         bucket.called.add(layer.index)
         inputs = {id(t): size_bytes(t) for t in tensors if t.requires_grad and not is_parameter(t)}
-        sample = Sample(layer.index, device, sum(inputs.values()), bucket.backward, bucket.finish)
+        shared = {storage_address(t) for t in tensors if not t.requires_grad and is_plain(t)}
+        boundary, min_bytes = sum(inputs.values()), self._engine.options.min_bytes
+        sample = Sample(layer.index, device, boundary, bucket.backward, bucket.finish, shared, min_bytes)
         bucket.begun[layer.index] = sample
         return Orders(sample=sample)
 
@@ -183,7 +186,7 @@ class Controller:
         if bucket.plan is not None:
             self.plan = bucket.plan
         elif self._is_warm and bucket.measurement is None:
-            bucket.begin_measuring(self._coming_bytes())
+            bucket.begin_measuring(self._coming_bytes(), self._count_made_gradients)
 
     def _coming_bytes(self) -> int:
         """Gradients and other states that do not exist yet and will stay once they do."""
@@ -196,12 +199,16 @@ class Controller:
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
         return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
 
+    def _count_made_gradients(self) -> int:
+        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        return sum(_own_bytes(gradient) for gradient in gradients if gradient.device.type != "cpu")
+
     def _look_at(self, bucket: Bucket, device: torch.device) -> None:
         """Note what a pass has been measured to cost, and what room it has found on the device."""
         if bucket.has_just_been_measured() and device.type != "cpu":
             free, total = torch.get_device_module(device.type).mem_get_info(device)
             reach = free + torch.accelerator.memory_reserved(device)
-            room = int(reach - MARGIN * total) - bucket.backward.base_bytes - bucket.coming_bytes
+            room = int(reach - MARGIN * total) - bucket.backward.begin_bytes - bucket.coming_bytes
             self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
 
     def _means(self) -> Means:

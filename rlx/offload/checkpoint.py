@@ -191,6 +191,8 @@ class RecomputedCall(LayerCall):
         finally:
             self._slots.leave_forward()
             self._ambient.end_forward()
+        if self._orders.sample is not None:
+            self._orders.sample.leave_forward()
         self._state.end_forward(self._slots.parameters.values())
         if self._written_constant() is not None or not all(stored.is_untouched for stored in self._inputs):
             raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlx.offload.plan.step import LayerCost, Operation
 from rlx.offload.sample import Sample
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """One pass: the layers, and what follows them holds at most for itself [bytes]."""
+    """One pass: the layers, and the most that is there beside them while what follows them is at work [bytes]."""
 
     kinds: tuple[Kind, ...]
     outside_bytes: int
@@ -78,6 +78,9 @@ def _kind(members: Sequence[Sample]) -> Kind:
                 at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
                 seconds=fmean(call.seconds for call in calls),
                 nbytes=round(fmean(call.nbytes for call in calls)),
+                leaves_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
+                stays_bytes=round(fmean(call.stays_bytes for call in calls)),
+                extra_bytes=round(fmean(call.extra_bytes for call in calls)),
             )
     forward_s = fmean(sample.forward_s for sample in members)
     middles = [sample.late_at for sample in members if sample.late_at is not None]
@@ -97,6 +100,7 @@ def _kind(members: Sequence[Sample]) -> Kind:
         late_bytes=max(late) if late else saved // 2 + 2 * boundary,
         operations=tuple(operations.values()),
         late_at=fmean(middles) if middles else 0.5,
+        forward_bytes=max(sample.forward_bytes for sample in members),
     )
     return Kind(tuple(sample.index for sample in members), tuple(names), cost, tuple(operations))
 
@@ -109,8 +113,12 @@ def _slowest(ranks: Sequence[Kind]) -> Kind:
     for place in found[0]:
         if place < count and all(place in others for others in found):
             same = [others[place] for others in found]
-            at, seconds = max(op.at for op in same), max(op.seconds for op in same)
-            operations[place] = Operation(same[0].name, at, seconds, max(op.nbytes for op in same))
-    numbers = [field.name for field in fields(LayerCost) if field.name != "operations"]
-    cost = LayerCost(**{name: max(getattr(kind.cost, name) for kind in ranks) for name in numbers})
+            operations[place] = Operation(same[0].name, **_most(same, besides="name"))
+    cost = LayerCost(**_most([kind.cost for kind in ranks], besides="operations"))
     return _with(Kind(ranks[0].members, ranks[0].names[:count], cost, ()), operations)
+
+
+def _most(figures: Sequence[Operation] | Sequence[LayerCost], besides: str) -> dict[str, Any]:
+    """The largest of each number."""
+    names = [field.name for field in fields(figures[0]) if field.name != besides]
+    return {name: max(getattr(one, name) for one in figures) for name in names}

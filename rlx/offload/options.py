@@ -43,9 +43,10 @@ class OffloadOptions:
         max_host_bytes: hard cap of the host memory that this use of the engine takes, buffers for the disk included
             [bytes]; what does not fit stays on the device, or goes to disk if a directory is given. None: no cap, and
             384 MiB of buffers for the disk.
-        max_device_bytes: what `save="auto"` may hold on the device for backward at once, the working set of the layer at
-            work included [bytes]. `"auto"`: what the device has beside weights, gradients, optimizer states and all else
-            that is there when backward begins, but for 5 %; without an accelerator as little as possible.
+        max_device_bytes: what `save="auto"` may hold on the device at once above what is there before the layers begin, the
+            working set of the layer at work and what lies beside the layers included [bytes]. `"auto"`: what the device has
+            beside weights, gradients, optimizer states and all else that is there before, but for 5 %; without an
+            accelerator as little as possible.
 
     Raises:
         ValueError: for a value out of range or not available in this version.

@@ -2,12 +2,18 @@
 
 Device times are events that are looked at when the device has passed them. Memory is torch's allocator's; its peak is
 reset while layers are measured.
+
+Note [what a layer is charged with]
+A budget is for all that a step holds above what is there before its layers begin, and the gradients it makes. So to what a
+layer holds at most, in forward or in backward, is added what is there beside it and no plan can change: the first layer's
+inputs, where the model keeps them, what follows the layers, the gradient that comes from above. What other layers hold in
+the pass that is measured is not: their inputs while they are leaving, and those fetched ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,8 +35,12 @@ class Call:
     variant: str  # what else tells how dear it is
     start: Mark
     stop: Mark | None = None
+    stored: Mark | None = None  # when the last of an answer may leave
     nbytes: int = 0
+    stays_bytes: int = 0  # of these what is too small to leave
+    extra_bytes: int = 0  # of these what autograd does not save
     can_be_answered: bool = False
+    storages: dict[int, int] = field(default_factory=dict)  # of an answer, while forward runs: addresses and bytes
 
     @property
     def seconds(self) -> float:
@@ -39,14 +49,40 @@ class Call:
         return seconds(self.start, self.stop)
 
 
+class DeviceMemory:
+    """What torch's allocator says of a device's memory; nothing where that is the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def look(self) -> tuple[int, int]:
+        """Allocated bytes, and the most of them since the last reset."""
+        if self._device.type == "cpu":
+            return 0, 0
+        return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+
 @dataclass
 class Backward:
-    """What the samples of one forward and backward share: the layer whose backward is at work, and memory outside of layers."""
+    """What the samples of one forward and backward share: the layer whose backward is at work, and memory outside of layers.
 
+    Args:
+        gradient_bytes: how much memory gradients of parameters take at the moment it is called.
+    """
+
+    gradient_bytes: Callable[[], int] = lambda: 0
     open: Sample | None = None
+    last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False
-    base_bytes: int = 0  # allocated when it begins: all but what the layers are about to need
-    outside_bytes: int = 0  # that what follows the layers holds at most for itself
+    begin_bytes: int = 0  # allocated when the first layer begins, its inputs aside
+    beside_bytes: int = 0  # what is there beside layers when backward begins (Note [what a layer is charged with])
+    outside_bytes: int = 0  # the most that what follows the layers holds, the same included
+    begin_gradient_bytes: int = 0
 
 
 class Sample:
@@ -58,6 +94,9 @@ class Sample:
         boundary_bytes: of its inputs that want a gradient.
         backward: shared by the layers of a pass.
         finished: called when the layer has been recomputed.
+        shared: addresses of memory that all layers are called with, so that none is charged with it.
+        min_bytes: less than this does not leave.
+        memory: of the device; None: what torch says.
     """
 
     def __init__(
@@ -67,25 +106,38 @@ class Sample:
         boundary_bytes: int,
         backward: Backward,
         finished: Callable[[Sample], None],
+        shared: Container[int] = (),
+        min_bytes: int = 1,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self.index = index
         self.boundary_bytes = boundary_bytes
         self.calls: list[Call] = []
-        self.saved_bytes = 0
+        self.saved_bytes = self.forward_bytes = 0
+        self.min_bytes = max(min_bytes, 1)
         self.working_bytes: int | None = None
         self.late_bytes: int | None = None
         self._device = device
         self._backward = backward
         self._finished = finished
+        self._shared = shared
+        self._memory = memory or DeviceMemory(device)
         self._marks: dict[str, Mark] = {}
-        self._base_bytes = 0
+        self._base_bytes = self._leaving_bytes = 0
 
     def mark(self) -> Mark:
         """A point in time on the device."""
         return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
 
     def begin_forward(self) -> None:
-        """The layer's forward begins."""
+        """The layer's forward begins, and its inputs are leaving."""
+        shared = self._backward
+        if shared.last_boundary_bytes is None:
+            shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes)
+            shared.begin_gradient_bytes = shared.gradient_bytes()
+        self._leaving_bytes = shared.last_boundary_bytes or 0
+        shared.last_boundary_bytes = self.boundary_bytes
+        self._memory.reset()
         self._marks["forward"] = self.mark()
 
     def end_forward(self, saved: Sequence[Tensor], watch: MeasuringWatch) -> None:
@@ -98,8 +150,16 @@ class Sample:
             for tensor in saved
             if is_plain(tensor) and not is_parameter(tensor)
         }
-        self.saved_bytes = sum(storages.values())
-        self._reset_peak()
+        self.saved_bytes = sum(nbytes for address, nbytes in storages.items() if address not in self._shared)
+        for call in self.calls:
+            call.extra_bytes = sum(nbytes for address, nbytes in call.storages.items() if address not in storages)
+            call.storages.clear()
+        answers = sum(call.extra_bytes for call in self.calls)  # all of them are there while the layer is measured
+        self.forward_bytes = max(0, self._memory.look()[1] - self._backward.begin_bytes - self._leaving_bytes - answers)
+
+    def leave_forward(self) -> None:
+        """Nothing is left of what the layer's forward has saved."""
+        self._memory.reset()
 
     def begin_recompute(self) -> None:
         """Backward comes to the layer."""
@@ -107,15 +167,19 @@ class Sample:
             return
         self._marks["recompute"] = now = self.mark()
         shared = self._backward
-        allocated, peak = self._memory()
+        allocated, peak = self._memory.look()
         if shared.open is not None:
             shared.open.end_backward(now, peak)
         elif not shared.has_begun:
-            shared.base_bytes, shared.outside_bytes = allocated, peak - allocated
+            gradients = shared.gradient_bytes() - shared.begin_gradient_bytes
+            inputs = self.boundary_bytes + self._leaving_bytes
+            shared.beside_bytes = max(0, allocated - shared.begin_bytes - gradients - inputs)
+            shared.outside_bytes = peak - allocated + shared.beside_bytes
+            allocated = max(0, allocated - self._leaving_bytes)  # which is waited for now
         shared.has_begun = True
         shared.open = self
         self._base_bytes = allocated
-        self._reset_peak()
+        self._memory.reset()
 
     def end_recompute(self) -> None:
         """The layer has been recomputed; its backward follows."""
@@ -127,13 +191,13 @@ class Sample:
         """Backward is through with the widest part of the layer."""
         if self.working_bytes is None and self._backward.open is self:
             self._marks["middle"] = self.mark()
-            self.working_bytes = self._memory()[1] - self._base_bytes + self.boundary_bytes
-            self._reset_peak()
+            self.working_bytes = self._held(self._memory.look()[1]) + self.boundary_bytes
+            self._memory.reset()
 
     def end_backward(self, now: Mark, peak: int) -> None:
         """Backward has come to the layer before."""
         self._marks["backward_end"] = now
-        rest = peak - self._base_bytes
+        rest = self._held(peak)
         if self.working_bytes is None:
             self.working_bytes = rest + self.boundary_bytes
         self.late_bytes = rest
@@ -141,7 +205,7 @@ class Sample:
     @property
     def is_known(self) -> bool:
         """Whether the device has passed all marks."""
-        marks = [*self._marks.values(), *(call.stop for call in self.calls)]
+        marks = [*self._marks.values(), *(mark for call in self.calls for mark in (call.stop, call.stored))]
         return all(not isinstance(m, torch.Event) or m.query() for m in marks)
 
     @property
@@ -173,14 +237,15 @@ class Sample:
         assert call.stop is not None
         return min(1.0, seconds(self._marks["forward"], call.stop) / max(self.forward_s, 1e-12))
 
-    def _memory(self) -> tuple[int, int]:
-        if self._device.type == "cpu":
-            return 0, 0
-        return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
+    def stored_at(self, call: Call) -> float:
+        """Where in forward an answer to a call could leave, in [0, 1]."""
+        mark = call.stop if call.stored is None else call.stored
+        assert mark is not None
+        return min(1.0, seconds(self._marks["forward"], mark) / max(self.forward_s, 1e-12))
 
-    def _reset_peak(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
+    def _held(self, peak: int) -> int:
+        """What is above what was there when backward came to the layer, and beside layers."""
+        return peak - self._base_bytes + self._backward.beside_bytes
 
 
 class MeasuringWatch(PlannedWatch):
@@ -214,10 +279,14 @@ class MeasuringWatch(PlannedWatch):
         return True
 
     def _save(self, place: int, tensor: Tensor) -> Stored:
-        address = (place, tensor.untyped_storage().data_ptr())
+        storage, call, nbytes = tensor.untyped_storage(), self._sample.calls[place], size_bytes(tensor)
+        address = (place, storage.data_ptr())
         if address not in self._seen:  # attention saves its own result as well
             self._seen.add(address)
-            self._sample.calls[place].nbytes += size_bytes(tensor)
+            call.nbytes += nbytes
+            call.stays_bytes += nbytes if nbytes < self._sample.min_bytes else 0
+            call.storages[storage.data_ptr()] = storage.nbytes()
+            call.stored = self._sample.mark()
         return Stored(tensor, None)
 
 

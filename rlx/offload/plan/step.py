@@ -6,14 +6,15 @@ Note [the step that is played through]
 Three things take turns or run side by side: the device computes, one direction of the link sends, the other fetches.
 *Forward.* A layer's input leaves when the layer begins, the result of an operation when it has run; the link sends them in
 order. A layer begins once what the layer two before it sent has left.
-*Backward.* Layers come in reverse order. A layer's bytes are asked for while the layer behind it runs: when that layer's
+*Backward* begins once all has left but what the last layer sent. Layers come in reverse order. A layer's bytes are asked for while the layer behind it runs: when that layer's
 backward has given its widest part's memory back, as a rule after half of it, or with `fetch_early` when it begins. Recomputation
 goes as far as what has arrived lets it; a saved operation takes no time in it. What the last layer sent is still there.
 *Disk.* What leaves once the host is full goes to the disk, if there is one: of each layer all or nothing. It takes the disk's
 time instead of the link's, and nothing is read before all has been written.
 *Memory* for backward, above weights and gradients: what kept layers and operations hold on the device, what is on its way,
-and what the layer at work needs for itself: in forward what autograd saves of it, all of which is there until it ends, beside
-what the layer before is still sending. The peak stands where backward is in one of the last layers, or in the widest.
+and what the layer at work needs for itself: in forward what autograd saves of it, all of which is there until it ends, with
+its inputs, what else it is just computing and the results it sends or keeps that autograd does not, beside what the layer
+before is still sending. The peak stands where backward is in one of the last layers, or in the widest, or at the end of forward.
 The last layer can therefore be kept at no price in memory, unless something wider follows it.
 
 Note [a layer as two lines]
@@ -39,12 +40,19 @@ class Operation:
         at: where in the layer's forward it ends, as a share of the time of that, in [0, 1].
         seconds: to run it again.
         nbytes: of its result and of what its backward reads beside its arguments.
+        leaves_at: where in the layer's forward these may leave, as a share; None: at once. A result that the layer might yet
+            write to waits for a later operation.
+        stays_bytes: of these what is too small to leave.
+        extra_bytes: of these what autograd does not save.
     """
 
     name: str
     at: float
     seconds: float
     nbytes: int
+    leaves_at: float | None = None
+    stays_bytes: int = 0
+    extra_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class LayerCost:
         late_bytes: the same once its widest part has been given back.
         operations: in the order in which they run.
         late_at: after which share of backward that is, in [0, 1].
+        forward_bytes: that its forward holds at most, its inputs included and its operations' `extra_bytes` not; less than
+            what it saves counts as that.
     """
 
     forward_s: float
@@ -71,6 +81,7 @@ class LayerCost:
     late_bytes: int
     operations: tuple[Operation, ...] = ()
     late_at: float = 0.5
+    forward_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,12 +156,13 @@ def held_bytes(cost: LayerCost, plan: LayerPlan) -> int:
     if plan.keep:
         return cost.saved_bytes
     boundary = 0 if plan.boundary_leaves else cost.boundary_bytes
-    return boundary + sum(cost.operations[i].nbytes for i in plan.on_device)
+    stays = sum(cost.operations[i].stays_bytes for i in plan.off_device)
+    return boundary + stays + sum(cost.operations[i].nbytes for i in plan.on_device)
 
 
 def sent_bytes(cost: LayerCost, plan: LayerPlan) -> int:
     """What of a layer leaves the device."""
-    return sum(nbytes for _, nbytes, _ in _sent(cost, plan))
+    return sum(nbytes for _, nbytes, _, _ in _sent(cost, plan))
 
 
 def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
@@ -182,7 +194,7 @@ class Part(NamedTuple):
         left_s: from the layer's begin until all has left, where the link is free.
         in_s: the link's time for what is fetched.
         ready_s: from the fetch's begin until recomputation is over, where the device waits for every piece.
-        held_bytes, sent_bytes, saved_bytes, working_bytes, late_bytes: memory.
+        held_bytes, sent_bytes, forward_bytes, working_bytes, late_bytes: memory.
         is_on_disk: whether what leaves goes to disk, at its rate.
         on_disk: the same if it does; None where it cannot.
     """
@@ -197,7 +209,7 @@ class Part(NamedTuple):
     ready_s: float
     held_bytes: int
     sent_bytes: int
-    saved_bytes: int
+    forward_bytes: int
     working_bytes: int
     late_bytes: int
     is_on_disk: bool = False
@@ -230,9 +242,9 @@ def placed(parts: Sequence[Part], machine: Machine) -> Sequence[Part]:
 def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> Part:
     again_s = recompute_s(cost, plan)
     out_s = left_s = in_s = ready_s = 0.0
-    for at, nbytes, end in _sent(cost, plan):
+    for leaves_at, nbytes, end, at in _sent(cost, plan):
         seconds = _over(nbytes, out_rate)
-        out_s, left_s = out_s + seconds, max(left_s, at * cost.forward_s) + seconds
+        out_s, left_s = out_s + seconds, max(left_s, leaves_at * cost.forward_s) + seconds
         in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
     return Part(
@@ -246,18 +258,30 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         ready_s=ready_s,
         held_bytes=held_bytes(cost, plan),
         sent_bytes=sent_bytes(cost, plan),
-        saved_bytes=cost.saved_bytes,
+        forward_bytes=_forward_bytes(cost, plan),
         working_bytes=max(cost.working_bytes, cost.saved_bytes) if plan.keep else cost.working_bytes,
         late_bytes=cost.late_bytes,
     )
 
 
-def _sent(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int]]:
-    """What leaves, in order: where in forward, how much, and at which operation it is needed again."""
+def _forward_bytes(cost: LayerCost, plan: LayerPlan) -> int:
+    """What is there at most while a layer goes forward."""
+    held = () if plan.keep else plan.on_device | plan.off_device
+    return max(cost.saved_bytes, cost.forward_bytes + sum(cost.operations[i].extra_bytes for i in held))
+
+
+def _sent(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, float]]:
+    """What leaves, in order, which is that of coming back: where in forward, how much, at which operation it is needed
+    again, and where in forward that ends.
+    """
     if plan.keep:
         return []
-    pieces = [(cost.operations[i].at, cost.operations[i].nbytes, i) for i in sorted(plan.off_device)]
-    return [(0.0, cost.boundary_bytes, 0), *pieces] if plan.boundary_leaves else pieces
+    operations = [(i, cost.operations[i]) for i in plan.off_device]
+    pieces = [
+        (op.at if op.leaves_at is None else op.leaves_at, op.nbytes - op.stays_bytes, i, op.at) for i, op in operations
+    ]
+    pieces.sort(key=lambda piece: (piece[0], piece[2]))
+    return [(0.0, cost.boundary_bytes, 0, 0.0), *pieces] if plan.boundary_leaves else pieces
 
 
 def _recomputed_until(cost: LayerCost, plan: LayerPlan, at: float, end: int) -> float:
@@ -275,10 +299,10 @@ def play(parts: Sequence[Part], fetch_early: bool, faster_than: float = inf) -> 
     """What is expected of a step of these layers; None if it takes as long as `faster_than` or longer [s]."""
     forward_s, left_before, left = _forward(parts)
     written = left if any([part.is_on_disk for part in parts]) else 0.0
-    step_s = _backward(parts, fetch_early, forward_s, written)
+    step_s = _backward(parts, fetch_early, max(forward_s, left_before), written)
     if step_s >= faster_than < inf:
         return None
-    peaks = _peaks(parts, fetch_early, left_before > forward_s)
+    peaks = _peaks(parts, fetch_early)
     return Prediction(
         step_s,
         max(0.0, step_s - sum(map(busy_s, parts))),
@@ -322,17 +346,17 @@ def _backward(parts: Sequence[Part], fetch_early: bool, now: float, written: flo
     return now
 
 
-def _peaks(parts: Sequence[Part], fetch_early: bool, is_leaving: bool) -> Peaks:
-    """The most that is held for backward at once; `is_leaving`: the last but one's bytes are on their way when it begins."""
+def _peaks(parts: Sequence[Part], fetch_early: bool) -> Peaks:
+    """The most that is held for backward at once."""
     forward = backward = held = coming = 0
     last = 0
     for index, part in enumerate(parts, 1):
-        early = coming if fetch_early or (is_leaving and index == len(parts)) else 0
+        early = coming if fetch_early else 0
         own = max(part.working_bytes + early, part.late_bytes + coming)
         if index == len(parts):
-            last = held + max(own, part.saved_bytes + coming)
+            last = held + max(own, part.forward_bytes + coming)
         else:
-            forward = max(forward, held + part.saved_bytes + coming)
+            forward = max(forward, held + part.forward_bytes + coming)
             backward = max(backward, held + own)
         held += part.held_bytes
         coming = part.sent_bytes

@@ -55,10 +55,11 @@ def test_with_a_fast_link_a_step_is_what_its_layers_compute():
 
 
 def test_forward_waits_for_the_layer_before_the_last():
-    # 10 bytes at 4 B/s take 2.5 s: the inputs leave from 0, 2.5, 5 and 7.5 s on. The third layer begins at 2.5, the fourth at 5.
+    # 10 bytes at 4 B/s take 2.5 s: the inputs leave from 0, 2.5, 5 and 7.5 s on. The third layer begins at 2.5, the fourth at 5,
+    # backward at 7.5, when but for the fourth's all has left.
     step = play([BOUNDARY] * 4, Machine(4, 1e9, 0))
     assert step.forward_s == pytest.approx(6)
-    assert step.stall_s == pytest.approx(2)
+    assert step.stall_s == pytest.approx(2 + 1.5)
 
 
 def test_a_result_leaves_when_it_is_there():
@@ -120,14 +121,39 @@ def test_what_is_on_its_way_counts():
     assert play([sends] * 3, early=True).peak_bytes == 16 + 40
     wide = LayerCost(1.0, 2.0, 0.8, 30, 10, 40, 20)
     assert play([BOUNDARY] * 3, cost=wide).peak_bytes == 30 + 20  # in the second half of a backward
-    # Of two layers the first's input takes 5 s to leave, and is there when backward begins.
-    assert play([BOUNDARY, KEPT], Machine(2, 1e9, 0)).peak_bytes == 10 + 40
+    # Of two layers the first's input takes 5 s to leave, for which backward waits.
+    slow = play([BOUNDARY, KEPT], Machine(2, 1e9, 0))
+    assert (slow.peak_bytes, slow.stall_s) == (40, pytest.approx(3))
 
 
 def test_in_forward_all_that_a_layer_saves_is_there_beside_what_the_one_before_is_sending():
     sends = LayerCost(1.0, 2.0, 0.8, 25, 30, 40, 10)
     assert play([BOUNDARY], cost=sends).peak_bytes == 40
     assert play([BOUNDARY] * 3, cost=sends).peak_bytes == 25 + 30
+    # 45 with its inputs and what it just computes, and of the results that are kept what autograd does not keep.
+    some = replace(sends, forward_bytes=45, operations=(replace(FIRST, extra_bytes=3), SECOND))
+    for plan, forward in ((BOUNDARY, 25 + 45), (saving(off=[0, 1]), 25 + 6 + 45 + 3), (KEPT, 2 * 30 + 45)):
+        assert play([plan] * 4, cost=some).peaks.forward == forward
+    assert play([saving(on=[0])] * 4, cost=some).peaks.forward == 2 * 4 + 25 + 45 + 3
+
+
+def test_what_is_too_small_to_leave_stays():
+    cost = replace(LAYER, operations=(replace(FIRST, stays_bytes=1), SECOND))
+    assert held_bytes(cost, saving(off=[0])) == 1
+    assert sent_bytes(cost, saving(off=[0])) == 10 + 3
+    assert held_bytes(cost, saving(on=[0])) == 4
+
+
+def test_a_result_that_may_leave_late_leaves_late_and_comes_back_in_that_order():
+    # `first` is there at 0.5 s, may leave at 1, and has left at 1 + 4 / 2 = 3: before that the third layer does not begin.
+    cost = replace(LAYER, operations=(replace(FIRST, leaves_at=1.0), SECOND))
+    machine, plans = Machine(2, 1e9, 0), [saving(off=[0], leaves=False), STAYS, STAYS]
+    assert play(plans, machine, cost=cost).forward_s == pytest.approx(3 + 1)
+    assert play(plans, machine).forward_s == pytest.approx(2.5 + 1)
+    # Asked for at 3.8 s; `second`, which left first, is there at 5.8, `first` at 9.8, for which `second` does not wait.
+    cost = replace(cost, operations=(replace(FIRST, at=0.5, leaves_at=1.0), replace(SECOND, leaves_at=0.6)))
+    late = play([saving(off=[0, 1], leaves=False), BOUNDARY], Machine(1e9, 1, 0), cost=cost)
+    assert late.step_s == pytest.approx(9.8 + 0.2 + 2)
 
 
 def test_no_layers_no_step():
@@ -178,6 +204,7 @@ def naive_step_s(costs, plans, early, machine):
             link = max(link, now + at * cost.forward_s) + nbytes / machine.out_bytes_per_s
         now += cost.forward_s
         gone.append(link if pieces(cost, plan) else 0.0)
+    now = max([now, *gone[:-1]])
     link = asked = now
     for index in reversed(range(len(costs))):
         cost, plan = costs[index], plans[index]

@@ -1,0 +1,94 @@
+"""What a measured layer is charged with: device memory of a pass played by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlx.offload.measured import measured
+from rlx.offload.plan import LayerPlan, Machine, predict
+from rlx.offload.sample import Backward, DeviceMemory, Sample
+
+CPU = torch.device("cpu")
+BASE, INPUT, SAVED = 1000, 10, 300  # bytes of weights and gradients, of a layer's input, of what autograd saves of it
+TABLE = torch.zeros(1)  # shared by all layers
+
+
+class Memory(DeviceMemory):
+    """Takes and gives as it is told."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.now = self.peak = BASE
+
+    def take(self, *nbytes):
+        for one in nbytes:
+            self.now += one
+            self.peak = max(self.peak, self.now)
+
+    def look(self):
+        return self.now, self.peak
+
+    def reset(self):
+        self.peak = self.now
+
+
+@pytest.fixture(params=[0, 70], ids=["gradients are there", "gradients are made"])
+def samples(request):
+    """Three layers of a pass, and what they share: the head holds 40 more for a moment, and makes some gradients."""
+    memory, made = Memory(), [0]
+    backward, found = Backward(lambda: made[0]), []
+    memory.take(INPUT)
+    for index in range(3):
+        saved = [torch.zeros(SAVED, dtype=torch.uint8), TABLE]
+        shared = {TABLE.untyped_storage().data_ptr()}
+        sample = Sample(index, CPU, INPUT, backward, lambda sample: None, shared, memory=memory)
+        if index > 1:
+            memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
+            memory.take(INPUT * (index == 2))
+        sample.begin_forward()
+        memory.take(SAVED, INPUT, -INPUT, INPUT)  # the output at last, and something as large before
+        sample.end_forward(saved, SimpleNamespace(answers=[]))
+        memory.take(-SAVED)
+        sample.leave_forward()
+        found.append(sample)
+    memory.take(40, -40, INPUT, -INPUT)  # the output is the user's, and its gradient comes
+    memory.take(request.param)
+    made[0] = request.param
+    memory.take(INPUT)
+    for sample in reversed(found):
+        sample.begin_recompute()
+        if sample.index == 2:
+            memory.take(-INPUT)  # that of the layer before has left
+        memory.take(SAVED)
+        sample.end_recompute()
+        memory.take(100, -100 - SAVED // 2)  # backward of the MLP
+        sample.pass_middle()
+        memory.take(INPUT * (sample.index > 0), 30, -30 - SAVED // 2)  # the next input comes
+        memory.take(-INPUT)  # the own one goes
+    return found, backward
+
+
+def test_what_follows_the_layers_is_not_charged_with_what_the_last_one_saved(samples):
+    _, backward = samples
+    assert backward.begin_bytes == BASE
+    assert backward.beside_bytes == 3 * INPUT  # the first layer's input, the output and its gradient
+    # The 40 come before the gradient, and before gradients of weights, which count elsewhere.
+    assert backward.outside_bytes in (backward.beside_bytes - INPUT + 40, backward.beside_bytes)
+
+
+def test_a_layer_is_charged_with_what_is_there_beside_it(samples):
+    found, _ = samples
+    for sample in found[1:]:
+        assert sample.saved_bytes == SAVED
+        assert sample.working_bytes == INPUT + SAVED + 100 + 3 * INPUT
+        assert sample.late_bytes == SAVED // 2 + INPUT + 30 + 3 * INPUT
+        assert sample.forward_bytes == INPUT + SAVED + INPUT + INPUT * (sample.index == 2)
+
+
+def test_a_plan_of_it_needs_what_the_pass_needed(samples):
+    found, backward = samples
+    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    prediction = predict([cost] * 3, [LayerPlan()] * 3, False, Machine(1e12, 1e12, 0))
+    assert prediction.peaks.backward == 4 * INPUT + SAVED + 100
+    assert prediction.peaks.forward == 2 * INPUT + SAVED + 2 * INPUT
