@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations, product
 from math import inf
 from typing import Literal, NamedTuple
 
-from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Prediction, busy_s, part_of, placed, play
+from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Part, Prediction, busy_s, part_of, placed, play
 
 KEPT = LayerPlan(keep=True)
 MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
@@ -31,7 +32,8 @@ def make_plan(costs: Sequence[LayerCost], machine: Machine, begin: Sequence[Laye
 
     Where every layer fits nothing leaves. Else it begins with the layers' inputs alone off the device, which needs the least
     memory, some of the layers kept whole or none, and changes what saves the most time: first what leaves, as long as the
-    link has room, then anything; each for as many layers of a kind as it helps, in turn until nothing helps any more.
+    link has room, then anything; each for as many layers of a kind as it helps, in turn until nothing helps any more. The best
+    of these is changed by two things at a time as well, where neither alone fits or saves time.
 
     Args:
         costs: of each layer.
@@ -41,12 +43,13 @@ def make_plan(costs: Sequence[LayerCost], machine: Machine, begin: Sequence[Laye
     """
     search = _Search(costs, machine)
     kept = search.state([KEPT] * len(costs))
-    found = kept if search.fits(kept) else min(search.found(begin), key=_seconds)
+    found = kept if search.fits(kept) else search.refined(min(search.found(begin), key=_seconds))
     return Plan(tuple(choice.plan for choice in found.layers), found.fetch_early, found.prediction)
 
 
 What = Literal["all", "inputs"] | int
 Place = Literal["off_device", "on_device", "nowhere"]
+PLACES: tuple[Place, ...] = ("off_device", "on_device", "nowhere")
 
 
 class _Choice:
@@ -76,6 +79,10 @@ class _Kind:
     def choice(self, plan: LayerPlan) -> _Choice:
         """The one for a plan."""
         return self._choices.get(plan) or self._choices.setdefault(plan, _Choice(self, plan))
+
+
+_Targets = dict[_Choice, _Choice]  # what choices are changed to
+_Neighbours = Callable[[_Kind, Sequence[_Choice]], Iterator[tuple[_Targets, bool]]]
 
 
 class _State(NamedTuple):
@@ -121,7 +128,15 @@ class _Search:
             begins = [list(begin)]
         for state in map(self.state, begins):
             if self.fits(state):
-                yield self._improved(self._improved(state, ("off_device",)), ("off_device", "on_device", "nowhere"))
+                yield self._improved(self._improved(state, partial(_moves, ("off_device",))), partial(_moves, PLACES))
+
+    def refined(self, best: _State) -> _State:
+        """Changed by two things at a time as well, until nothing helps: one leaves in another's place, say."""
+        while True:
+            found = self._improved(self._improved(best, _double), partial(_moves, PLACES))
+            if found is best:
+                return best
+            best = found
 
     def _leanest(self) -> tuple[list[LayerPlan], int]:
         """As many inputs off the device as the host has room for, those of the last layer after all others, and its peak."""
@@ -135,11 +150,11 @@ class _Search:
                 break
         return plans, prediction.peak_bytes
 
-    def _improved(self, best: _State, places: Sequence[Place]) -> _State:
+    def _improved(self, best: _State, neighbours: _Neighbours) -> _State:
         """Changed step by step, each time by what saves the most, until nothing does."""
         while True:
             found = best
-            for busy, change in sorted(self._changes(best, places), key=lambda one: one[0]):
+            for busy, change in sorted(self._changes(best, neighbours), key=lambda one: one[0]):
                 if busy >= _seconds(found):
                     break  # none of the rest can be faster
                 changed = self._played(change(), best.fetch_early, _seconds(found))
@@ -157,30 +172,70 @@ class _Search:
         prediction = play(placed([choice.part for choice in layers], self.machine), fetch_early, faster_than)
         return None if prediction is None else _State(tuple(layers), fetch_early, prediction)
 
-    def _changes(self, state: _State, places: Sequence[Place]) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
-        """With one thing of one kind of layers elsewhere, for all of them, half of them, and so on down to one.
+    def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
+        """With something of one kind of layers elsewhere, for all of them, half of them, and so on down to one.
 
-        Each with the time for which the device computes then, where that is less than the step takes now.
+        Each with a time that the step takes at least then, where that is less than it takes now. What certainly does not fit
+        is left out.
         """
-        layers = state.layers
-        now = sum(busy_s(choice.part) for choice in layers)
+        layers, last = state.layers, self.count - 1
+        parts = [choice.part for choice in layers]
+        busy_now = sum(map(busy_s, parts))
+        # Backward begins when all has left but what the last layer sends.
+        leaving_now = busy_now - sum(part.forward_s for part in parts) + sum(part.out_s for part in parts[:-1])
+        room = self.device_bytes - self.kind_of[last].cost.working_bytes - sum(part.held_bytes for part in parts[:-1])
         for kind in self.kinds:
-            choices = {layers[i] for i in kind.members}
-            for what in ("all", "inputs", *range(len(kind.cost.operations))):
-                for place in places:
-                    targets = {
-                        choice: found for choice in choices if (found := choice.moved(what, place)) is not choice
-                    }
-                    gains = {
-                        choice: choice.part.recompute_s - found.part.recompute_s for choice, found in targets.items()
-                    }
-                    able = [i for i in kind.members if layers[i] in targets]
-                    count = len(able) if now - max(gains.values(), default=0.0) < _seconds(state) else 0
-                    while count:
-                        # The last layer holds nothing while another is at work; what leaves is spread to suit the link.
-                        chosen = _last_of(able, count) if place == "on_device" else _middle_of(able, count)
-                        yield now - sum([gains[layers[i]] for i in chosen]), partial(_changed, layers, targets, chosen)
-                        count //= 2
+            choices = {layers[i]: None for i in kind.members}
+            for targets, stays in neighbours(kind, list(choices)):
+                more = {choice: _more(choice.part, found.part) for choice, found in targets.items()}
+                able = [i for i in kind.members if layers[i] in targets]
+                count = len(able)
+                while count:
+                    # The last layer holds nothing while another is at work; what leaves is spread to suit the link.
+                    chosen = _last_of(able, count) if stays else _middle_of(able, count)
+                    busy, leaving, held = busy_now, leaving_now, 0
+                    for i in chosen:
+                        again_s, out_s, held_bytes = more[layers[i]]
+                        busy, leaving = busy + again_s, leaving + again_s
+                        if i != last:
+                            leaving, held = leaving + out_s, held + held_bytes
+                    at_least = max(busy, leaving)
+                    if at_least < _seconds(state) and held <= room:
+                        yield at_least, partial(_changed, layers, targets, chosen)
+                    count //= 2
+
+
+def _more(before: Part, after: Part) -> tuple[float, float, int]:
+    """What a layer computes again, sends [s] and holds more than before."""
+    return (
+        after.recompute_s - before.recompute_s,
+        after.out_s - before.out_s,
+        after.held_bytes - before.held_bytes,
+    )
+
+
+def _moves(places: Sequence[Place], kind: _Kind, choices: Sequence[_Choice]) -> Iterator[tuple[_Targets, bool]]:
+    """One thing elsewhere, and whether it stays on the device then."""
+    for what in ("all", "inputs", *range(len(kind.cost.operations))):
+        for place in places:
+            targets = {choice: found for choice in choices if (found := choice.moved(what, place)) is not choice}
+            yield targets, place == "on_device"
+
+
+def _double(kind: _Kind, choices: Sequence[_Choice]) -> Iterator[tuple[_Targets, bool]]:
+    """Two things elsewhere, or all as in another layer."""
+    things = ("inputs", *range(len(kind.cost.operations)))
+    for first, second in combinations(things, 2):
+        for places in product(PLACES, repeat=2):
+            targets = {}
+            for choice in choices:
+                middle = choice.moved(first, places[0])
+                found = middle.moved(second, places[1])
+                if middle is not choice and found is not middle and found is not choice.moved(second, places[1]):
+                    targets[choice] = found
+            yield targets, "on_device" in places
+    for choice in choices:
+        yield {other: choice for other in choices if other is not choice}, choice.plan.keep
 
 
 def _changed(layers: Sequence[_Choice], targets: Mapping[_Choice, _Choice], chosen: Container[int]) -> list[_Choice]:

@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlx.offload.benchmark.shapes import SHAPES
 from rlx.offload.plan import LayerCost, LayerPlan, Machine, Operation, make_plan, planner, predict, sent_bytes
+from rlx.offload.plan.decoder import read_decoder
+from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.model_costs import layer_cost
 
 KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
 NO_LINK = Machine(0, 0, 0)
@@ -84,6 +88,45 @@ def test_more_device_memory_takes_load_off_a_slow_link(decoder_layer):
     assert stalled.prediction.stall_s > 1
     free = make_plan(costs, replace(slow, device_bytes=430 + 12 * 10))
     assert free.prediction.step_s < 0.95 * stalled.prediction.step_s
+
+
+def test_what_is_needed_late_leaves_in_place_of_what_is_needed_early():
+    # Both may leave at the end of forward alone, as much saves as much. Only the late one is back in time.
+    early, late = (Operation(name, at, 0.2, 50, leaves_at=0.9) for name, at in (("early", 0.3), ("late", 0.8)))
+    cost = LayerCost(1.0, 2.0, 0.6, 10, 300, 430, 180, (early, late), late_at=0.7)
+    plan = make_plan([cost] * 12, Machine(70, 70, 430))
+    assert [layer.off_device for layer in plan.layers] == [{1}] * 11 + [set()]
+    assert plan.prediction.stall_s == pytest.approx(0, abs=0.02)
+
+
+# Qwen2-7B on one H200: GB of device memory, and the step over that of plain which annealing among all plans came to
+H200_CASES = [
+    (8192, 28, 3.046, 1.1344),
+    (8192, 28, 22.65, 1.0354),
+    (32768, 14, 11.65, 1.0829),
+    (32768, 14, 30.59, 1.0336),
+]
+
+
+@pytest.mark.parametrize(("tokens", "layers", "gb", "ratio"), H200_CASES)
+def test_plans_of_a_real_model(tokens, layers, gb, ratio):
+    hidden = 2 * 3584 * tokens
+    cost = layer_cost(read_decoder(SHAPES["qwen2-7b"]), 0, tokens, PROFILES["h200"])
+    ends = {op.name: op.at for op in cost.operations}
+    leaves = {
+        "q": ends["v"],
+        "k": ends["v"],
+        "gate": ends["up"],
+        "up": ends["up"],
+    }  # when it is known what came of them
+    operations = tuple(
+        replace(op, leaves_at=leaves.get(op.name), extra_bytes=op.nbytes * (op.name in ("q", "k", "o")))
+        for op in cost.operations
+    )
+    costs = [replace(cost, operations=operations, forward_bytes=cost.saved_bytes + 5 * hidden, late_at=0.63)] * layers
+    plan = make_plan(costs, Machine(55e9, 55e9, int(gb * 1e9), 10**11))
+    assert plan.prediction.peak_bytes <= gb * 1e9
+    assert plan.prediction.step_s <= 1.003 * ratio * plain_s(costs)
 
 
 def test_an_asymmetric_link_is_only_as_good_as_its_slow_side(decoder_layer):
