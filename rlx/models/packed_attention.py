@@ -150,8 +150,8 @@ def packed_attention(
 ) -> Tensor:
     """Each token attends to those of its own sequence that are not behind it.
 
-    On CUDA in bf16 and fp16 sequences shorter than `LONG_TOKENS` on average, and those with a window, go through torch's
-    kernel for variable lengths; all others go one at a time. No mask is larger than a window times two.
+    On CUDA in bf16 and fp16 several sequences shorter than `LONG_TOKENS` on average, and those longer than their window, go
+    through torch's kernel for variable lengths; all others go one at a time. No mask is larger than a window times two.
 
     Args:
         query: (1, H, N, D).
@@ -173,7 +173,7 @@ def packed_attention(
         return result
     longest = max(lengths.each)
     is_cut = window is not None and window < longest
-    is_short = query.shape[2] < LONG_TOKENS * len(lengths.each)
+    is_short = len(lengths.each) > 1 and query.shape[2] < LONG_TOKENS * len(lengths.each)
     has_kernel = dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
     if has_kernel and (is_cut or is_short):
         return _by_kernel(query, key, value, starts, longest, scaling, window)
