@@ -19,6 +19,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,8 @@ class Bucket:
             return False
         if not all(sample.is_known for sample in self.done.values()):
             return False
-        self.measurement = measured([self.done[i] for i in sorted(self.done)], self.backward.outside_bytes)
+        samples, backward = [self.done[i] for i in sorted(self.done)], self.backward
+        self.measurement = measured(samples, backward.outside_bytes, backward.turn_s)
         self.is_measuring = False
         self.begun.clear()
         self.done.clear()
@@ -245,6 +247,7 @@ class Controller:
         room = measurement.outside_bytes
         if room > costs[-1].working_bytes - costs[-1].saved_bytes:  # else the last layer can be kept beside it
             costs.append(LayerCost(0.0, 0.0, 0.0, 0, room, room, room))
+        machine = replace(machine, turn_s=measurement.turn_s)
         plan = make_plan(costs, machine)
         bucket.orders.clear()
         for index, layer in zip(indices, plan.layers, strict=False):

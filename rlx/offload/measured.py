@@ -30,20 +30,21 @@ class Kind(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """One pass: the layers, and the most that is there beside them while what follows them is at work [bytes]."""
+    """One pass: the layers, the most that is there beside them while what follows them is at work [bytes], and its time [s]."""
 
     kinds: tuple[Kind, ...]
     outside_bytes: int
+    turn_s: float = 0.0
 
 
-def measured(samples: Sequence[Sample], outside_bytes: int) -> Measurement:
+def measured(samples: Sequence[Sample], outside_bytes: int, turn_s: float = 0.0) -> Measurement:
     """What the samples of a pass come to. Layers are of one kind if they call the same maps and the same kind of attention."""
     groups: dict[tuple[object, ...], list[Sample]] = {}
     for sample in samples:
         # Each call once: experts are called as often as tokens are sent to them.
         calls = tuple(dict.fromkeys((call.name, call.variant) for call in sample.calls))
         groups.setdefault((sample.boundary_bytes, calls), []).append(sample)
-    return Measurement(tuple(map(_kind, groups.values())), outside_bytes)
+    return Measurement(tuple(map(_kind, groups.values())), outside_bytes, turn_s)
 
 
 def slowest(measurements: Sequence[Measurement]) -> Measurement:
@@ -51,7 +52,8 @@ def slowest(measurements: Sequence[Measurement]) -> Measurement:
     first = [kind.members for kind in measurements[0].kinds]
     alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
     kinds = zip(*(m.kinds for m in alike), strict=True)
-    return Measurement(tuple(map(_slowest, kinds)), max(m.outside_bytes for m in alike))
+    outside_bytes, turn_s = max(m.outside_bytes for m in alike), max(m.turn_s for m in alike)
+    return Measurement(tuple(map(_slowest, kinds)), outside_bytes, turn_s)
 
 
 def planned(kind: Kind) -> Kind:

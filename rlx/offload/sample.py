@@ -83,6 +83,12 @@ class Backward:
     beside_bytes: int = 0  # what is there beside layers when backward begins (Note [what a layer is charged with])
     outside_bytes: int = 0  # the most that what follows the layers holds, the same included
     begin_gradient_bytes: int = 0
+    turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and their backward begins
+
+    @property
+    def turn_s(self) -> float:
+        """Time between, in which what follows the layers is at work."""
+        return 0.0 if self.turn is None else seconds(*self.turn)
 
 
 class Sample:
@@ -175,6 +181,7 @@ class Sample:
             inputs = self.boundary_bytes + self._leaving_bytes
             shared.beside_bytes = max(0, allocated - shared.begin_bytes - gradients - inputs)
             shared.outside_bytes = peak - allocated + shared.beside_bytes
+            shared.turn = self._marks["forward_end"], now
             allocated = max(0, allocated - self._leaving_bytes)  # which is waited for now
         shared.has_begun = True
         shared.open = self

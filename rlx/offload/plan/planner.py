@@ -169,7 +169,8 @@ class _Search:
 
     def _played(self, layers: Sequence[_Choice], fetch_early: bool, faster_than: float) -> _State | None:
         """With what is expected of them; None if they take as long as `faster_than` or longer."""
-        prediction = play(placed([choice.part for choice in layers], self.machine), fetch_early, faster_than)
+        parts = placed([choice.part for choice in layers], self.machine)
+        prediction = play(parts, fetch_early, self.machine.turn_s, faster_than)
         return None if prediction is None else _State(tuple(layers), fetch_early, prediction)
 
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
@@ -199,7 +200,7 @@ class _Search:
                         busy, leaving = busy + again_s, leaving + again_s
                         if i != last:
                             leaving, held = leaving + out_s, held + held_bytes
-                    at_least = max(busy, leaving)
+                    at_least = max(busy + self.machine.turn_s, leaving)
                     if at_least < _seconds(state) and held <= room:
                         yield at_least, partial(_changed, layers, targets, chosen)
                     count //= 2

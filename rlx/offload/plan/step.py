@@ -93,6 +93,7 @@ class Machine:
         device_bytes: that may be held for backward at once, above weights, gradients and optimizer states.
         host_bytes: of host memory; None: no limit.
         disk_bytes_per_s: of a disk for what the host has no room for, one way at a time; 0: there is none.
+        turn_s: for which the device computes between forward and backward of the layers, while the link may go on.
     """
 
     out_bytes_per_s: float
@@ -100,6 +101,7 @@ class Machine:
     device_bytes: int
     host_bytes: int | None = None
     disk_bytes_per_s: float = 0.0
+    turn_s: float = 0.0
 
     @property
     def has_link(self) -> bool:
@@ -179,7 +181,7 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early
         machine: link and budgets; the budgets are not looked at.
     """
     parts = [part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)]
-    prediction = play(placed(parts, machine), fetch_early)
+    prediction = play(placed(parts, machine), fetch_early, machine.turn_s)
     assert prediction is not None
     return prediction
 
@@ -295,17 +297,17 @@ def _over(nbytes: int, rate: float) -> float:
     return nbytes / rate if rate else inf if nbytes else 0.0
 
 
-def play(parts: Sequence[Part], fetch_early: bool, faster_than: float = inf) -> Prediction | None:
+def play(parts: Sequence[Part], fetch_early: bool, turn_s: float, faster_than: float = inf) -> Prediction | None:
     """What is expected of a step of these layers; None if it takes as long as `faster_than` or longer [s]."""
     forward_s, left_before, left = _forward(parts)
     written = left if any([part.is_on_disk for part in parts]) else 0.0
-    step_s = _backward(parts, fetch_early, max(forward_s, left_before), written)
+    step_s = _backward(parts, fetch_early, max(forward_s + turn_s, left_before), written)
     if step_s >= faster_than < inf:
         return None
     peaks = _peaks(parts, fetch_early)
     return Prediction(
         step_s,
-        max(0.0, step_s - sum(map(busy_s, parts))),
+        max(0.0, step_s - turn_s - sum(map(busy_s, parts))),
         max(peaks),
         sum(part.sent_bytes for part in parts if not part.is_on_disk),
         sum(part.sent_bytes for part in parts if part.is_on_disk),

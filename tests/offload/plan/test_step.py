@@ -62,6 +62,14 @@ def test_forward_waits_for_the_layer_before_the_last():
     assert step.stall_s == pytest.approx(2 + 1.5)
 
 
+def test_what_follows_the_layers_gives_the_link_time():
+    # All but the last layer's has left at 7.5 s, forward ends at 6 and backward could begin at 7.25, or at 8.
+    for turn_s, stall_s in ((1.25, 2.25), (2.0, 2.0)):
+        step = play([BOUNDARY] * 4, Machine(4, 1e9, 0, turn_s=turn_s))
+        assert step.stall_s == pytest.approx(stall_s)
+        assert step.step_s == pytest.approx(4 * (3 + 0.8) + turn_s + stall_s)
+
+
 def test_a_result_leaves_when_it_is_there():
     # The first layer's 4 bytes are there at 0.5 s and take 8 s: gone at 8.5, before which the third layer cannot begin.
     step = play([saving(off=[0], leaves=False), STAYS, STAYS], Machine(0.5, 1e9, 0))
