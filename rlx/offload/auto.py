@@ -32,7 +32,7 @@ from rlx.offload.measured import Measurement, measured, planned, slowest
 from rlx.offload.orders import Orders
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import LayerCost, Machine
+from rlx.offload.plan.step import Machine
 from rlx.offload.sample import Backward, Sample
 
 logger = logging.getLogger("rlx.offload")
@@ -142,7 +142,7 @@ class Controller:
             return None
         bucket.called.add(layer.index)
         inputs = {id(t): size_bytes(t) for t in tensors if t.requires_grad and not is_parameter(t)}
-        shared = {storage_address(t) for t in tensors if not t.requires_grad and is_plain(t)}
+        shared = {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)}
         boundary, min_bytes = sum(inputs.values()), self._engine.options.min_bytes
         sample = Sample(layer.index, device, boundary, bucket.backward, bucket.finish, shared, min_bytes)
         bucket.begun[layer.index] = sample
@@ -244,13 +244,10 @@ class Controller:
         of_layer = {index: kind for kind in kinds for index in kind.members}
         indices = sorted(of_layer)
         costs = [of_layer[index].cost for index in indices]
-        room = measurement.outside_bytes
-        if room > costs[-1].working_bytes - costs[-1].saved_bytes:  # else the last layer can be kept beside it
-            costs.append(LayerCost(0.0, 0.0, 0.0, 0, room, room, room))
-        machine = replace(machine, turn_s=measurement.turn_s)
+        machine = replace(machine, turn_s=measurement.turn_s, turn_bytes=measurement.outside_bytes)
         plan = make_plan(costs, machine)
         bucket.orders.clear()
-        for index, layer in zip(indices, plan.layers, strict=False):
+        for index, layer in zip(indices, plan.layers, strict=True):
             kind = of_layer[index]
             bucket.orders[index] = Orders(
                 keep=layer.keep,
@@ -264,9 +261,8 @@ class Controller:
         bucket.plan = plan
         if self._explains and logger.isEnabledFor(logging.INFO):
             logger.info(
-                "activation offloading: plan for layers with inputs of %d bytes%s\n%s",
+                "activation offloading: plan for layers with inputs of %d bytes\n%s",
                 max(cost.boundary_bytes for cost in costs),
-                "; the last one stands for what follows the layers" if len(costs) > len(indices) else "",
                 explain(costs, plan, machine),
             )
 

@@ -5,14 +5,14 @@ reset while layers are measured.
 
 Note [what a layer is charged with]
 A budget is for all that a step holds above what is there before its layers begin, and the gradients it makes. So to what a
-layer holds at most, in forward or in backward, is added what is there beside it and no plan can change: the first layer's
-inputs, where the model keeps them, what follows the layers, the gradient that comes from above. What other layers hold in
+layer holds at most, in forward or in backward, is added what is there beside it and no plan can change: rotary tables and
+masks, the first layer's inputs, where the model keeps them, what follows the layers, the gradient that comes from above. What other layers hold in
 the pass that is measured is not: their inputs while they are leaving, and those fetched ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class Backward:
     open: Sample | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False
-    begin_bytes: int = 0  # allocated when the first layer begins, its inputs aside
+    begin_bytes: int = 0  # allocated when the first layer begins, what it is called with aside
     beside_bytes: int = 0  # what is there beside layers when backward begins (Note [what a layer is charged with])
     outside_bytes: int = 0  # the most that what follows the layers holds, the same included
     begin_gradient_bytes: int = 0
@@ -100,7 +100,7 @@ class Sample:
         boundary_bytes: of its inputs that want a gradient.
         backward: shared by the layers of a pass.
         finished: called when the layer has been recomputed.
-        shared: addresses of memory that all layers are called with, so that none is charged with it.
+        shared: address and bytes of memory that all layers are called with, so that none is charged with it alone.
         min_bytes: less than this does not leave.
         memory: of the device; None: what torch says.
     """
@@ -112,7 +112,7 @@ class Sample:
         boundary_bytes: int,
         backward: Backward,
         finished: Callable[[Sample], None],
-        shared: Container[int] = (),
+        shared: Mapping[int, int] | None = None,
         min_bytes: int = 1,
         memory: DeviceMemory | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class Sample:
         self._device = device
         self._backward = backward
         self._finished = finished
-        self._shared = shared
+        self._shared = shared or {}
         self._memory = memory or DeviceMemory(device)
         self._marks: dict[str, Mark] = {}
         self._base_bytes = self._leaving_bytes = 0
@@ -139,7 +139,8 @@ class Sample:
         """The layer's forward begins, and its inputs are leaving."""
         shared = self._backward
         if shared.last_boundary_bytes is None:
-            shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes)
+            tables = sum(self._shared.values())  # made in this step as well
+            shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes - tables)
             shared.begin_gradient_bytes = shared.gradient_bytes()
         self._leaving_bytes = shared.last_boundary_bytes or 0
         shared.last_boundary_bytes = self.boundary_bytes

@@ -11,7 +11,7 @@ from rlx.offload.sample import Backward, DeviceMemory, Sample
 
 CPU = torch.device("cpu")
 BASE, INPUT, SAVED = 1000, 10, 300  # bytes of weights and gradients, of a layer's input, of what autograd saves of it
-TABLE = torch.zeros(1)  # shared by all layers
+TABLE, TABLE_BYTES = torch.zeros(1), 4  # shared by all layers
 
 
 class Memory(DeviceMemory):
@@ -38,10 +38,10 @@ def samples(request):
     """Three layers of a pass, and what they share: the head holds 40 more for a moment, and makes some gradients."""
     memory, made = Memory(), [0]
     backward, found = Backward(lambda: made[0]), []
-    memory.take(INPUT)
+    memory.take(TABLE_BYTES, INPUT)
     for index in range(3):
         saved = [torch.zeros(SAVED, dtype=torch.uint8), TABLE]
-        shared = {TABLE.untyped_storage().data_ptr()}
+        shared = {TABLE.untyped_storage().data_ptr(): TABLE_BYTES}
         sample = Sample(index, CPU, INPUT, backward, lambda sample: None, shared, memory=memory)
         if index > 1:
             memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
@@ -72,23 +72,23 @@ def samples(request):
 def test_what_follows_the_layers_is_not_charged_with_what_the_last_one_saved(samples):
     _, backward = samples
     assert backward.begin_bytes == BASE
-    assert backward.beside_bytes == 3 * INPUT  # the first layer's input, the output and its gradient
+    assert backward.beside_bytes == TABLE_BYTES + 3 * INPUT  # the first layer's input, the output and its gradient
     # The 40 come before the gradient, and before gradients of weights, which count elsewhere.
     assert backward.outside_bytes in (backward.beside_bytes - INPUT + 40, backward.beside_bytes)
 
 
 def test_a_layer_is_charged_with_what_is_there_beside_it(samples):
-    found, _ = samples
+    found, backward = samples
     for sample in found[1:]:
         assert sample.saved_bytes == SAVED
-        assert sample.working_bytes == INPUT + SAVED + 100 + 3 * INPUT
-        assert sample.late_bytes == SAVED // 2 + INPUT + 30 + 3 * INPUT
-        assert sample.forward_bytes == INPUT + SAVED + INPUT + INPUT * (sample.index == 2)
+        assert sample.working_bytes == INPUT + SAVED + 100 + backward.beside_bytes
+        assert sample.late_bytes == SAVED // 2 + INPUT + 30 + backward.beside_bytes
+        assert sample.forward_bytes == TABLE_BYTES + INPUT + SAVED + INPUT + INPUT * (sample.index == 2)
 
 
 def test_a_plan_of_it_needs_what_the_pass_needed(samples):
     found, backward = samples
     cost = measured(found, backward.outside_bytes).kinds[0].cost
     prediction = predict([cost] * 3, [LayerPlan()] * 3, False, Machine(1e12, 1e12, 0))
-    assert prediction.peaks.backward == 4 * INPUT + SAVED + 100
-    assert prediction.peaks.forward == 2 * INPUT + SAVED + 2 * INPUT
+    assert prediction.peaks.backward == TABLE_BYTES + 4 * INPUT + SAVED + 100
+    assert prediction.peaks.forward == TABLE_BYTES + 2 * INPUT + SAVED + 2 * INPUT

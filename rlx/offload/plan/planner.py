@@ -170,7 +170,7 @@ class _Search:
     def _played(self, layers: Sequence[_Choice], fetch_early: bool, faster_than: float) -> _State | None:
         """With what is expected of them; None if they take as long as `faster_than` or longer."""
         parts = placed([choice.part for choice in layers], self.machine)
-        prediction = play(parts, fetch_early, self.machine.turn_s, faster_than)
+        prediction = play(parts, fetch_early, self.machine, faster_than)
         return None if prediction is None else _State(tuple(layers), fetch_early, prediction)
 
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:

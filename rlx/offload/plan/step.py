@@ -94,6 +94,7 @@ class Machine:
         host_bytes: of host memory; None: no limit.
         disk_bytes_per_s: of a disk for what the host has no room for, one way at a time; 0: there is none.
         turn_s: for which the device computes between forward and backward of the layers, while the link may go on.
+        turn_bytes: that this holds at most; what the last two layers sent is on its way then.
     """
 
     out_bytes_per_s: float
@@ -102,6 +103,7 @@ class Machine:
     host_bytes: int | None = None
     disk_bytes_per_s: float = 0.0
     turn_s: float = 0.0
+    turn_bytes: int = 0
 
     @property
     def has_link(self) -> bool:
@@ -132,7 +134,9 @@ class LayerPlan:
 
 
 class Peaks(NamedTuple):
-    """The most that is held at once while all layers but the last go forward, while the last is at work, and in backward."""
+    """The most that is held at once while all layers but the last go forward, from the last one's forward to its backward, and
+    in backward of the others.
+    """
 
     forward: int
     last: int
@@ -181,7 +185,7 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early
         machine: link and budgets; the budgets are not looked at.
     """
     parts = [part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)]
-    prediction = play(placed(parts, machine), fetch_early, machine.turn_s)
+    prediction = play(placed(parts, machine), fetch_early, machine)
     assert prediction is not None
     return prediction
 
@@ -297,17 +301,17 @@ def _over(nbytes: int, rate: float) -> float:
     return nbytes / rate if rate else inf if nbytes else 0.0
 
 
-def play(parts: Sequence[Part], fetch_early: bool, turn_s: float, faster_than: float = inf) -> Prediction | None:
+def play(parts: Sequence[Part], fetch_early: bool, machine: Machine, faster_than: float = inf) -> Prediction | None:
     """What is expected of a step of these layers; None if it takes as long as `faster_than` or longer [s]."""
     forward_s, left_before, left = _forward(parts)
     written = left if any([part.is_on_disk for part in parts]) else 0.0
-    step_s = _backward(parts, fetch_early, max(forward_s + turn_s, left_before), written)
+    step_s = _backward(parts, fetch_early, max(forward_s + machine.turn_s, left_before), written)
     if step_s >= faster_than < inf:
         return None
-    peaks = _peaks(parts, fetch_early)
+    peaks = _peaks(parts, fetch_early, machine.turn_bytes)
     return Prediction(
         step_s,
-        max(0.0, step_s - turn_s - sum(map(busy_s, parts))),
+        max(0.0, step_s - machine.turn_s - sum(map(busy_s, parts))),
         max(peaks),
         sum(part.sent_bytes for part in parts if not part.is_on_disk),
         sum(part.sent_bytes for part in parts if part.is_on_disk),
@@ -348,7 +352,7 @@ def _backward(parts: Sequence[Part], fetch_early: bool, now: float, written: flo
     return now
 
 
-def _peaks(parts: Sequence[Part], fetch_early: bool) -> Peaks:
+def _peaks(parts: Sequence[Part], fetch_early: bool, turn_bytes: int) -> Peaks:
     """The most that is held for backward at once."""
     forward = backward = held = coming = 0
     last = 0
@@ -362,4 +366,6 @@ def _peaks(parts: Sequence[Part], fetch_early: bool) -> Peaks:
             backward = max(backward, held + own)
         held += part.held_bytes
         coming = part.sent_bytes
+    if turn_bytes:
+        last = max(last, held + sum(part.sent_bytes for part in parts[-2:]) + turn_bytes)
     return Peaks(forward, last, backward)

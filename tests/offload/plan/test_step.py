@@ -145,6 +145,13 @@ def test_in_forward_all_that_a_layer_saves_is_there_beside_what_the_one_before_i
     assert play([saving(on=[0])] * 4, cost=some).peaks.forward == 2 * 4 + 25 + 45 + 3
 
 
+def test_what_follows_the_layers_stands_on_what_they_hold_and_what_the_last_two_sent():
+    plans = [saving(on=[0]), saving(off=[0]), BOUNDARY]
+    assert play(plans, replace(FAST, turn_bytes=60)).peaks.last == 4 + 14 + 10 + 60
+    assert play([*plans[:2], KEPT], replace(FAST, turn_bytes=60)).peaks.last == 4 + 14 + 30 + 60
+    assert play(plans, replace(FAST, turn_bytes=1)).peaks == play(plans).peaks
+
+
 def test_what_is_too_small_to_leave_stays():
     cost = replace(LAYER, operations=(replace(FIRST, stays_bytes=1), SECOND))
     assert held_bytes(cost, saving(off=[0])) == 1
