@@ -79,8 +79,9 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> Iterab
         f"compute waits {found.stall_s:.3f} s"
     )
     out_s, in_s = _link_seconds(costs, plan, machine)
+    forward_s = found.forward_s + machine.turn_s  # what is between counts as forward: the link may go on
     yield (
-        f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / found.forward_s:.0%} of forward, {in_s / (found.step_s - found.forward_s):.0%} of backward; "
+        f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, {in_s / (found.step_s - forward_s):.0%} of backward; "
         f"fetched {'early' if plan.fetch_early else 'late'}"
     )
     host = "no limit" if machine.host_bytes is None else _gb(machine.host_bytes)
