@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rlx.config.compose import Composed, compose
+from rlx.config.decoders import fetch_configs
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
 from rlx.config.machine import Cluster, inspect_machine
-from rlx.config.memory import table
+from rlx.config.outlook import Outlook
+from rlx.config.outlook_text import long_text, short_text
 from rlx.config.schema import PPOConfig
 from rlx.config.validate import check
 from rlx.errors import ExplainedError
@@ -43,16 +45,23 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
     # A cluster is joined once, for the check and the run: joining takes seconds.
     with ExitStack() as until_done:
         machine = inspect_machine(join_cluster(composed.partial, until_done))
+        if not only_check:
+            fetch_configs(composed.partial)
         verdict = check(composed, machine)
         if only_check and not composed.faults:
             print(composed.yaml)
-            print(table(composed.config, machine))
+            print(long_text(Outlook.of(composed.config, machine)))
         for warning in verdict.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         if verdict.faults:
             print(f"{len(verdict.faults)} fault(s) in the configuration:\n{numbered(verdict.faults)}", file=sys.stderr)
             return FAULTY
-        return DONE if only_check else _run(composed)
+        if only_check:
+            return DONE
+        trainer = composed.config.trainer
+        if "console" in trainer.logger and trainer.memory_check != "off":
+            print(short_text(Outlook.of(composed.config, machine)), flush=True)
+        return _run(composed)
 
 
 def _run(composed: Composed) -> int:

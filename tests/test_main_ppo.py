@@ -13,8 +13,10 @@ from types import ModuleType
 import pytest
 
 from rlx.cluster.errors import RankFault, WorkerFailure
+from rlx.config.machine import Machine
 from rlx.config.schema import PPOConfig
 from rlx.main_ppo import join_cluster, main
+from rlx.offload.benchmark.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,7 +69,7 @@ def test_check_prints_the_tree_and_the_memory(capsys: pytest.CaptureFixture[str]
     assert main(["--check", "trainer.device=cpu"]) == 0
     printed = capsys.readouterr()
     assert "path: builtin:tiny" in printed.out
-    assert "optimizer" in printed.out
+    assert "update_actor" in printed.out.splitlines()[-3] and "backward" in printed.out.splitlines()[-3]
     assert printed.err == ""
 
 
@@ -97,7 +99,47 @@ def test_warnings_come_once_and_the_run_gets_the_configuration(capsys: pytest.Ca
     ((config, yaml),) = seen
     assert config.algorithm.gamma == 0.5
     assert "gamma: 0.5" in yaml
-    assert capsys.readouterr().err.count("algorithm.gamma=0.5") == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("algorithm.gamma=0.5") == 1
+    assert printed.out.startswith("memory: computed on the CPU; up to ")
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device_gb: float) -> list[str]:
+    """The command of a 7B model on a machine with one GPU of so much memory."""
+    device_bytes, host_bytes = int(device_gb * 1e9), 10**12
+    machine = Machine(1, 8, frozenset(), vllm="0.26.0", device_bytes=device_bytes, host_bytes=host_bytes)
+    monkeypatch.setattr("rlx.main_ppo.inspect_machine", lambda cluster: machine)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    rollout = ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+    return [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        *rollout,
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=1",
+    ]
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(capsys, run_is, monkeypatch, tmp_path: Path):
+    run_is(fails(AssertionError("must not run")))
+    command = on_gpus(monkeypatch, tmp_path, 80)
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "1. the run does not fit into device memory" in printed.err
+    assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in printed.err
+
+
+def test_a_run_says_what_its_phases_will_hold(capsys, run_is, monkeypatch, tmp_path: Path):
+    run_is(lambda config, yaml: None)
+    command = [*on_gpus(monkeypatch, tmp_path, 80), "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    head, *rows = printed.out.splitlines()
+    assert head.split("  ")[0] == "memory by phase"
+    assert [row.split()[0] for row in rows[:4]] == ["rollout", "old_log_prob", "update_actor", "sync"]
+    for quiet in ("trainer.memory_check=off", "trainer.logger=[jsonl]"):
+        assert main([*command, quiet]) == 0
+        assert capsys.readouterr().out == ""
 
 
 # How a run ends
@@ -264,6 +306,7 @@ def test_the_installed_wheel_trains_in_any_folder(installed: Path, untrained: st
     (run,) = work.glob("outputs/rlx/arithmetic/*")
     (metrics,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert metrics["step"] == metrics["train/policy_version"] == 1
+    assert done.stdout.startswith("memory: computed on the CPU; up to ")
     assert "summary" in done.stdout and (run / "report.png").exists()
     seen = [file.read_text() for file in witness.glob("*.seen")]
     assert seen == [str(installed / "rlx" / "workers")] * 2, "the driver and the worker"

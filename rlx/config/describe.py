@@ -5,7 +5,7 @@ from typing import Any
 
 from rlx.config.build import as_text
 from rlx.config.compose import DEFAULT_GROUPS, group_choices
-from rlx.config.memory import __doc__ as MEMORY_FORMULAS
+from rlx.config.outlook import __doc__ as MEMORY
 from rlx.config.schema import PPOConfig
 from rlx.config.tree import Leaf, children, describe_range, describe_type
 from rlx.config.verl_keys import REMEDIES
@@ -15,7 +15,7 @@ python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]
 
 Trains a language model with PPO or GRPO. Without arguments: a tiny model learns generated word problems on this machine.
 
-  --check   compose, validate, print the whole configuration and an estimate of memory, and stop
+  --check   compose, validate, print the whole configuration and a prediction of memory, and stop
   --help    this text
 
 Exit code: 0 done; 1 the run failed, its first cause on the last line; 2 faults in the configuration; 130 after Ctrl-C or SIGTERM.
@@ -44,7 +44,7 @@ When the command names neither an experiment nor `actor_rollout_ref.model.path`,
 run that needs nothing but this package. Values are written as Hydra writes them: `null`, `True`, `[a,b]`, `{a: 1}`,
 `${other.key}`, `${oc.env:NAME}`; quote what holds special characters twice, once for the shell: `"key='a=b'"`.
 
-`python -m rlx.main_ppo --check ...` composes, validates, prints the tree and an estimate of memory, and stops. All
+`python -m rlx.main_ppo --check ...` composes, validates, prints the tree and a prediction of memory, and stops. All
 faults are listed at once before any worker starts, with what was found, what was expected and what to do, and exit code
 2: unknown keys with the nearest known name, wrong types, values out of range, combinations that cannot work, and what
 this machine or cluster lacks. Keys that have no effect under the other options give one warning.
@@ -103,10 +103,10 @@ def page() -> str:
     first_place: dict[type, str] = {}
     sections = "\n".join(_section(name, child, first_place) for name, child in children(PPOConfig()).items())
     verl = "\n".join(f"| `{key}` | {remedy} |" for key, remedy in REMEDIES.items())
-    memory = (MEMORY_FORMULAS or "").split("\n\n", 1)[1].strip()
+    memory = (MEMORY or "").split("\n\n", 1)[1].strip()
     return (
         f"{INTRODUCTION}\n{DIFFERENCES}\n| key | what to do |\n|---|---|\n{verl}\n\n"
-        f"## The estimate of memory\n\n`--check` prints, per role and process:\n\n{memory}\n\n## All keys\n\n{sections}"
+        f"## The prediction of memory\n\nA run says when it starts, and `--check` by parts, what its phases will hold, and how long sequences may be.\n\n{memory}\n\n## All keys\n\n{sections}"
     )
 
 

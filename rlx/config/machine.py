@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlx.config.host_memory import all_host_bytes
 from rlx.config.schema import PPOConfig
 from rlx.config.tree import LEAVES, value_at
 from rlx.config.vllm_range import vllm_version
@@ -40,6 +41,8 @@ class Machine:
         packages: which of OPTIONAL_PACKAGES are installed.
         cluster: the cluster to join; None starts Ray on this machine alone.
         vllm: the version of vLLM, None if there is none.
+        device_bytes: memory of the smallest of the devices; None: not known, as on a cluster of several machines.
+        host_bytes: memory of the machine, or of its container; None: not known, as there.
     """
 
     gpus: int
@@ -47,6 +50,8 @@ class Machine:
     packages: frozenset[str]
     cluster: Cluster | None = None
     vllm: str | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
 
     @property
     def node_gpus(self) -> tuple[int, ...]:
@@ -83,16 +88,24 @@ def inspect_machine(cluster: Cluster | None = None) -> Machine:
     packages = frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
     # Not every system tells which cores a process may use.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(count_gpus(), cpus, packages, cluster, vllm_version())
+    gpus, device_bytes = look_at_gpus()
+    if cluster is not None and len(cluster.node_gpus) > 1:
+        return Machine(gpus, cpus, packages, cluster, vllm_version())  # the others may be of another kind
+    return Machine(gpus, cpus, packages, cluster, vllm_version(), device_bytes, all_host_bytes())
 
 
-def count_gpus() -> int:
-    """CUDA devices that torch can use; torch, slow to import, is asked only where a driver is loaded."""
+def look_at_gpus() -> tuple[int, int | None]:
+    """CUDA devices that torch can use, and the memory of the smallest [bytes]; nothing is allocated on them.
+
+    torch, slow to import, is asked only where a driver is loaded.
+    """
     if not any(Path(file).exists() for file in DRIVER_FILES):
-        return 0
+        return 0, None
     import torch
 
-    return torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
+    return count, min(sizes, default=None)
 
 
 def on_accelerator(config: PPOConfig, machine: Machine) -> bool:

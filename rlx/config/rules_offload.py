@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlx.config.faults import Fault
 from rlx.config.machine import Setting
-from rlx.config.memory import GIB, estimate
+from rlx.config.outlook import Outlook
 from rlx.config.roles import ModelRole, trained_roles
 from rlx.config.schema import ActivationOffloadConfig
 
@@ -132,29 +132,32 @@ def offload_warnings(s: Setting) -> Iterator[str]:
                 f"{prefix}.save=attention finds nothing to keep in {role.model_key}.attn_implementation=eager, which is no "
                 "fused kernel: its layers are offloaded as with boundary; use sdpa or flash_attention_2"
             )
-        if writes_to_disk(options):
-            yield from _too_little_room(s, role)
         if options.max_host_bytes == 0 and not writes_to_disk(options):
             yield f"{prefix}.max_host_bytes=0 keeps every activation on the device: nothing is offloaded"
 
 
+def disk_warnings(s: Setting) -> Iterator[str]:
+    """Folders that may be too small; every key must have been read."""
+    for role in offloading_roles(s):
+        if writes_to_disk(role.model.activation_offload):
+            yield from _too_little_room(s, role)
+
+
 def _too_little_room(s: Setting, role: ModelRole) -> Iterator[str]:
     """The folder on this machine has less room than its processes are estimated to need; nobody knows the latter exactly."""
-    options = role.model.activation_offload
-    kept = next(memory.kept_for_backward for memory in estimate(s.config, s.machine) if memory.role == role.name)
+    options, outlook = role.model.activation_offload, Outlook.of(s.config, s.machine)
     if (
-        kept is None
+        role.name in outlook.unknown
         or s.machine.cluster is not None
         or options.directory is None
         or _wrong_with(options.directory, True)
     ):
         return
-    on_host = options.max_host_bytes or 0 if options.tier == "cpu" else 0
-    needed = (kept - on_host) * s.config.trainer.n_gpus_per_node
+    needed = outlook.phase(f"update_{role.name}").disk * s.config.trainer.n_gpus_per_node
     free = shutil.disk_usage(Path(options.directory).expanduser()).free
     if needed > free:
         yield (
-            f"{role.model_key}.activation_offload.directory={options.directory} has {free / GIB:.1f} GiB free, and the "
-            f"{s.config.trainer.n_gpus_per_node} process(es) are estimated to write {needed / GIB:.1f} GiB to it; a full "
+            f"{role.model_key}.activation_offload.directory={options.directory} has {free / 1e9:.1f} GB free, and the "
+            f"{s.config.trainer.n_gpus_per_node} process(es) are estimated to write {needed / 1e9:.1f} GB to it; a full "
             "disk ends the run"
         )

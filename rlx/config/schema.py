@@ -328,6 +328,7 @@ class RewardModelConfig:
 # --------------------------------------------------------------------------------------------------------- trainer
 
 
+MEMORY_CHECKS = ("refuse", "warn", "off")
 RESUME = ("auto", "disable", "resume_path")
 LOGGERS = ("console", "tensorboard", "jsonl", "wandb")
 
@@ -343,6 +344,7 @@ class TrainerConfig:
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0)
+    memory_check: str = key("refuse", "If memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
     save_freq: int = key(-1, "Checkpoint every so many steps; -1: never.", minimum=-1)
     test_freq: int = key(-1, "Validate every so many steps; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")

@@ -11,7 +11,8 @@ from rlx.config.roles import has_critic
 from rlx.config.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
 from rlx.config.rules_correction import CORRECTION_RULES
 from rlx.config.rules_machine import MACHINE_RULES
-from rlx.config.rules_offload import OFFLOAD_RULES, offload_warnings
+from rlx.config.rules_memory import memory_suffices, memory_warnings
+from rlx.config.rules_offload import OFFLOAD_RULES, disk_warnings, offload_warnings
 from rlx.config.rules_reward import REWARD_RULES
 from rlx.config.rules_rollout import ROLLOUT_RULES, rollout_warnings
 from rlx.config.rules_training import TRAINING_RULES
@@ -36,7 +37,12 @@ def check(composed: Composed, machine: Machine) -> Verdict:
     """
     setting, broken = Setting(composed.partial, composed.set_keys, machine), composed.broken
     faults = [fault for rule in RULES for fault in rule(setting) if broken.isdisjoint(fault.keys)]
-    return Verdict((*composed.faults, *faults), tuple(_warnings(setting, broken)))
+    warnings = [*_warnings(setting, broken)]
+    if not composed.faults:
+        # A prediction needs every value.
+        faults += memory_suffices(setting)
+        warnings += [*disk_warnings(setting), *memory_warnings(setting)]
+    return Verdict((*composed.faults, *faults), tuple(warnings))
 
 
 def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:

@@ -11,55 +11,11 @@ little is left.
 
 import logging
 from collections import Counter
-from pathlib import Path
-from typing import NamedTuple
 
-import psutil
-
+from rlx.config.host_memory import HostMemory
 from rlx.offload import host_arena, trim
 
 logger = logging.getLogger(__name__)
-
-# Share of all memory; with less than this available memory is short. Ray's own limit is 0.05.
-SHORT_SHARE = 0.2
-
-# What a container may use and uses, in version 2 and 1 of the kernel's control groups; file cache that can go is named
-# in the third file and is not in use.
-CONTAINER_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-
-
-class HostMemory(NamedTuple):
-    """Memory that processes here can still take, and all of it [bytes]."""
-
-    available_bytes: int
-    total_bytes: int
-
-    @property
-    def is_short(self) -> bool:
-        """Whether others may soon need what is kept for later."""
-        return self.available_bytes < SHORT_SHARE * self.total_bytes
-
-
-def host_memory(groups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
-    """The machine's memory, or the container's where that has less left.
-
-    Args:
-        groups: where the kernel shows the control group of this process.
-    """
-    machine = psutil.virtual_memory()
-    found = [HostMemory(machine.available, machine.total)]
-    for limit, usage, stat, cache in CONTAINER_FILES:
-        if (groups / limit).is_file():
-            total = (groups / limit).read_text().strip()
-            # "max" in version 2 and a number beyond any machine in version 1 mean no limit.
-            if total != "max" and int(total) < machine.total:
-                figures = dict(line.split() for line in (groups / stat).read_text().splitlines())
-                used = int((groups / usage).read_text()) - int(figures.get(cache, 0))
-                found.append(HostMemory(max(0, int(total) - used), int(total)))
-    return min(found, key=lambda memory: memory.available_bytes / memory.total_bytes)
 
 
 class HostRelief:

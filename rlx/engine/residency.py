@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlx.engine.host_memory import host_memory
+from rlx.config.host_memory import host_memory
 from rlx.engine.optimizer import local
 from rlx.errors import ExplainedError
 from rlx.offload import Block, HostArena, trim

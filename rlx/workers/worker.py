@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
-from rlx.engine.host_memory import HostRelief, host_memory, host_use
+from rlx.engine.host_memory import HostRelief, host_use
 from rlx.models.loading import load_tokenizer
 from rlx.workers.memory import MemoryLog
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole

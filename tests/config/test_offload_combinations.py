@@ -221,8 +221,8 @@ def test_a_cap_of_nothing_is_warned_of(validate):
 
 
 def test_too_little_room_on_the_disk_is_warned_of(validate, tree, paths):
-    large = {"tiny": {**tree["actor_rollout_ref"]["model"]["tiny"], "num_hidden_layers": 10**9}}
+    large = {"tiny": {**tree["actor_rollout_ref"]["model"]["tiny"], "hidden_size": 10**9}}
     (warning,) = validate({"tier": "disk", "directory": paths["folder"]}, **large).warnings
-    assert "GiB free" in warning and "estimated to write" in warning
+    assert "GB free" in warning and "estimated to write" in warning
     assert said(validate({"max_host_bytes": 10**20, "directory": paths["folder"]}, **large)) == FINE
     assert said(validate({}, **large)) == FINE

@@ -7,7 +7,7 @@ import pytest
 
 from rlx.config.compose import compose
 from rlx.config.machine import Machine
-from rlx.config.memory import estimate
+from rlx.config.outlook import Outlook
 from rlx.config.roles import reward_role
 
 ENABLE = "reward_model.enable=True"
@@ -51,10 +51,11 @@ def test_it_takes_memory_as_a_role_that_is_not_trained(tmp_path: Path):
     offload = "reward_model.model.fsdp_config.param_offload=True"
     config = compose(["experiment=arithmetic", *options, offload]).config
     assert reward_role(config).micro.rows == config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
-    (memory,) = [m for m in estimate(config, Machine(2, 4, frozenset())) if m.role == "reward"]
+    outlook = Outlook.of(config, Machine(2, 4, frozenset()))
+    reward, after = outlook.phase("reward"), outlook.phase("old_log_prob")
     layer = 4 * 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 32
-    assert memory.parameters == (100 * 64 + 2 * layer + 64 + 64) * 4 / 2 == memory.on_host
-    assert memory.gradients == memory.optimizer == memory.kept_for_backward == 0
+    assert reward.parts["weights"] == (100 * 64 + 2 * layer + 64) * 4 / 2 == after.host
+    assert reward.parts["gradients"] == reward.parts["optimizer"] == reward.host == 0
 
 
 def test_its_forward_is_cut_by_its_own_size_else_by_the_actors():

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from rlx.config.build import build
 from rlx.config.compose import Composed, compose
 from rlx.config.machine import Cluster, Machine, Setting, inspect_machine
-from rlx.config.memory import table
+from rlx.config.outlook import Outlook
+from rlx.config.outlook_text import long_text
 from rlx.config.tree import LEAVES
 from rlx.config.validate import RULES, Verdict, check
 
@@ -615,5 +616,5 @@ def test_no_value_of_any_key_makes_a_rule_crash(cpu_machine: Machine):
             config, faults = build(tree)
             found = check(Composed(config, frozenset({key}), tuple(faults)), cpu_machine)
             if not found.faults:
-                assert table(config, cpu_machine)
+                assert long_text(Outlook.of(config, cpu_machine))
         place[name] = before

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlx.config.host_memory import HostMemory
 from rlx.config.schema import (
     ActivationOffloadConfig,
     ActorConfig,
@@ -20,7 +21,7 @@ from rlx.config.schema import (
 )
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
-from rlx.engine.host_memory import HostMemory, HostRelief
+from rlx.engine.host_memory import HostRelief
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer import local

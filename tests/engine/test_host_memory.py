@@ -5,7 +5,8 @@ import logging
 import psutil
 import pytest
 
-from rlx.engine.host_memory import HostMemory, HostRelief, host_memory, host_use
+from rlx.config.host_memory import HostMemory, all_host_bytes, host_memory
+from rlx.engine.host_memory import HostRelief, host_use
 from rlx.offload import host_arena
 
 SHORT, PLENTY = HostMemory(19, 100), HostMemory(20, 100)
@@ -64,7 +65,7 @@ def test_who_keeps_what_on_the_host_is_told_of_both_kinds_of_memory(reserved):
 
 def test_without_a_container_the_machine_counts(tmp_path):
     found = host_memory(tmp_path)
-    assert found.total_bytes == psutil.virtual_memory().total
+    assert found.total_bytes == all_host_bytes(tmp_path) == psutil.virtual_memory().total
     assert 0 < found.available_bytes <= found.total_bytes
 
 
@@ -89,6 +90,7 @@ def test_the_container_counts_where_less_is_left_without_its_file_cache(tmp_path
         (tmp_path / name).write_text(text)
     assert host_memory(tmp_path) == HostMemory(150, 1000)
     assert host_memory(tmp_path).is_short
+    assert all_host_bytes(tmp_path) == 1000
     for unlimited in ("max", str(2**63 - 4096)):
         if unlimited != "max" or "/" not in limit:
             (tmp_path / limit).write_text(f"{unlimited}\n")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from rlx.engine.host_memory import HostMemory
+from rlx.config.host_memory import HostMemory
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import HandOverError
 from rlx.offload import HostArena

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.engine.host_memory import HostMemory, HostRelief
+from rlx.config.host_memory import HostMemory
+from rlx.engine.host_memory import HostRelief
 from rlx.engine.residency import HandOverError, Parking
 from rlx.offload import HostArena, host_arena
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlx.config.host_memory import HostMemory
 from rlx.config.rules_offload import LEAST_HOST_BYTES
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
-from rlx.engine.host_memory import HostMemory
 from rlx.offload import Account, DiskError, host_arena
 from rlx.workers.worker import Worker
 

@@ -22,6 +22,7 @@ from rlx.offload.benchmark.shapes import SHAPES
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.explain import aligned, explain
 from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.memory import StateBytes, state_bytes
 from rlx.offload.plan.planner import Plan
 from rlx.offload.plan.setting import MODES, STEP_TOKENS, Setting
 from rlx.offload.plan.step import LayerCost
@@ -80,7 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--tile", type=_tile, help="tokens of a tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
     add("--shared-by", type=_positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
     add("--optimizer-on-host", action="store_true", help="its state waits there but for the step (optimizer_offload)")
-    add("--states-gb", type=_number, help="of all these on a GPU, where some are frozen (LoRA) or wait on the host")
+    add(
+        "--lora-rank",
+        type=_count,
+        default=0,
+        help="of adapters on all linear maps, which alone are trained; default 0: none",
+    )
+    add("--states-gb", type=_number, help="of all these on a GPU, where some are frozen or wait on the host")
     add("--hardware", choices=PROFILES, default="h200", help="default h200")
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
     add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
@@ -95,7 +102,9 @@ def _setting(given: argparse.Namespace) -> Setting:
     named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
     hardware = replace(PROFILES[given.hardware], **{k: v * _GB for k, v in named.items() if v is not None})
     decoder = read_decoder(_config(given.model), given.layers)
-    states = None if given.states_gb is None else given.states_gb * _GB
+    states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * _GB
+    if states is None and given.lora_rank:
+        states = state_bytes(decoder, given.gpus, given.weight_bytes, adapter_rank=given.lora_rank)
     setting = Setting(
         decoder=decoder,
         hardware=hardware,
@@ -104,6 +113,7 @@ def _setting(given: argparse.Namespace) -> Setting:
         sequences=given.sequences,
         logit_tokens=given.logit_tokens,
         states=states,
+        is_head_trained=not given.lora_rank,
         disk_bytes_per_s=given.disk_gb_per_s * _GB,
         tile=given.tile,
         shared_by=given.shared_by,

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+KINDS = (
+    *("llama", "mistral", "ministral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"),
+    *("granite", "smollm3", "seed_oss", "glm", "glm4_moe", "ernie4_5", "cwm", "olmo2", "olmo3"),
+)
+"""Architectures, by transformers' names, whose weights the formulas count as transformers has them."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,16 @@ class Decoder:
         """Weights outside the layers: embedding, head and the last norm."""
         return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
 
+    @property
+    def without_head(self) -> Decoder:
+        """The same without a head over the vocabulary."""
+        return replace(self, tied=True)
+
     def adapters(self, rank: int) -> int:
-        """Weights of LoRA adapters on all linear maps of the layers."""
+        """Weights of LoRA adapters on all linear maps of the layers; experts, whose weights are one tensor, get none."""
         q, kv, d = self.heads * self.head_width, self.kv_heads * self.head_width, self.width
-        count = 0
-        for is_sparse in self.sparse:
-            mlp = self.experts * (d + self.expert_width) if is_sparse else 0
-            dense = self.shared_width if is_sparse else self.mlp_width
-            count += 2 * (d + q) + 2 * (d + kv) + 3 * (mlp + (d + dense) * bool(dense))
-        return count * rank
+        dense = [self.shared_width if is_sparse else self.mlp_width for is_sparse in self.sparse]
+        return rank * sum(2 * (d + q) + 2 * (d + kv) + 3 * (d + width) * bool(width) for width in dense)
 
     @property
     def parameters(self) -> int:
@@ -86,10 +93,10 @@ def read_decoder(config: Any, layers: int | None = None) -> Decoder:
 
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     kind, types = str(get("model_type", "")), get("layer_types", [])
-    faults = [f"no {name}" for name in needed if get(name) is None]
+    faults = [f"no {name}" for name in needed if not isinstance(get(name), int) or get(name) < 1]
     faults += sorted(set(types) - {"full_attention", "sliding_attention"})
     faults += ["latent attention"] if get("kv_lora_rank") else []
-    faults += ["norms of its own"] if kind.startswith("gemma") else []
+    faults += ["layers of another kind"] if kind and kind not in KINDS else []
     if faults:
         raise ValueError(
             f"the configuration of a {kind or 'model'} has {', '.join(faults)}, which the formulas do not cover: they are for "

@@ -1,4 +1,4 @@
-"""What a training step of a decoder holds, by formulas: for the planner, for its command, and for what a run says when it starts.
+"""What a step of a decoder holds, by formulas: for the planner, for its command, and for what a run says when it starts.
 
 Letters: T tokens of a micro-batch on one process, h width, a = heads x head width, c = key/value heads x head width, f width of
 the MLP, k experts a token goes to, V vocabulary, e bytes of an element of activations. Of a layer in T tokens:
@@ -14,6 +14,10 @@ gradients in fp32, 12 h f; after it the gradients of q, k, v and of attention's 
 *Sequences shared* by u processes: T is a process's own part; where u exceeds the key heads, k and v are repeated to u heads.
 *Head*, log-probs without logits: a chunk of 2^28 logits, or all of them: 2 e + 4 bytes each, and e for the last chunk's where there are
 several; hidden states and their gradient 2 e h T; the gradient of the weight in fp32, 4 h V, where there are several chunks, else e h V.
+*Without backward* a layer holds three results of width h (its input, the residual, a norm's) and of the MLP 3 f (with experts
+k (3 f + 2 h), or k 4 h where their results are put back in order); while attention is at work 2 h, 4 a (rotary embedding) and
+2 c. The head: e + 8 bytes for each logit of a chunk, and e h.
+*Adapters* of rank r (LoRA) on all linear maps: they alone have gradients and optimizer states, and the head has no gradient.
 *Optimizer's step*: AdamW makes a tensor of its own of each weight; a state on the host comes in pieces of 1 GiB, 3.5 at once.
 """
 
@@ -44,7 +48,7 @@ class StateBytes(NamedTuple):
 
     Args:
         weights, gradients, optimizer: its shard, and two states of Adam.
-        gathered: of FSDP: weights outside the layers, of two layers, and the gradient of one, as they compute.
+        gathered: of FSDP: weights outside the layers and of two layers, as they compute, and the gradient of one, as it is summed.
     """
 
     weights: float
@@ -102,30 +106,66 @@ def _mlp(decoder: Decoder, layer: int, e: int) -> tuple[int, int]:
     return saved, apart
 
 
-def head_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
-    """The head's working set for so many tokens, forward and backward."""
+def forward_bytes(decoder: Decoder, layer: int, tokens: int, element: int = 2, tile: int | None = None) -> int:
+    """What a layer without a backward holds at most; arguments as of `layer_bytes`."""
+    h, e, k = decoder.width, element, decoder.active_experts
+    a, c = decoder.heads * decoder.head_width, decoder.kv_heads * decoder.head_width
+    attention = e * (2 * h + 4 * a + 2 * c) * tokens
+    if decoder.sparse[layer]:
+        mlp = e * max(3 * decoder.shared_width, k * max(3 * decoder.expert_width + 2 * h, 4 * h)) * tokens
+    else:
+        at_once = tokens if tile is None else min(tokens, tile or tile_tokens(tokens, h, decoder.mlp_width))
+        mlp = 3 * e * decoder.mlp_width * at_once
+    return max(attention, 3 * e * h * tokens + mlp)
+
+
+def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool = True) -> int:
+    """The head's working set for so many tokens, forward and backward; one that is not trained has no gradient."""
     chunk = max(1, HEAD_CHUNK_LOGITS // decoder.vocabulary)
     several = tokens > chunk
     logits = min(tokens, chunk) * decoder.vocabulary * (2 * element + 4 + element * several)
-    weight = decoder.width * decoder.vocabulary * (4 if several else element)
+    weight = decoder.width * decoder.vocabulary * (4 if several else element) * is_trained
     return logits + 2 * element * decoder.width * tokens + weight
 
 
+def head_forward_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
+    """The head's working set for log-probs and entropies of so many tokens without a backward."""
+    chunk = max(1, HEAD_CHUNK_LOGITS // decoder.vocabulary)
+    return min(tokens, chunk) * decoder.vocabulary * (element + 8) + element * decoder.width * tokens
+
+
 def state_bytes(
-    decoder: Decoder, gpus: int, weight_bytes: int = 4, element: int = 2, trained: float = 1.0
+    decoder: Decoder,
+    gpus: int,
+    weight_bytes: int = 4,
+    element: int = 2,
+    *,
+    is_trained: bool = True,
+    adapter_rank: int = 0,
+    summed_in: int | None = None,
+    is_resharded: bool = True,
 ) -> StateBytes:
     """Weights n b / N, gradients the same, optimizer twice the same, for n weights of b bytes over N accelerators.
 
     Args:
         decoder, gpus, weight_bytes: n, N and b.
         element: bytes of a weight as it computes.
-        trained: share of the weights that have gradients and states.
+        is_trained: there are gradients and states.
+        adapter_rank: of LoRA, whose weights alone are trained then; 0: there are no adapters.
+        summed_in: bytes of an element of gradients as they are summed over accelerators; None: as they are computed.
+        is_resharded: gathered layers are given back after forward; else all of them stay.
     """
-    shard = decoder.parameters * weight_bytes / gpus
-    largest = max(map(decoder.layer_parameters, range(len(decoder.windows))))
-    is_gathered = gpus > 1 or weight_bytes != element
-    gathered = is_gathered * element * (decoder.root_parameters + 3 * largest)
-    return StateBytes(shard, shard * trained, 2 * shard * trained, gathered)
+    adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
+    shard = weight_bytes / gpus
+    trained = is_trained * (adapters if adapter_rank else decoder.parameters)
+    largest = max(map(decoder.layer_parameters, range(layers)))
+    of_adapters = adapters // layers
+    with_gradient = is_trained * (of_adapters if adapter_rank else largest)
+    at_once = 2 if is_resharded else layers
+    is_gathered, summed_in = gpus > 1 or weight_bytes != element, summed_in or element
+    gathered = is_gathered * element * (decoder.root_parameters + at_once * (largest + of_adapters))
+    gathered += (is_gathered or summed_in != element) * summed_in * with_gradient
+    return StateBytes((decoder.parameters + adapters) * shard, trained * shard, 2 * trained * shard, gathered)
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:

@@ -143,13 +143,15 @@ def _mlp(decoder: Decoder, layer: int, kernels: _Kernels) -> list[_Step]:
     return steps
 
 
-def head_cost(decoder: Decoder, tokens: int, hardware: Hardware, element: int = E) -> LayerCost:
+def head_cost(
+    decoder: Decoder, tokens: int, hardware: Hardware, element: int = E, is_trained: bool = True
+) -> LayerCost:
     """The output head as a last layer of which nothing is planned: log-probs of so many tokens without logits."""
     kernels = _Kernels(tokens, hardware, element)
     step = kernels.linear("", decoder.width, decoder.vocabulary)
     moved = kernels.moved(3 * E * decoder.vocabulary)  # written, and read twice for the log-probs
     again = max(0.0, 1 - HEAD_CHUNK_LOGITS / (tokens * decoder.vocabulary))
-    memory = head_bytes(decoder, tokens, element)
+    memory = head_bytes(decoder, tokens, element, is_trained)
     return LayerCost(
         forward_s=step.forward_s + moved.forward_s,
         backward_s=step.backward_s + moved.backward_s + again * step.forward_s,

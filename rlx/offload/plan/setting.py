@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import DEVICE_SHARE, Hardware
-from rlx.offload.plan.memory import StateBytes, state_bytes, step_bytes
+from rlx.offload.plan.memory import StateBytes, forward_bytes, head_forward_bytes, state_bytes, step_bytes
 from rlx.offload.plan.model_costs import E, head_cost, layer_cost
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, predict
@@ -37,6 +37,8 @@ class Setting(NamedTuple):
         sequences: of equal length in a micro-batch.
         logit_tokens: for how many tokens log-probs are computed; None: for all.
         states: of weights, gradients and optimizer states on the device; None: all of them, cut over `gpus`. Or their bytes.
+        is_head_trained: the head has a gradient.
+        other_bytes: that others hold on the device meanwhile.
         disk_bytes_per_s: of a disk for what the host has no room for; 0: there is none.
         tile: tokens of a tile of MLPs and norms; None: there are no tiles; 0: as many as rlx takes.
         shared_by: accelerators that share each sequence.
@@ -51,6 +53,8 @@ class Setting(NamedTuple):
     sequences: int = 1
     logit_tokens: int | None = None
     states: StateBytes | float | None = None
+    is_head_trained: bool = True
+    other_bytes: float = 0.0
     disk_bytes_per_s: float = 0.0
     tile: int | None = None
     shared_by: int = 1
@@ -73,6 +77,8 @@ class Setting(NamedTuple):
             parts = {"states": self.states, "gathered": states.gathered}
         elif self.optimizer_on_host:
             del parts["optimizer"]
+        if self.other_bytes:
+            parts["others"] = self.other_bytes
         parts["reserve"] = whole * (1 - DEVICE_SHARE)
         return {**parts, "activations": whole - sum(parts.values())}
 
@@ -104,9 +110,14 @@ class Setting(NamedTuple):
                     element=self.element,
                 )
             costs.append(kinds[kind])
+        logits = self._own_logits(tokens)
+        head = head_cost(self.decoder, logits, self.hardware, self.element, self.is_head_trained) if logits else None
+        return costs if head is None else [*costs, head]
+
+    def _own_logits(self, tokens: int) -> int:
+        """For how many tokens one accelerator computes log-probs."""
         logits = tokens if self.logit_tokens is None else min(tokens, self.logit_tokens)
-        own = -(-logits // self.shared_by)
-        return [*costs, head_cost(self.decoder, own, self.hardware, self.element)] if logits else costs
+        return -(-logits // self.shared_by)
 
     def plan(self, mode: str, tokens: int) -> Plan:
         """What is done with so many tokens in one of `MODES`, or as `save="attention"` or `"all"` do it, and what to expect."""
@@ -123,11 +134,22 @@ class Setting(NamedTuple):
         states, (forward, last, backward) = self._states, plan.prediction.peaks
         if self.logit_tokens == 0:
             backward, last = max(last, backward), 0
-        base = states.weights + states.gradients
+        base = states.weights + states.gradients + self.other_bytes
         while_passing = base + states.gathered + states.optimizer * (not self.optimizer_on_host)
         head = while_passing + last if last else 0.0
         step = base + step_bytes(states, self.optimizer_on_host)
         return Phases(while_passing + forward, head, while_passing + backward, step)
+
+    def without_backward(self, tokens: int) -> float:
+        """The most that a device holds while so many tokens go forward only, gradients not counted [bytes]."""
+        states, own = self._states, -(-tokens // self.shared_by)
+        working = max(
+            forward_bytes(self.decoder, layer, own, self.element, self.tile)
+            for layer in {sparse: layer for layer, sparse in enumerate(self.decoder.sparse)}.values()
+        )
+        head = head_forward_bytes(self.decoder, self._own_logits(tokens), self.element)
+        held = states.weights + states.gathered + states.optimizer * (not self.optimizer_on_host) + self.other_bytes
+        return held + max(working, head)
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""

@@ -1,16 +1,32 @@
 """Formulas of a decoder's layers against what torch computes and keeps, against published sizes, and against measured steps."""
 
+import json
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlx.config.schema import ModelConfig
 from rlx.engine.optimizer_state import ON_DEVICE, PIECE_BYTES
 from rlx.models.log_probs import HEAD_CHUNK_ELEMENTS
+from rlx.models.lora import add_lora
 from rlx.offload.benchmark.shapes import SHAPES, Case, build
 from rlx.offload.plan import LayerPlan, Machine, make_plan, predict, sent_bytes
+from rlx.offload.plan.decoder import KINDS as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.memory import HEAD_CHUNK_LOGITS, STEP_BYTES, head_bytes, layer_bytes, state_bytes, step_bytes
+from rlx.offload.plan.memory import (
+    HEAD_CHUNK_LOGITS,
+    STEP_BYTES,
+    forward_bytes,
+    head_bytes,
+    head_forward_bytes,
+    layer_bytes,
+    state_bytes,
+    step_bytes,
+)
 from rlx.offload.plan.model_costs import head_cost, layer_cost
 
 H200 = PROFILES["h200"]
@@ -57,6 +73,23 @@ def test_a_layer_saves_as_many_bytes_as_the_formula_says(kind):
     assert sum(found.values()) == pytest.approx(layer_cost(read_decoder(shape), 0, tokens, H200).saved_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize("mlp_width", [300, 640, 1500])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["model_type"])
+def test_without_backward_a_model_holds_as_much_as_its_widest_layer(kind, mlp_width, tmp_path):
+    shape, tokens, trace = {**SMALL, **kind, "intermediate_size": mlp_width}, 512, tmp_path / "trace.json"
+    model = build(shape, Case(tokens, 2), torch.device("cpu"), torch.bfloat16)
+    inputs = torch.randn(1, tokens, shape["hidden_size"], dtype=torch.bfloat16)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model(inputs_embeds=inputs, use_cache=False)
+    profiler.export_chrome_trace(str(trace))
+    found = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    first, *_ = found = [event["args"] for event in sorted(found, key=lambda event: event["ts"])]
+    peak = max(args["Total Allocated"] for args in found) - first["Total Allocated"] + first["Bytes"]
+    rotary_tables = tokens * (2 * 2 * shape["head_dim"] + 8)
+    expected = forward_bytes(read_decoder(shape), 0, tokens)
+    assert expected == pytest.approx(peak - rotary_tables, rel=0.1)
+
+
 @pytest.mark.parametrize("kind", KINDS[:3], ids=lambda kind: kind["model_type"])
 def test_linear_maps_compute_as_much_as_the_formula_says(kind):
     shape, tokens = {**SMALL, **kind}, 512
@@ -100,7 +133,8 @@ def test_what_is_read_of_a_configuration():
         ({"hidden_size": None}, "no hidden_size"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"model_type": "gemma3_text"}, "norms of its own"),
+        ({"model_type": "gemma3_text"}, "layers of another kind"),
+        ({"model_type": "starcoder2"}, "layers of another kind"),
     ],
 )
 def test_what_the_formulas_do_not_cover_is_refused(change, what):
@@ -196,3 +230,56 @@ def test_states_are_cut_and_gathered():
     assert sum(many[:3]) == pytest.approx(sum(one[:3]) / 64)
     assert many.gathered == one.gathered == 2 * (decoder.root_parameters + 3 * decoder.layer_parameters(0))
     assert state_bytes(decoder, 1, weight_bytes=2).gathered == 0
+
+
+def test_gradients_that_are_summed_in_a_wider_type_take_more():
+    decoder = read_decoder(SHAPES["llama3-70b"])
+    narrow, wide = state_bytes(decoder, 64), state_bytes(decoder, 64, summed_in=4)
+    assert wide.gathered - narrow.gathered == 2 * decoder.layer_parameters(0)
+    assert state_bytes(decoder, 1, weight_bytes=2, summed_in=4).gathered == 4 * decoder.layer_parameters(0)
+
+
+def test_what_is_not_resharded_stays_gathered():
+    decoder = read_decoder(SHAPES["qwen2-7b"])
+    kept, given_back = (state_bytes(decoder, 8, is_resharded=value).gathered for value in (False, True))
+    assert kept - given_back == 2 * (28 - 2) * decoder.layer_parameters(0)
+
+
+def test_a_model_that_is_not_trained_has_weights_alone():
+    decoder = read_decoder(SHAPES["qwen2-7b"])
+    states = state_bytes(decoder, 8, is_trained=False, adapter_rank=8)
+    assert states.gradients == states.optimizer == 0
+    assert states.gathered == 2 * (
+        decoder.root_parameters + 2 * (decoder.layer_parameters(0) + decoder.adapters(8) / 28)
+    )
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=lambda kind: kind["model_type"])
+def test_adapters_are_as_many_as_peft_makes(kind):
+    shape = {**SMALL, **kind}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+        add_lora(model, ModelConfig(lora_rank=4))
+    decoder = read_decoder(shape)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    states = state_bytes(decoder, 2, adapter_rank=4)
+    assert decoder.adapters(4) == trained
+    assert states[:3] == (2 * (decoder.parameters + trained), 2 * trained, 4 * trained)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_architecture_that_is_read_has_as_many_weights_as_its_decoder(name):
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(name, **{**SMALL, "vocab_size": 320}, **tokens)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert read_decoder(config).parameters == pytest.approx(count, rel=0.002)
+
+
+def test_a_head_that_is_not_trained_has_no_gradient():
+    decoder = read_decoder(SHAPES["qwen2-7b"])
+    h, vocabulary = decoder.width, decoder.vocabulary
+    assert head_bytes(decoder, 1000) - head_bytes(decoder, 1000, is_trained=False) == 2 * h * vocabulary
+    assert head_forward_bytes(decoder, 1000) == 10 * 1000 * vocabulary + 2 * h * 1000
+    assert head_forward_bytes(decoder, 0) == 0
