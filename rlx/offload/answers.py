@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlx.offload.ambient import has_autocast
+from rlx.offload.ambient import RandomState, has_autocast
 from rlx.offload.engine import map_leaves, tensors_in
 from rlx.offload.identity import Probe, is_plain, size_bytes, span_bytes, storage_address
 from rlx.offload.stored import Stored
@@ -36,7 +36,7 @@ class Recording(Protocol):
     def keep(self, tensor: Tensor) -> Stored:
         """Keep a tensor on the device."""
 
-    def random_state(self) -> tuple[Tensor, ...]:
+    def random_state(self) -> RandomState:
         """The state of the random generators."""
 
 
@@ -89,7 +89,7 @@ class Answer:
     ) -> None:
         self.function = function
         self.first_slot = first_slot
-        self.random_state: tuple[Tensor, ...] | None = None
+        self.random_state: RandomState | None = None
         self._parameters = [(i, argument) for i, argument in enumerate(arguments) if type(argument) is Parameter]
         self._saved = saved
         self._probes = [Probe(tensor) for tensor in tensors_in(result)]

@@ -31,6 +31,7 @@ import weakref
 from collections import deque
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rlx.offload.pages import Pages, empty_cache_of_locked_pages, slab_bytes
@@ -52,13 +53,37 @@ class Event(Protocol):
 class Block:
     """Host bytes taken from an arena, in one or several pieces."""
 
-    __slots__ = ("nbytes", "pieces", "reserved_bytes", "views")
+    __slots__ = ("_typed", "nbytes", "pieces", "reserved_bytes", "views")
 
     def __init__(self, nbytes: int, pieces: list[Piece], views: list[Tensor]) -> None:
         self.nbytes = nbytes
         self.pieces = pieces
         self.views = views  # uint8 tensors whose lengths add up to nbytes
         self.reserved_bytes = sum(piece.length for piece in pieces)  # alignment included
+        self._typed: Tensor | None = None
+
+    def pairs(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A contiguous tensor, in parts, each with as much host memory of the same dtype and shape.
+
+        The block may be longer than the tensor, by bytes that mean nothing.
+        """
+        typed = self._typed
+        if typed is not None and typed.shape == tensor.shape and typed.dtype == tensor.dtype:
+            return [(tensor, typed)]
+        if len(self.views) == 1 and self.nbytes == tensor.nbytes:
+            self._typed = typed = self.views[0].view(tensor.dtype).view(tensor.shape)  # kept: steps repeat
+            return [(tensor, typed)]
+        flat, first, pairs = as_bytes(tensor), 0, []
+        for view in self.views:
+            part = flat[first : first + view.nbytes]
+            pairs.append((part, view[: part.nbytes]))
+            first += part.nbytes
+        return pairs
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8, in one dimension."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class Account:
@@ -165,7 +190,8 @@ class HostArena:
         """A block of `nbytes` for an account, or None when its cap is reached or the system has no memory left."""
         needed = aligned(nbytes)
         with self._lock:
-            self._settle()
+            if self.returned or self._cooling:
+                self._settle()
             if account.max_bytes is not None and account._reserved_bytes + needed > account.max_bytes:
                 return None
             idle = self._idle.get(nbytes)

@@ -20,15 +20,16 @@ at the end of forward. An input written to after the layer has ended is harmless
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rlx.offload.ambient import Ambient
+from rlx.offload.ambient import Ambient, RandomState
 from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, replace_leaves
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_length
@@ -43,6 +44,10 @@ from rlx.offload.stored import Stored, modified_input
 from rlx.offload.watch import AttentionWatch, PlannedWatch, Watch
 
 _NO_ORDERS = Orders()
+_VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
+_WANTS_GRADIENT = operator.attrgetter("requires_grad")
+# What is given for a slot: the recomputed tensor and its version; what watches the tensor that was saved first, and its version.
+Value = tuple[Tensor, int, Tensor, int | None]
 
 
 class RecomputeError(RuntimeError):
@@ -98,49 +103,40 @@ class RecomputedCall(LayerCall):
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
         self._slots = Slots()
-        # Of each slot the tensor, recomputed and not asked for yet, and its version.
-        self._values: tuple[list[Tensor | None], list[int]] = ([], [])
+        self._values: list[Value | None] = []  # of each slot, once recomputed; None where it has been asked for
         self._prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self._attention_slots: int | None = None
         self._lock = threading.Lock()
         self._constants: list[tuple[Tensor, int]] = []  # aliases of inputs that want no gradient, and their versions
         self._answers: list[Answer | None] = []
-        devices = [tensor.device for tensor in tensors if not tensor.is_cpu]
-        accelerators = tuple(dict.fromkeys(device for device in devices if device.type != "meta")) if devices else ()
+        accelerators = () if all(map(_IS_CPU, tensors)) else _accelerators(tensors)
         self._device = accelerators[0] if accelerators else None
+        self._inputs: list[Stored] = []
         inputs: dict[int, Stored | Tensor] = {}  # the same object stays the same object: layers ask `query is key`
         for tensor in tensors:
             if id(tensor) not in inputs:
                 inputs[id(tensor)] = self._store_input(tensor) if tensor.requires_grad else self._keep(tensor)
-        self._inputs = tuple([stored for stored in inputs.values() if type(stored) is Stored])
         self._args, self._kwargs = replace_leaves(args, inputs), replace_leaves(kwargs, inputs)
         self._ambient = Ambient(accelerators)
 
     def hooks(self) -> saved_tensors_hooks:
         """What forward runs under. Both hooks are called for every saved tensor, so they are written for speed."""
-        slots, versions, watches = self._slots, self._slots.versions, self._slots.watches
 
         def unpack(index: int) -> Tensor:
-            if not watches:
-                self._refuse_early()
-            watch = watches[index]
-            if watch is not None and watch._version != versions[index]:
-                raise slots.written(index)
-            values, recomputed_versions = self._values
-            tensor = values[index] if values else None
-            if tensor is None:
-                tensor, values, recomputed_versions = self._value(index)
+            values = self._values  # those of a recomputation on another thread are another list
+            value = values[index] if values else None
+            if value is None:
+                value, values = self._value(index)
             values[index] = None
-            if tensor._version != recomputed_versions[index]:  # a backward has written to memory that slots share
-                raise slots.written(index)
+            tensor, version, watch, saved_version = value
+            # A backward may have written to memory that slots share, others to what was saved.
+            if tensor._version != version or watch._version != saved_version:
+                raise self._slots.written(index)
             if index < self._prefetch_below:
-                self._prefetch_below = 0
-                if self._orders.sample is not None:
-                    self._orders.sample.pass_middle()
-                self.prefetch(1)
+                self._pass_middle()
             return tensor
 
-        return saved_tensors_hooks(slots.packer(), unpack)
+        return saved_tensors_hooks(self._slots.packer(), unpack)
 
     @property
     def slot_count(self) -> int:
@@ -151,13 +147,13 @@ class RecomputedCall(LayerCall):
         """The tensors of the slots from `slot` on, while forward runs."""
         return self._slots.saved[slot:]
 
-    def random_state(self) -> tuple[Tensor, ...]:
+    def random_state(self) -> RandomState:
         """The state of the random generators."""
         return self._ambient.random_state()
 
     def store(self, tensor: Tensor) -> Stored | None:
         """Send a tensor off, or keep it if it is small; None where the host has no room for it."""
-        parked = self.park(tensor) if self._may_leave(tensor) else None
+        parked = self.engine.park(tensor, self) if self._may_leave(tensor) else None
         if parked is None:
             if size_bytes(tensor) >= max(self.engine.options.min_bytes, 1):
                 return None
@@ -194,7 +190,10 @@ class RecomputedCall(LayerCall):
         if self._orders.sample is not None:
             self._orders.sample.leave_forward()
         self._state.end_forward(self._slots.parameters.values())
-        if self._written_constant() is not None or not all(stored.is_untouched for stored in self._inputs):
+        is_written = self._written_constant() is not None
+        for stored in self._inputs:
+            is_written = is_written or not stored.is_untouched
+        if is_written:
             raise RuntimeError(
                 f"layer {self.layer.name} modifies one of its inputs by an inplace operation and can therefore not be "
                 "recomputed; write out of place in the layer, or use enable_ckpt=False"
@@ -202,40 +201,61 @@ class RecomputedCall(LayerCall):
 
     def unload(self, unless_parked_by: LayerCall | None = None) -> None:
         """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
-        self._values = ([], [])
+        self._values = []
         super().unload(unless_parked_by)
 
-    def _value(self, index: int) -> tuple[Tensor, list[Tensor | None], list[int]]:
-        """The tensor of a slot whose value is not there, and those of all slots: recomputes the layer."""
+    def _value(self, index: int) -> tuple[Value, list[Value | None]]:
+        """What is to be given for a slot whose value is not there, and those of all slots: recomputes the layer."""
+        watches, versions = self._slots.watches, self._slots.versions
+        if not watches:
+            self._refuse_early()
+        if watches[index]._version != versions[index]:
+            raise self._slots.written(index)
         with self._lock:
-            values, versions = self._values
-            tensor = values[index] if values else None
-            if tensor is None:
-                values, versions = self._recompute()
-                tensor = values[index]
-            assert tensor is not None
-            return tensor, values, versions
+            values = self._values
+            value = values[index] if values else None
+            if value is None:
+                with torch.enable_grad():
+                    saved = self._recompute()
+                self._values = values = list(zip(saved, map(_VERSION, saved), watches, versions, strict=True))
+                value = values[index]
+            assert value is not None
+            return value, values
+
+    def _pass_middle(self) -> None:
+        """Backward is through with enough of the layer to fetch what the layer before has sent off."""
+        self._prefetch_below = 0
+        if self._orders.sample is not None:
+            self._orders.sample.pass_middle()
+        self.prefetch(1)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
-        self.layer.counters.kept_bytes += size_bytes(tensor)
+        self.layer.counters.kept_bytes += tensor.numel() * tensor.element_size()
         if tensor.is_inference():
             return tensor
-        # An alias: the tensor itself comes to hold the graph that holds this call if the layer's output is added to it.
-        kept = tensor.detach() if type(tensor) is Tensor else tensor
+        kept = tensor
+        if type(tensor) is Tensor:
+            # An alias: the tensor itself comes to hold the graph that holds this call if the layer's output is added to it.
+            kept = tensor.detach()
+            base = tensor._base
+            self._slots.watch_by_base[id(tensor if base is None else base)] = kept
         self._constants.append((kept, tensor._version))
-        self._slots.note_watch(tensor, kept)
         return kept
 
     def _store_input(self, tensor: Tensor) -> Stored:
         if is_parameter(tensor):
-            return Stored(tensor, None)
-        parked = self.park(tensor) if self._orders.boundary_leaves and self._may_leave(tensor) else None
-        if parked is None:
-            self.layer.counters.kept_bytes += size_bytes(tensor)
-        stored = Stored(tensor, parked)
-        if not tensor.is_inference():
-            self._slots.note_watch(tensor, stored.watch)
+            stored = Stored(tensor, None)
+        else:
+            leaves = self._orders.boundary_leaves and self._may_leave(tensor)
+            parked = self.engine.park(tensor, self) if leaves else None
+            if parked is None:
+                self.layer.counters.kept_bytes += size_bytes(tensor)
+            stored = Stored(tensor, parked)
+            if type(tensor) is Tensor and not tensor.is_inference():
+                base = tensor._base
+                self._slots.watch_by_base[id(tensor if base is None else base)] = stored.watch
+        self._inputs.append(stored)
         return stored
 
     def _written_constant(self) -> Tensor | None:
@@ -245,13 +265,13 @@ class RecomputedCall(LayerCall):
         return None
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        if not is_plain(tensor) or tensor.device.type == "meta":
+        if not is_plain(tensor) or tensor.is_meta:
             return False
-        if tensor.device.type == "cpu" and self._device is not None:
+        if self._device is not None and tensor.is_cpu:
             return False
         return span_length(tensor) >= (self.engine.options.min_bytes or 1)
 
-    def _recompute(self) -> tuple[list[Tensor | None], list[int]]:
+    def _recompute(self) -> list[Tensor]:
         if self._repeatable.module.training != self._was_training:
             raise RecomputeError(
                 f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
@@ -268,8 +288,12 @@ class RecomputedCall(LayerCall):
             sample.begin_recompute()
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
-        tensors = {id(stored): stored.tensor() for stored in self._inputs}
-        tensors.update((id(kept), kept.detach()) for kept, _ in self._constants if kept.requires_grad)
+        tensors: dict[int, Tensor] = {}
+        for stored in self._inputs:
+            tensors[id(stored)] = stored.tensor()
+        for kept, _ in self._constants:
+            if kept.requires_grad:
+                tensors[id(kept)] = kept.detach()
         args, kwargs = replace_leaves(self._args, tensors), replace_leaves(self._kwargs, tensors)
         layers = self.engine.options.prefetch_layers
         if layers is not None or self._orders.fetch_early:
@@ -277,20 +301,20 @@ class RecomputedCall(LayerCall):
         elif self._attention_slots is not None:
             self._prefetch_below = self._attention_slots
         else:
-            self._prefetch_below = (self.slot_count + 1) // 2
+            self._prefetch_below = (len(self._slots.versions) + 1) // 2
         start = mark(stream)
-        self._values = values = self._save_again(args, kwargs)
+        saved = self._save_again(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
         if sample is not None:
             sample.end_recompute()
         super().unload()
-        return values
+        return saved
 
-    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor | None], list[int]]:
+    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Run forward up to the last tensor that autograd saves; returns these, looked at, on a graph that saves nothing."""
         saved: list[Tensor] = []
         answered: set[int] = set()
-        count = self.slot_count
+        count = len(self._slots.versions)
 
         def collect(tensor: Tensor) -> None:
             saved.append(tensor)
@@ -306,7 +330,7 @@ class RecomputedCall(LayerCall):
                 raise _EnoughRecomputedError
 
         found = (self._repeatable.context(), self._ambient.restored(), self._state.restored())
-        contexts: list[Any] = [context for context in found if context is not None]
+        contexts: list[Any] = list(filter(None, found))
         if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
             contexts.append(Replay(self._answers, answer, self._ambient.skip_to, self._fail))
@@ -324,12 +348,12 @@ class RecomputedCall(LayerCall):
             difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
             if difference is not None:
                 self._fail(difference)
-            return list(saved), [tensor._version for tensor in saved]
+            return saved.copy()
         finally:
             saved.clear()  # Note [the work of hooks]
 
     def _repeat(self, collect: Callable[[Tensor], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch.enable_grad(), saved_tensors_hooks(collect, _unused):
+        with saved_tensors_hooks(collect, _unused):
             try:
                 self._repeatable.forward(*args, **kwargs)
             except _EnoughRecomputedError:
@@ -366,11 +390,9 @@ def run_recomputed(
 
     `tensors` are those among the arguments.
     """
-    if not any([tensor.requires_grad for tensor in tensors]) and not any(
-        parameter.requires_grad for parameter in repeatable.module.parameters()
-    ):
+    if not any(map(_WANTS_GRADIENT, tensors)) and not any(map(_WANTS_GRADIENT, repeatable.module.parameters())):
         return repeatable.forward(*args, **kwargs)
-    orders = engine.orders(layer, repeatable.module, tensors)
+    orders = engine.orders(layer, repeatable.module, tensors) if engine.orders is not None else None
     if orders is not None and orders.keep:
         return run_kept(engine, layer, repeatable.forward, args, kwargs, orders)
     call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors, orders)
@@ -382,8 +404,12 @@ def run_recomputed(
     elif orders is not None and orders.has_calls:
         watch = PlannedWatch(call, orders)
     try:
-        with call.hooks(), contextlib.nullcontext() if watch is None else watch:
-            outputs = repeatable.forward(*args, **kwargs)
+        with call.hooks():
+            if watch is None:
+                outputs = repeatable.forward(*args, **kwargs)
+            else:
+                with watch:
+                    outputs = repeatable.forward(*args, **kwargs)
     except BaseException:
         call.leave_forward()
         raise
@@ -395,6 +421,11 @@ def run_recomputed(
     elif isinstance(watch, PlannedWatch) and watch.is_off_plan:
         engine.note_off_plan(layer)
     return outputs
+
+
+def _accelerators(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    """The devices of tensors, without the CPU and what has no memory."""
+    return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta))
 
 
 def _unused(packed: None) -> Tensor:

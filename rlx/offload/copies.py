@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rlx.offload.arena import Block, as_bytes
 from rlx.offload.stats import Counters, Timeline, mark
 
 
@@ -52,16 +53,18 @@ class Arrival:
     makes the buffer's stream wait for the copies: only then may the memory be handed on.
 
     Args:
-        nbytes: length of the buffer [bytes].
+        shape, dtype: of the buffer; it is contiguous.
         device: where it is.
         home: the current stream of the device; None without an accelerator.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, home: torch.Stream | None) -> None:
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, home: torch.Stream | None
+    ) -> None:
         self.home = home
         self.copies: list[torch.Event] = []
         self.issued: Latch | None = None  # of the copies that other threads issue
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(shape, dtype=dtype, device=device)
         self.allocated = home.record_event() if home is not None else None
 
     def __del__(self) -> None:
@@ -98,38 +101,40 @@ class Copier:
         """What a thread of its own enters before it touches the device: it begins on the first one, and would use that."""
         return contextlib.nullcontext() if self.on_host else torch.accelerator.device_index(self.device.index)
 
-    def off(self, source: Tensor, views: Sequence[Tensor]) -> torch.Event | None:
-        """Copy bytes to the host, behind what compute has queued; returns the event that ends the copy."""
+    def off(self, source: Tensor, block: Block) -> torch.Event | None:
+        """Copy a contiguous tensor to the host, behind what compute has queued; returns the event that ends the copy."""
         if self.on_host:
-            self._copy_now(source, views, to_host=True, is_waited_for=True)
+            self._copy_now(source, block, to_host=True, is_waited_for=True)
             return None
         compute = self.compute_stream()
         stream = self._leaving or compute
         if self._leaving is not None and compute is not None:
             self._leaving.wait_event(compute.record_event())
-        return self._copy(stream, source, views, to_host=True, is_waited_for=self._leaving is None)
+        return self._copy(stream, source, block, to_host=True, is_waited_for=self._leaving is None)
 
     def back(
-        self, views: Sequence[Tensor], arrival: Arrival, first_byte: int, after: torch.Event | None, is_ahead: bool
+        self, block: Block, arrival: Arrival, first_byte: int | None, after: torch.Event | None, is_ahead: bool
     ) -> torch.Event | None:
         """Copy bytes into an arrival; on any thread.
 
         Args:
-            views: host memory, in order.
+            block: host memory.
             arrival: the buffer.
-            first_byte: where in the buffer the bytes belong.
+            first_byte: where in the buffer the block's bytes begin; None: the block fills it.
             after: an event to wait for on the device before host memory is read.
             is_ahead: whether a thread of its own issues this, so that nobody waits for it without an accelerator.
         """
-        target = arrival.buffer[first_byte:] if first_byte else arrival.buffer
+        target = arrival.buffer
+        if first_byte is not None:
+            target = as_bytes(target)[first_byte : first_byte + block.nbytes]
         if self.on_host:
-            self._copy_now(target, views, to_host=False, is_waited_for=not is_ahead)
+            self._copy_now(target, block, to_host=False, is_waited_for=not is_ahead)
             return None
         stream = self._returning or arrival.home
         for event in (arrival.allocated, after):
             if stream is not None and event is not None:
                 stream.wait_event(event)  # on one stream for nothing, but layers may compute on several
-        copied = self._copy(stream, target, views, to_host=False, is_waited_for=self._returning is None)
+        copied = self._copy(stream, target, block, to_host=False, is_waited_for=self._returning is None)
         if copied is not None:
             arrival.copies.append(copied)
         return copied
@@ -158,45 +163,35 @@ class Copier:
     def _copy(
         self,
         stream: torch.Stream | None,
-        device_bytes: Tensor,
-        views: Sequence[Tensor],
+        tensor: Tensor,
+        block: Block,
         to_host: bool,
         is_waited_for: bool,
     ) -> torch.Event | None:
         start = mark(stream)
         with stream if stream is not None else contextlib.nullcontext():
-            copied_bytes = _copy_bytes(device_bytes, views, to_host, non_blocking=stream is not None)
+            for on_device, on_host in block.pairs(tensor):
+                target, source = (on_host, on_device) if to_host else (on_device, on_host)
+                target.copy_(source, non_blocking=stream is not None)
         stop = mark(stream)
         with self._lock:
-            self._counters.copied_bytes += copied_bytes
+            self._counters.copied_bytes += tensor.nbytes
         self._timeline.add("copy_ms", start, stop, self._counters)
         if is_waited_for:
             self._timeline.add("stall_ms", start, stop, self._counters)
         return stop if isinstance(stop, torch.Event) else None
 
-    def _copy_now(self, device_bytes: Tensor, views: Sequence[Tensor], to_host: bool, is_waited_for: bool) -> None:
+    def _copy_now(self, tensor: Tensor, block: Block, to_host: bool, is_waited_for: bool) -> None:
         """Without an accelerator there is no stream, and copies are done when they return."""
         counters, start = self._counters, time.perf_counter()
-        copied_bytes = _copy_bytes(device_bytes, views, to_host, non_blocking=False)
+        for on_device, on_host in block.pairs(tensor):
+            if to_host:
+                on_host.copy_(on_device)
+            else:
+                on_device.copy_(on_host)
         ms = (time.perf_counter() - start) * 1e3
         with self._lock:
-            counters.copied_bytes += copied_bytes
+            counters.copied_bytes += tensor.nbytes
             counters.copy_ms += ms
             if is_waited_for:
                 counters.stall_ms += ms
-
-
-def _copy_bytes(device_bytes: Tensor, views: Sequence[Tensor], to_host: bool, non_blocking: bool) -> int:
-    """Copy between a buffer of the device and pieces of host memory that may be longer in all; returns the bytes copied."""
-    first, length = 0, device_bytes.nbytes
-    if len(views) == 1 and views[0].nbytes == length:
-        target, source = (views[0], device_bytes) if to_host else (device_bytes, views[0])
-        target.copy_(source, non_blocking=non_blocking)
-        return length
-    for view in views:
-        nbytes = min(view.nbytes, length - first)
-        part, whole = device_bytes[first : first + nbytes], view[:nbytes]
-        target, source = (whole, part) if to_host else (part, whole)
-        target.copy_(source, non_blocking=non_blocking)
-        first += nbytes
-    return first

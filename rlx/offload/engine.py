@@ -60,13 +60,6 @@ class LayerCall:
         self._is_prefetched = False
         self.number, self.previous = engine.begin_call(self)
 
-    def park(self, tensor: Tensor) -> Parked | None:
-        """Send the bytes of a tensor off; None where it has to stay."""
-        parked = self.engine.park(tensor, self)
-        if parked is not None:
-            self.parked.append(weakref.ref(parked))
-        return parked
-
     def fetch(self) -> None:
         """Begin to bring back what this call has parked."""
         for reference in self.parked:
@@ -143,7 +136,7 @@ class Engine:
         self._has_warned_full = False
         self._has_noted_fallback = False
         # What a layer is to do with these inputs: set where layers are planned.
-        self.orders: Callable[[Layer, Module, Sequence[Tensor]], Orders | None] = lambda layer, module, tensors: None
+        self.orders: Callable[[Layer, Module, Sequence[Tensor]], Orders | None] | None = None
 
     def begin_call(self, call: LayerCall) -> tuple[int, weakref.ref[LayerCall] | None]:
         """Number a layer call and link it to the one before it on this thread, unless a new forward has begun."""
@@ -152,7 +145,8 @@ class Engine:
         before = last() if last is not None else None
         self._thread.last = weakref.ref(call)
         for mover in tuple(self._movers.values()):
-            mover.begin_layer(number, _LAG[self.save])
+            if mover.in_flight:
+                mover.begin_layer(number, _LAG[self.save])
         return number, last if before is not None and before.layer.index <= call.layer.index else None
 
     def enter_backward(self, call: LayerCall) -> LayerCall | None:
@@ -168,7 +162,7 @@ class Engine:
         return before
 
     def park(self, tensor: Tensor, call: LayerCall) -> Parked | None:
-        """Send the bytes of a tensor off, once for all that look at them; None where the host has no room.
+        """Send the bytes of a tensor off for a call, once for all that look at them; None where the host has no room.
 
         Which tensors may leave is the caller's decision.
         """
@@ -176,15 +170,15 @@ class Engine:
         mover = self._movers.get(region.device) or self._mover(region.device)
         reference = mover.table.get(region)
         parked = reference() if reference is not None else None
-        if parked is not None and parked.stands_for(tensor):
-            return parked
-        parked = mover.park(tensor, region, call.number)
-        if parked is None:
-            self._warn_full(region.nbytes)
-            return None
-        call.layer.counters.offloaded_bytes += parked.nbytes
-        if self.options.max_inflight_bytes is not None:
-            mover.bound(self.options.max_inflight_bytes)
+        if parked is None or not parked.stands_for(tensor):
+            parked = mover.park(tensor, region, call.number)
+            if parked is None:
+                self._warn_full(region.nbytes)
+                return None
+            call.layer.counters.offloaded_bytes += parked.nbytes
+            if self.options.max_inflight_bytes is not None:
+                mover.bound(self.options.max_inflight_bytes)
+        call.parked.append(weakref.ref(parked))
         return parked
 
     def note_fallback(self, layer: Layer, why: str) -> None:
@@ -306,14 +300,21 @@ def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
     """`map_leaves` where a leaf stands for another by its id, and most for themselves."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind(
-            [by_id[id(v)] if id(v) in by_id else v if type(v) in _LEAVES else replace_leaves(v, by_id) for v in value]
-        )
+        items = list(value)
+        for place, item in enumerate(items):
+            if id(item) in by_id:
+                items[place] = by_id[id(item)]
+            elif type(item) not in _LEAVES:
+                items[place] = replace_leaves(item, by_id)
+        return items if kind is list else tuple(items)
     if kind is dict:
-        return {
-            key: by_id[id(v)] if id(v) in by_id else v if type(v) in _LEAVES else replace_leaves(v, by_id)
-            for key, v in value.items()
-        }
+        named = dict(value)
+        for key, item in value.items():
+            if id(item) in by_id:
+                named[key] = by_id[id(item)]
+            elif type(item) not in _LEAVES:
+                named[key] = replace_leaves(item, by_id)
+        return named
     return map_leaves(lambda leaf: by_id.get(id(leaf), leaf), value)
 
 

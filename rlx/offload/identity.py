@@ -22,18 +22,13 @@ ALIGN_BYTES = 512
 
 
 class Region(NamedTuple):
-    """Bytes [start, stop) of the storage at `address` on `device`, as they stood at `version`."""
+    """`nbytes` from byte `start` of the storage at `address` on `device`, as they stood at `version`."""
 
     device: torch.device
     address: int
     start: int
-    stop: int
+    nbytes: int
     version: int
-
-    @property
-    def nbytes(self) -> int:
-        """Length [bytes]."""
-        return self.stop - self.start
 
 
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
@@ -68,7 +63,8 @@ def region_of(tensor: Tensor) -> Region:
     total = storage.nbytes()
     if 2 * (stop - start) >= total:
         start, stop = 0, total
-    return Region(tensor.device, storage.data_ptr(), start - start % ALIGN_BYTES, stop, tensor._version)
+    start -= start % ALIGN_BYTES
+    return Region(tensor.device, storage.data_ptr(), start, stop - start, tensor._version)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -129,22 +125,37 @@ class Look(Probe):
     __slots__ = ("_offset", "_stride", "dtype", "shape")
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
+        self.version = tensor._version
+        self.alias = without_memory(tensor)
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
 
-    def on(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
-        """The tensor on a storage that begins with byte `first_byte` of the one that it was saved from.
+    def on(self, memory: Tensor, first_byte: int, wants_gradient: bool = False) -> Tensor:
+        """The tensor on memory that has come back.
 
         It has the counter: who writes to what has come back writes to all that looked at the original.
+
+        Args:
+            memory: any tensor on a storage that begins with byte `first_byte` of the one that it was saved from.
+            first_byte: a multiple of `ALIGN_BYTES`.
+            wants_gradient: give a tensor that wants a gradient; in gradient mode only. It is not the leaf of its graph: a graph
+                keeps its leaves, and what recomputation saves for the end of a layer would keep the layer's input until it
+                has been asked for. The leaf is the alias, which has no memory.
         """
-        tensor = self.alias.detach()
-        offset = self._offset - first_byte // self.dtype.itemsize
-        tensor.data = torch.empty(0, dtype=self.dtype, device=storage.device).set_(
-            storage, offset, self.shape, self._stride
-        )
+        tensor = self.alias.requires_grad_().view_as(self.alias) if wants_gradient else self.alias.detach()
+        dtype, shape, stride = self.dtype, self.shape, self._stride
+        offset = self._offset - first_byte // dtype.itemsize
+        if (
+            memory.dtype != dtype
+            or memory.shape != shape
+            or memory.stride() != stride
+            or memory.storage_offset() != offset
+        ):
+            empty = torch.empty(0, dtype=dtype, device=memory.device)
+            memory = empty.set_(memory.untyped_storage(), offset, shape, stride)
+        tensor.data = memory
         return tensor
 
 

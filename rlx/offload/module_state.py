@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 _SMALL_BYTES = 1 << 20
+_VERSION, _WANTS_GRADIENT = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 Place = tuple[weakref.ref[nn.Module], str]
 
 
@@ -110,7 +112,11 @@ class ModuleState:
         places.unsaved = [place for place, _ in unsaved], saved_ids
 
     def _want_gradients(self) -> list[bool]:
-        return [tensor is not None and tensor.requires_grad for tensor in (*self._saved, *self._parameters)]
+        tensors = (*self._saved, *self._parameters)
+        try:
+            return list(map(_WANTS_GRADIENT, tensors))
+        except AttributeError:  # None
+            return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
     def changed(self) -> str | None:
         """The first parameter or buffer that is not as it was; None where all are."""
@@ -157,7 +163,7 @@ def _at(places: list[Place]) -> list[Any]:
 
 def _versions(tensors: list[Any]) -> list[int]:
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_VERSION, tensors))
     except (AttributeError, RuntimeError):  # None, which has none, or a tensor made in inference mode
         return [tensor._version if tensor is not None and not tensor.is_inference() else 0 for tensor in tensors]
 

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlx.offload.arena import Account, Block, HostArena, host_arena
+from rlx.offload.arena import Account, Block, HostArena, as_bytes, host_arena
 from rlx.offload.copies import Arrival, Copier, Latch
 from rlx.offload.disk import READER_THREADS, DiskError, ExtentFile, extent_files
 from rlx.offload.pages import Pages
@@ -60,10 +60,10 @@ class Place(Protocol):
     """Room for one range of bytes off the device."""
 
     def write(self, copier: Copier, source: Tensor) -> torch.Event | None:
-        """Begin to send bytes here; returns the event after which the source is not read any more."""
+        """Begin to send a contiguous tensor here; returns the event after which the source is not read any more."""
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
-        """Begin to fill a buffer with the bytes."""
+        """Begin to fill a buffer with what was sent here."""
 
     def give(self) -> None:
         """The owner is done. Never blocks, on any thread."""
@@ -83,6 +83,8 @@ class Store(Protocol):
 class HostPlace:
     """A block of host memory."""
 
+    __slots__ = ("_account", "_block", "_last_copy")
+
     def __init__(self, account: Account, block: Block) -> None:
         self._account = account
         self._block = block
@@ -90,12 +92,12 @@ class HostPlace:
 
     def write(self, copier: Copier, source: Tensor) -> torch.Event | None:
         """See `Place.write`."""
-        self._last_copy = copier.off(source, self._block.views)
+        self._last_copy = copier.off(source, self._block)
         return self._last_copy
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
         """See `Place.read`. The copy that left may still be writing the block."""
-        self._last_copy = copier.back(self._block.views, arrival, 0, after=self._last_copy, is_ahead=False)
+        self._last_copy = copier.back(self._block, arrival, None, after=self._last_copy, is_ahead=False)
 
     def give(self) -> None:
         """See `Place.give`."""
@@ -196,11 +198,11 @@ class DiskPlace:
 
     def write(self, copier: Copier, source: Tensor) -> torch.Event | None:
         """See `Place.write`. Waits where the disk does not keep up."""
-        here, left = weakref.ref(self), None
+        here, left, source = weakref.ref(self), None, as_bytes(source)
         for chunk in self._chunks():
             block = self.store.staging.take_to_write(chunk.nbytes, copier)
             try:
-                left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block.views)
+                left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block)
             except BaseException:
                 self.store.staging.give_written(block)
                 raise
@@ -295,7 +297,7 @@ class _Read(NamedTuple):
         try:
             with self.store.working("read", self.chunk):
                 self.store.file.read(block.views, self.chunk.offset)
-            copied = self.copier.back(block.views, arrival, self.chunk.first_byte, after=None, is_ahead=True)
+            copied = self.copier.back(block, arrival, self.chunk.first_byte, after=None, is_ahead=True)
         finally:
             staging.give(block, copied)
         return copied

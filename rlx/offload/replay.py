@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rlx.offload.ambient import RandomState
 from rlx.offload.answers import Answer, autocast_dtype
 from rlx.offload.engine import map_leaves, tensors_in
 from rlx.offload.identity import storage_address
@@ -176,7 +177,7 @@ class Replay(Watcher):
         self,
         answers: Sequence[Answer | None],
         fill: Callable[[int, list[Tensor]], None],
-        set_random_state: Callable[[tuple[Tensor, ...]], None],
+        set_random_state: Callable[[RandomState], None],
         fail: Callable[[str], NoReturn],
     ) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class SavingCall(LayerCall):
         if is_parameter(tensor) or storage_address(tensor) in self._fixed:
             return Kept(tensor)
         if self._may_leave(tensor):
-            parked = self.park(tensor)
+            parked = self.engine.park(tensor, self)
             if parked is not None:
                 self.parked_bytes += parked.nbytes
                 return Saved(self, parked, tensor)

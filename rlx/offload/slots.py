@@ -20,7 +20,8 @@ from torch.nn import Parameter
 
 from rlx.offload.identity import modified_in_place, nothing_on
 
-_SHAPE = operator.attrgetter("shape")
+_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_UNWATCHED = torch.empty(0, device="cpu")  # stands for what has no version counter; nobody writes to it
 
 
 class Kinds(NamedTuple):
@@ -37,9 +38,7 @@ class Kinds(NamedTuple):
     def are_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether they are those of some tensors; False where one of these is nested."""
         try:
-            return [tensor.dtype for tensor in tensors] == self.dtypes and all(
-                map(operator.eq, map(_SHAPE, tensors), self.shapes)
-            )
+            return list(map(_DTYPE, tensors)) == self.dtypes and list(map(_SHAPE, tensors)) == self.shapes
         except RuntimeError:
             return False
 
@@ -50,13 +49,15 @@ class Slots:
     def __init__(self) -> None:
         self.saved: list[Tensor] = []  # while forward runs
         self.versions: list[int | None] = []  # of the tensors when they were saved; None for those that have none
-        # Known when forward has ended. What shares the version counter: a parameter itself, else a tensor without memory.
-        self.watches: list[Tensor | None] = []
+        # Known when forward has ended. What shares the version counter: a parameter itself, else a tensor without memory;
+        # for what has no counter, one to which nobody writes.
+        self.watches: list[Tensor] = []
         self.parameters: dict[int, Parameter] = {}  # those that slots look at
         self._others: list[int] = []  # the slots that look at none
         self._kinds = Kinds([], [])  # of what these look at
-        # While forward runs: what watches a tensor and its views, by the id of the one that they are views of.
-        self._watch_by_base: dict[int, Tensor] = {}
+        # While forward runs: what watches a tensor and its views, by the id of the one that they are views of. Those in it
+        # before it ends are alive as long.
+        self.watch_by_base: dict[int, Tensor] = {}
 
     def packer(self) -> Callable[[Tensor], int]:
         """The pack hook of forward."""
@@ -72,38 +73,35 @@ class Slots:
 
         return pack
 
-    def note_watch(self, tensor: Tensor, watch: Tensor) -> None:
-        """Name what watches a tensor that is alive until forward ends, so that no more is made for it."""
-        if type(tensor) is Tensor:
-            base = tensor._base
-            self._watch_by_base[id(tensor if base is None else base)] = watch
-
     def end_forward(self, expected: Kinds | None) -> Kinds:
         """Keep of the saved tensors all but their memory.
 
         Args:
             expected: what this returned for the layer's last forward. As a rule it is the same: one object for all steps.
         """
-        saved, versions, by_base = self.saved, self.versions, self._watch_by_base
-        watches: list[Tensor | None] = []
+        versions, by_base = self.versions, self.watch_by_base
+        watches: list[Tensor] = []
         others: list[Tensor] = []
-        for tensor, base, version in zip(saved, _bases(saved), versions, strict=True):
-            if type(base) is Parameter and version is not None:
-                self.parameters[len(watches)] = base
+        for index, tensor in enumerate(self.saved):
+            base = tensor._base  # all views of a tensor share its version counter
+            if base is None:
+                base = tensor
+            if type(base) is Parameter and versions[index] is not None:
+                self.parameters[index] = base
                 watches.append(base)
                 continue
-            watch: Tensor | None = None
-            self._others.append(len(watches))
+            self._others.append(index)
             others.append(tensor)
-            if version is not None and type(tensor) is Tensor:
-                watch = by_base.get(id(base))  # all views of a tensor share its version counter
-                if watch is None:
-                    try:
-                        watch = tensor.detach()  # as `without_memory` does
-                        watch.data = nothing_on(tensor.device)
-                        by_base[id(base)] = watch
-                    except RuntimeError:  # sparse and nested layouts
-                        watch = None
+            watch = by_base.get(id(base)) if type(tensor) is Tensor and versions[index] is not None else _UNWATCHED
+            if watch is None:
+                try:
+                    watch = tensor.detach()  # as `without_memory` does
+                    watch.data = nothing_on(tensor.device)
+                    by_base[id(base)] = watch
+                except RuntimeError:  # sparse and nested layouts
+                    watch = _UNWATCHED
+            if watch is _UNWATCHED:
+                versions[index] = watch._version
             watches.append(watch)
         self._kinds = expected if expected is not None and expected.are_of(others) else Kinds.of(others)
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
@@ -112,7 +110,7 @@ class Slots:
     def leave_forward(self) -> None:
         """Let go of the tensors, also when an exception has ended forward."""
         self.saved.clear()
-        self._watch_by_base.clear()
+        self.watch_by_base.clear()
 
     def written(self, index: int) -> RuntimeError:
         """The error for a write to the tensor of a slot after it was saved."""
@@ -143,14 +141,14 @@ class Slots:
 
     def changed_parameter(self, saved: Sequence[Tensor], answered: Set[int]) -> str | None:
         """What has been done to a parameter that was saved; None for nothing. Slots in `answered` hold results only."""
-        bases = _bases(saved)
-        others = list(map(type, bases)).count(Parameter)
+        bases = [tensor if (base := tensor._base) is None else base for tensor in saved]
+        versions, others = self.versions, list(map(type, bases)).count(Parameter)
         for index, parameter in self.parameters.items():
             if index >= len(bases):
                 break
             if bases[index] is parameter:
                 others -= 1
-                if parameter._version != self.versions[index]:
+                if parameter._version != versions[index]:
                     return f"a parameter of shape {list(parameter.shape)} has been modified by an inplace operation"
             elif index not in answered:
                 return f"a parameter of shape {list(saved[index].shape)} has been replaced"
@@ -158,11 +156,6 @@ class Slots:
             index = next(i for i, base in enumerate(bases) if type(base) is Parameter and i not in self.parameters)
             return f"a parameter of shape {list(saved[index].shape)} has been replaced"
         return None
-
-
-def _bases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that tensors are views of; those that are none themselves."""
-    return [tensor if tensor._base is None else tensor._base for tensor in tensors]
 
 
 def _shape(tensor: Tensor) -> torch.Size | None:

@@ -46,20 +46,23 @@ class Parked:
     """One range of bytes off the device. Made by `Mover.park`; shared by all saved tensors that look at the range."""
 
     def __init__(self, mover: Mover, tensor: Tensor, region: Region, place: Place) -> None:
-        storage = tensor.untyped_storage()
+        copier = mover.copier
         self.nbytes = region.nbytes
         self._place = place
         self._mover = mover
-        self._storage_ref = weakref.ref(storage)
+        self._storage_ref = weakref.ref(tensor.untyped_storage())
         self._region = region
         self._source: Tensor | None = None
         self._arrival: Arrival | None = None
         self._was_torn = False
-        self._home = mover.copier.compute_stream()
+        self._home: torch.Stream | None = None
         self._left: torch.Event | None = None
-        if self._home is not None:
+        if not copier.on_host:
+            self._home = copier.compute_stream()
             self._source = tensor.detach()
-        self._left = place.write(mover.copier, _bytes_of(storage, region))
+        whole = in_one_piece(tensor, region)
+        self._shape, self._dtype = whole.shape, whole.dtype  # of what travels
+        self._left = place.write(copier, whole)
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether the storage the bytes came from still lives and is the tensor's (Note [identity of a saved tensor])."""
@@ -90,13 +93,14 @@ class Parked:
     def _fetched(self) -> Arrival:
         if self._arrival is None:
             copier = self._mover.copier
-            arrival = Arrival(self.nbytes, copier.device, copier.compute_stream())
+            home = None if copier.on_host else copier.compute_stream()
+            arrival = Arrival(self._shape, self._dtype, copier.device, home)
             self._place.read(copier, arrival)
             self._arrival = arrival
         return self._arrival
 
-    def on_device(self) -> tuple[torch.UntypedStorage, int]:
-        """A storage with the bytes, ready for the current stream, and the byte of the original one with which it begins.
+    def on_device(self) -> tuple[Tensor, int]:
+        """A tensor on the bytes, ready for the current stream, and the byte of the original storage with which its own begins.
 
         Raises:
             RuntimeError: if they were overwritten while they left.
@@ -109,18 +113,21 @@ class Parked:
                 "clone it before the write"
             )
         if source is not None:
-            return source.untyped_storage(), 0
-        with self._mover.lock:
-            arrival = self._fetched()
-        self._mover.copier.wait_for(arrival)
-        return arrival.buffer.untyped_storage(), self._region.start
+            return source, 0
+        mover, arrival = self._mover, self._arrival
+        if arrival is None:
+            with mover.lock:
+                arrival = self._fetched()
+        mover.copier.wait_for(arrival)
+        return arrival.buffer, self._region.start
 
     def unload(self) -> None:
         """Let the bytes on the device go; a later use fetches anew. Call it on the thread that used them."""
         if self._source is None and self._arrival is None:
             return
         with self._mover.lock:
-            self.release()  # where backward begins, the last layer's sources are still here: at the peak of the step
+            if self._source is not None:
+                self.release()  # where backward begins, the last layer's sources are still here: at the peak of the step
             self._arrival = None
 
     def __del__(self) -> None:
@@ -154,7 +161,7 @@ class Mover:
         self.table: dict[Region, weakref.ref[Parked]] = {}  # what is off the device
         self._stores = stores
         self._counters = counters
-        self._in_flight: deque[_Flight] = deque()
+        self.in_flight: deque[_Flight] = deque()  # oldest first; none without an accelerator
         self._in_flight_bytes = 0
 
     def park(self, tensor: Tensor, region: Region, layer_call: int) -> Parked | None:
@@ -175,32 +182,33 @@ class Mover:
             self.table[region] = weakref.ref(parked)
             self._counters.offloaded_bytes += nbytes
             if not self.copier.on_host:
-                self._in_flight.append(_Flight(layer_call, nbytes, weakref.ref(parked)))
+                self.in_flight.append(_Flight(layer_call, nbytes, weakref.ref(parked)))
                 self._in_flight_bytes += nbytes
             return parked
 
     def begin_layer(self, layer_call: int, lag: int) -> None:
         """Release the sources sent off `lag` or more layer calls before `layer_call`."""
-        if not self._in_flight:
-            return
         with self.lock:
-            while self._in_flight and self._in_flight[0].layer_call <= layer_call - lag:
+            while self.in_flight and self.in_flight[0].layer_call <= layer_call - lag:
                 self._release_oldest()
 
     def bound(self, max_bytes: int) -> None:
         """Release the oldest sources until at most `max_bytes` are in flight."""
         with self.lock:
-            while self._in_flight and self._in_flight_bytes > max_bytes:
+            while self.in_flight and self._in_flight_bytes > max_bytes:
                 self._release_oldest()
 
     def _release_oldest(self) -> None:
-        flight = self._in_flight.popleft()
+        flight = self.in_flight.popleft()
         self._in_flight_bytes -= flight.nbytes
         parked = flight.parked()
         if parked is not None:
             parked.release()
 
 
-def _bytes_of(storage: torch.UntypedStorage, region: Region) -> Tensor:
+def in_one_piece(tensor: Tensor, region: Region) -> Tensor:
+    """The region of a tensor as a contiguous one: of the same look if it has the region for itself, else bytes."""
+    if tensor.is_contiguous() and tensor.nbytes == region.nbytes:
+        return tensor.detach()
     empty = torch.empty(0, dtype=torch.uint8, device=region.device)
-    return empty.set_(storage, region.start, (region.nbytes,), (1,))
+    return empty.set_(tensor.untyped_storage(), region.start, (region.nbytes,), (1,))

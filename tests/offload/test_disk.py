@@ -242,7 +242,7 @@ def test_what_comes_back_is_what_left(tmp_path_factory, sizes, order, chunk_page
     order.shuffle(held)
     arrivals = []
     for place, source in held:
-        arrival = Arrival(source.numel(), source.device, None)
+        arrival = Arrival(source.shape, source.dtype, source.device, None)
         place.read(copier, arrival)
         arrivals.append((arrival, source))
     for arrival, source in arrivals:
