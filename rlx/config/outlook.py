@@ -147,12 +147,13 @@ class Outlook:
         Args:
             name: of `names`.
             length: tokens of the longest sequences; None: as the configuration says.
-            is_least: count what is sure to come: of packed samples of which only the number is limited, a single one.
+            is_least: count what is sure to come: of packed samples of which only the number is limited, and of those that
+                transformers decodes at once, a single one of that length.
         """
         longest = self.length if length is None else length
         own, batch = self._residents[OF_ROLE[name]], self.config.data.train_batch_size
         if name == "rollout":
-            return self._rollout(own, longest)
+            return self._rollout(own, longest, is_least)
         if name == "sync":
             return self._sync(own)
         if name.startswith("update_"):
@@ -221,14 +222,14 @@ class Outlook:
         parts["working"] = peak - sum(parts.values())
         return Phase(name, parts, self._limit, host=self._parked(own) + own.parked_at_work)
 
-    def _rollout(self, actor: Resident, length: int) -> Phase:
+    def _rollout(self, actor: Resident, length: int, is_least: bool) -> Phase:
         others = sum(each.resting for each in self._residents.values())
         parked, weights = self._parked(None), self._sampler_weights(actor)
         rollout, lacking, limit = self.config.actor_rollout_ref.rollout, 0.0, self._limit
         cache = length * self._cache_bytes(actor)
         if rollout.name == "hf":
             rows = -(-self.config.data.train_batch_size * rollout.n // processes(self.config))
-            sampler = weights + cache * min(rollout.max_num_seqs, rows)
+            sampler = weights + cache * (1 if is_least else min(rollout.max_num_seqs, rows))
         elif not self.on_device:
             sampler, lacking = weights + CPU_CACHE_BYTES, max(0.0, cache - CPU_CACHE_BYTES)
         elif self.memory_bytes is None:

@@ -65,10 +65,6 @@ REFUSED = {
     ],
     "vllm awake": [GRPO, BF16, f"{ROLLOUT}.free_cache_engine=False", f"{ROLLOUT}.gpu_memory_utilization=0.7"],
     "too much for vllm": [GRPO, BF16, f"{ROLLOUT}.gpu_memory_utilization=0.9"],
-    "transformers' cache": [
-        *(GRPO, f"{ROLLOUT}.name=hf", "data.max_response_length=8192", BF16, f"{ROLLOUT}.max_num_seqs=128"),
-        f"{ACTOR}.fsdp_config.optimizer_offload=True",
-    ],
 }
 
 
@@ -129,6 +125,16 @@ def test_samples_that_may_be_long_are_warned_of_and_not_refused(predict: Predict
     assert re.search(r"; sequences of up to [\d,]+ tokens fit", warning)
     padded = predict(GRPO, *rows, f"{MODEL}.use_remove_padding=False", gpus=8)
     assert [fault.what for fault in padded.faults] == [UNFIT]
+
+
+def test_so_are_many_samples_at_once_of_transformers(predict: Predict):
+    many = (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.max_num_seqs=128", "data.max_response_length=8192")
+    verdict = predict(GRPO, BF16, *many, f"{ACTOR}.fsdp_config.optimizer_offload=True")
+    assert verdict.faults == ()
+    (warning,) = about_memory(verdict)
+    assert warning.startswith("device memory may run out: rollout ")
+    (number,) = re.findall(rf"{ROLLOUT}.max_num_seqs=(\d+)", warning)
+    assert 32 < int(number) < 128
 
 
 def test_the_key_says_whether_to_refuse_warn_or_predict_nothing(predict: Predict):
