@@ -8,13 +8,13 @@ From the length on from which the second is faster, `LONG_TOKENS` of `rlx.models
 import argparse
 import statistics
 import sys
+import time
 
 import torch
 from torch import Tensor
 
 from rlx.models import packed_attention
 from rlx.models.packed_attention import Lengths
-from rlx.offload.benchmark.device import clock, name_of
 
 WAYS = {"kernel": sys.maxsize, "each": 0}  # LONG_TOKENS under which it is taken
 
@@ -34,10 +34,10 @@ def measure(
 
     def step(long_tokens: int) -> float:
         packed_attention.LONG_TOKENS = long_tokens
-        began = clock(device)
+        began = _clock(device)
         result: Tensor = packed_attention.packed_attention(query, key, value, starts, lengths)
         torch.autograd.grad(result, (query, key, value), grad)
-        return clock(device) - began
+        return _clock(device) - began
 
     before = packed_attention.LONG_TOKENS
     try:
@@ -45,6 +45,13 @@ def measure(
     finally:
         packed_attention.LONG_TOKENS = before
     return {name: statistics.median(turn[name] for turn in taken) for name in WAYS}
+
+
+def _clock(device: torch.device) -> float:
+    """The time at which the device has done all it was given [s]."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,7 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     device = torch.device(given.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     note = "" if device.type == "cuda" else ": no kernel for variable lengths here, both are a call for each sequence"
-    print(f"{name_of(device)}, torch {torch.__version__}, forward and backward{note}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, forward and backward{note}")
     print(f"{'sequences':>10}{'tokens':>10}{'kernel ms':>12}{'each ms':>12}{'each/kernel':>13}")
     for text in given.lengths:
         count, times, length = text.partition("x")
