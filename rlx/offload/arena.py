@@ -62,17 +62,23 @@ class Block:
         self.reserved_bytes = sum(piece.length for piece in pieces)  # alignment included
         self._typed: Tensor | None = None
 
+    def whole(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """The block as a tensor; None where it is in pieces, or longer than that."""
+        typed = self._typed
+        if typed is None or typed.shape != shape or typed.dtype != dtype:
+            if len(self.views) != 1 or self.nbytes != shape.numel() * dtype.itemsize:
+                return None
+            self._typed = typed = self.views[0].view(dtype).view(shape)  # kept: steps repeat
+        return typed
+
     def pairs(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """A contiguous tensor, in parts, each with as much host memory of the same dtype and shape.
 
         The block may be longer than the tensor, by bytes that mean nothing.
         """
-        typed = self._typed
-        if typed is not None and typed.shape == tensor.shape and typed.dtype == tensor.dtype:
-            return [(tensor, typed)]
-        if len(self.views) == 1 and self.nbytes == tensor.nbytes:
-            self._typed = typed = self.views[0].view(tensor.dtype).view(tensor.shape)  # kept: steps repeat
-            return [(tensor, typed)]
+        whole = self.whole(tensor.shape, tensor.dtype)
+        if whole is not None:
+            return [(tensor, whole)]
         flat, first, pairs = as_bytes(tensor), 0, []
         for view in self.views:
             part = flat[first : first + view.nbytes]

@@ -33,19 +33,16 @@ from rlx.offload.ambient import Ambient, RandomState
 from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, replace_leaves
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_length
-from rlx.offload.kept import run_kept
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.orders import Orders
 from rlx.offload.replay import Replay
-from rlx.offload.sample import MeasuringWatch
 from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored, modified_input
-from rlx.offload.watch import AttentionWatch, PlannedWatch, Watch
+from rlx.offload.watch import Watch
 
 _NO_ORDERS = Orders()
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
-_WANTS_GRADIENT = operator.attrgetter("requires_grad")
 # What is given for a slot: the recomputed tensor and its version; what watches the tensor that was saved first, and its version.
 Value = tuple[Tensor, int, Tensor, int | None]
 
@@ -376,51 +373,6 @@ class RecomputedCall(LayerCall):
             f"recomputing layer {self.layer.name} did not save the tensors that its forward saved: {how}; a layer that is "
             "recomputed must do the same each time: look for state that it changes, or randomness of its own"
         )
-
-
-def run_recomputed(
-    engine: Engine,
-    layer: Layer,
-    repeatable: Repeatable,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Tensor],
-) -> Any:
-    """Run a layer's forward so that only its inputs and the answers that `save` asks for are kept, or all by a plan.
-
-    `tensors` are those among the arguments.
-    """
-    if not any(map(_WANTS_GRADIENT, tensors)) and not any(map(_WANTS_GRADIENT, repeatable.module.parameters())):
-        return repeatable.forward(*args, **kwargs)
-    orders = engine.orders(layer, repeatable.module, tensors) if engine.orders is not None else None
-    if orders is not None and orders.keep:
-        return run_kept(engine, layer, repeatable.forward, args, kwargs, orders)
-    call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors, orders)
-    watch: Watch | None = None
-    if engine.save == "attention":
-        watch = AttentionWatch(call, layer.attention_count)
-    elif orders is not None and orders.sample is not None:
-        watch = MeasuringWatch(call, orders.sample)
-    elif orders is not None and orders.has_calls:
-        watch = PlannedWatch(call, orders)
-    try:
-        with call.hooks():
-            if watch is None:
-                outputs = repeatable.forward(*args, **kwargs)
-            else:
-                with watch:
-                    outputs = repeatable.forward(*args, **kwargs)
-    except BaseException:
-        call.leave_forward()
-        raise
-    call.end_forward(watch, outputs)
-    if isinstance(watch, AttentionWatch):
-        layer.attention_count = watch.attention_count
-        if not any(watch.answers):
-            engine.note_fallback(layer, watch.refused or "calls no fused attention that is known")
-    elif isinstance(watch, PlannedWatch) and watch.is_off_plan:
-        engine.note_off_plan(layer)
-    return outputs
 
 
 def _accelerators(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:

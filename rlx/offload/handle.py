@@ -14,12 +14,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.auto import Controller
-from rlx.offload.checkpoint import Repeatable, run_recomputed
+from rlx.offload.checkpoint import Repeatable
 from rlx.offload.engine import Engine, Layer, map_leaves, sort_leaves
 from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
 from rlx.offload.module_state import Places
 from rlx.offload.options import OffloadOptions
 from rlx.offload.plan.planner import Plan
+from rlx.offload.run import run_recomputed
 from rlx.offload.saving import RegionHooks, run_saving, unpack
 from rlx.offload.stand_in import StandIn
 from rlx.offload.stats import OffloadStats

@@ -63,7 +63,7 @@ class Place(Protocol):
         """Begin to send a contiguous tensor here; returns the event after which the source is not read any more."""
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
-        """Begin to fill a buffer with what was sent here."""
+        """Begin to bring back what was sent here, into a buffer made now."""
 
     def give(self) -> None:
         """The owner is done. Never blocks, on any thread."""
@@ -97,7 +97,7 @@ class HostPlace:
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
         """See `Place.read`. The copy that left may still be writing the block."""
-        self._last_copy = copier.back(self._block, arrival, None, after=self._last_copy, is_ahead=False)
+        self._last_copy = copier.back(self._block, arrival, after=self._last_copy)
 
     def give(self) -> None:
         """See `Place.give`."""
@@ -212,6 +212,7 @@ class DiskPlace:
 
     def read(self, copier: Copier, arrival: Arrival) -> None:
         """See `Place.read`."""
+        arrival.allocate()
         here, arrival.issued = weakref.ref(self), Latch()
         for chunk in self._chunks():
             arrival.issued.expect(1)
@@ -297,7 +298,9 @@ class _Read(NamedTuple):
         try:
             with self.store.working("read", self.chunk):
                 self.store.file.read(block.views, self.chunk.offset)
-            copied = self.copier.back(block, arrival, self.chunk.first_byte, after=None, is_ahead=True)
+            first_byte = self.chunk.first_byte
+            target = as_bytes(arrival.buffer)[first_byte : first_byte + block.nbytes]
+            copied = self.copier.back_into(target, block, arrival, after=None, is_ahead=True)
         finally:
             staging.give(block, copied)
         return copied

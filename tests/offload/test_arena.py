@@ -70,6 +70,33 @@ def test_a_block_holds_what_was_written_to_it_over_several_pieces():
     assert all(bool((part.views[0] == number).all()) for number, part in enumerate(kept))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("gaps, longer", [(False, 0), (False, 100), (True, 0)], ids=["whole", "longer", "pieces"])
+def test_a_block_pairs_with_tensors_of_any_look(dtype, gaps, longer):
+    """Also with one look after the other, as when a layer's dtype changes under it."""
+    arena = HostArena(pinned=False)
+    arena.limit(6 * MIB)
+    account = arena.account()
+    parts = [account.take(MIB) for _ in range(6)] if gaps else []
+    for part in parts[::2]:
+        account.give(part)
+    block = account.take(3 * MIB + longer if gaps or longer else 2 * MIB)
+    assert (len(block.views) > 1) == gaps
+    for shape in ((4, -1), (-1,), (2, 8, -1)):
+        nbytes = block.nbytes - longer
+        source = (torch.arange(nbytes // dtype.itemsize) % 251).to(dtype).view(shape)
+        for tensor, on_host in block.pairs(source):
+            assert (tensor.shape, tensor.dtype) == (on_host.shape, on_host.dtype)
+            on_host.copy_(tensor)
+        again = torch.zeros_like(source)
+        for tensor, on_host in block.pairs(again):
+            tensor.copy_(on_host)
+        assert torch.equal(again, source)
+        whole = block.whole(source.shape, dtype)
+        assert (whole is None) == (gaps or longer > 0)
+        assert whole is None or torch.equal(whole, source)
+
+
 def test_a_cap_is_never_passed_and_counts_what_is_held():
     arena = HostArena(pinned=False)
     account = arena.account(max_bytes=3 * MIB)

@@ -1,0 +1,61 @@
+"""How a layer's forward runs where layers are recomputed: kept whole, recomputed, or with calls that are not repeated."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor
+
+from rlx.offload.checkpoint import RecomputedCall, Repeatable
+from rlx.offload.engine import Engine, Layer
+from rlx.offload.kept import run_kept
+from rlx.offload.sample import MeasuringWatch
+from rlx.offload.watch import AttentionWatch, PlannedWatch, Watch
+
+_WANTS_GRADIENT = operator.attrgetter("requires_grad")
+
+
+def run_recomputed(
+    engine: Engine,
+    layer: Layer,
+    repeatable: Repeatable,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+) -> Any:
+    """Run a layer's forward so that only its inputs and the answers that `save` asks for are kept, or all by a plan.
+
+    `tensors` are those among the arguments.
+    """
+    if not any(map(_WANTS_GRADIENT, tensors)) and not any(map(_WANTS_GRADIENT, repeatable.module.parameters())):
+        return repeatable.forward(*args, **kwargs)
+    orders = engine.orders(layer, repeatable.module, tensors) if engine.orders is not None else None
+    if orders is not None and orders.keep:
+        return run_kept(engine, layer, repeatable.forward, args, kwargs, orders)
+    call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors, orders)
+    watch: Watch | None = None
+    if engine.save == "attention":
+        watch = AttentionWatch(call, layer.attention_count)
+    elif orders is not None and orders.sample is not None:
+        watch = MeasuringWatch(call, orders.sample)
+    elif orders is not None and orders.has_calls:
+        watch = PlannedWatch(call, orders)
+    try:
+        with call.hooks():
+            if watch is None:
+                outputs = repeatable.forward(*args, **kwargs)
+            else:
+                with watch:
+                    outputs = repeatable.forward(*args, **kwargs)
+    except BaseException:
+        call.leave_forward()
+        raise
+    call.end_forward(watch, outputs)
+    if isinstance(watch, AttentionWatch):
+        layer.attention_count = watch.attention_count
+        if not any(watch.answers):
+            engine.note_fallback(layer, watch.refused or "calls no fused attention that is known")
+    elif isinstance(watch, PlannedWatch) and watch.is_off_plan:
+        engine.note_off_plan(layer)
+    return outputs
