@@ -144,7 +144,6 @@ class Look(Probe):
                 keeps its leaves, and what recomputation saves for the end of a layer would keep the layer's input until it
                 has been asked for. The leaf is the alias, which has no memory.
         """
-        tensor = self.alias.requires_grad_().view_as(self.alias) if wants_gradient else self.alias.detach()
         dtype, shape, stride = self.dtype, self.shape, self._stride
         offset = self._offset - first_byte // dtype.itemsize
         if (
@@ -155,7 +154,14 @@ class Look(Probe):
         ):
             empty = torch.empty(0, dtype=dtype, device=memory.device)
             memory = empty.set_(memory.untyped_storage(), offset, shape, stride)
-        tensor.data = memory
+        alias = self.alias
+        if not wants_gradient:
+            tensor = alias.detach()
+            tensor.data = memory
+            return tensor
+        alias.data = memory  # for as long as it takes the graph to learn the shape of its gradient
+        tensor = alias.requires_grad_().view_as(alias)
+        alias.data = nothing_on(memory.device)
         return tensor
 
 

@@ -102,6 +102,16 @@ def test_backward_inside_forward_is_refused(enable, toys):
         toys.step(model)
 
 
+def test_backward_inside_forward_that_asks_for_nothing_saved(compare, toys):
+    """Its gradient is that of the layer's input, of which recomputation must know the shape."""
+
+    def forward(block, x):
+        (grad,) = torch.autograd.grad((2 * x + x.flatten().view_as(x)).sum(), x)
+        return torch.tanh(block.lin(x + grad))
+
+    compare(toys.of(forward), toys.step, True)
+
+
 def test_running_statistics_advance_once(compare, enable, toys):
     model = toys.stack(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
     plain = copy.deepcopy(model)
