@@ -160,7 +160,7 @@ class Look(Probe):
             tensor.data = memory
             return tensor
         alias.data = memory  # for as long as it takes the graph to learn the shape of its gradient
-        tensor = alias.requires_grad_().view_as(alias)
+        tensor = alias.requires_grad_().expand_as(alias)  # a view, of the same strides even where these say nothing
         alias.data = nothing_on(memory.device)
         return tensor
 
