@@ -30,9 +30,9 @@ from rlx.offload.engine import Engine, Layer
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, storage_address
 from rlx.offload.measured import Measurement, measured, planned, slowest
 from rlx.offload.orders import Orders
+from rlx.offload.plan.costs import Machine
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import Machine
 from rlx.offload.sample import Backward, Sample
 
 logger = logging.getLogger("rlx.offload")
@@ -141,10 +141,12 @@ class Controller:
             self._decline(layer)
             return None
         bucket.called.add(layer.index)
-        inputs = {id(t): size_bytes(t) for t in tensors if t.requires_grad and not is_parameter(t)}
+        own = [t for t in tensors if t.requires_grad and not is_parameter(t)]
+        inputs = {id(t): size_bytes(t) for t in own}
+        memory = {storage_address(t): size_bytes(t) for t in own if is_plain(t)}
         shared = {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)}
         boundary, min_bytes = sum(inputs.values()), self._engine.options.min_bytes
-        sample = Sample(layer.index, device, boundary, bucket.backward, bucket.finish, shared, min_bytes)
+        sample = Sample(layer.index, device, boundary, bucket.backward, bucket.finish, shared, min_bytes, inputs=memory)
         bucket.begun[layer.index] = sample
         return Orders(sample=sample)
 
@@ -247,15 +249,18 @@ class Controller:
         machine = replace(machine, turn_s=measurement.turn_s, turn_bytes=measurement.outside_bytes)
         plan = make_plan(costs, machine)
         bucket.orders.clear()
-        for index, layer in zip(indices, plan.layers, strict=True):
+        for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
             kind = of_layer[index]
+            point = kind.cost.fetch_points[fetch]
             bucket.orders[index] = Orders(
                 keep=layer.keep,
                 boundary_leaves=layer.boundary_leaves,
                 on_device=frozenset(kind.places[i] for i in layer.on_device),
                 off_device=frozenset(kind.places[i] for i in layer.off_device),
                 names=kind.names,
-                fetch_early=plan.fetch_early,
+                fetch_early=fetch == 0,
+                fetch_call=point.call if point.call >= 0 else None,
+                fetch_below=point.slots if point.call >= 0 else None,
                 saved_bytes=kind.cost.saved_bytes,
             )
         bucket.plan = plan

@@ -130,7 +130,7 @@ class RecomputedCall(LayerCall):
             if tensor._version != version or watch._version != saved_version:
                 raise self._slots.written(index)
             if index < self._prefetch_below:
-                self._pass_middle()
+                self._pass_middle(index)
             return tensor
 
         return saved_tensors_hooks(self._slots.packer(), unpack)
@@ -219,12 +219,12 @@ class RecomputedCall(LayerCall):
             assert value is not None
             return value, values
 
-    def _pass_middle(self) -> None:
-        """Backward is through with enough of the layer to fetch what the layer before has sent off."""
-        self._prefetch_below = 0
-        if self._orders.sample is not None:
-            self._orders.sample.pass_middle()
-        self.prefetch(1)
+    def _pass_middle(self, index: int) -> None:
+        """Backward is through with enough of the layer to fetch what the layer before has sent off, or to be looked at."""
+        sample = self._orders.sample
+        self._prefetch_below = 0 if sample is None else sample.pass_border(index)
+        if sample is None or sample.is_late(index):
+            self.prefetch(1)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
@@ -295,10 +295,10 @@ class RecomputedCall(LayerCall):
         layers = self.engine.options.prefetch_layers
         if layers is not None or self._orders.fetch_early:
             self.prefetch(1 if layers is None else layers)
-        elif self._attention_slots is not None:
-            self._prefetch_below = self._attention_slots
         else:
-            self._prefetch_below = (len(self._slots.versions) + 1) // 2
+            below = self._attention_slots if self._orders.fetch_below is None else self._orders.fetch_below
+            middle = (len(self._slots.versions) + 1) // 2 if below is None else below
+            self._prefetch_below = middle if sample is None else sample.begin_borders(middle)
         start = mark(stream)
         saved = self._save_again(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
@@ -330,7 +330,9 @@ class RecomputedCall(LayerCall):
         contexts: list[Any] = list(filter(None, found))
         if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
-            contexts.append(Replay(self._answers, answer, self._ambient.skip_to, self._fail))
+            how = self._answers, answer, self._ambient.skip_to, self._fail
+            sample = self._orders.sample
+            contexts.append(Replay(*how) if sample is None else sample.replay(*how))
         try:
             if contexts:
                 with contextlib.ExitStack() as stack:

@@ -28,25 +28,33 @@ class KeptCall(LayerCall):
         if self.fetches_early:
             self.prefetch(self.prefetch_layers)
 
-    def pass_attention(self, gradient: Tensor) -> None:
-        """Hook of what follows attention: backward is through with the rest."""
+    def pass_call(self, gradient: Tensor) -> None:
+        """Hook of a call's results: backward comes to it, and is through with the rest."""
         self.begin_backward()
         self.prefetch(self.prefetch_layers)
 
 
 class _LateHook(Watcher):
-    """Hooks the results of the linear maps behind attention."""
+    """Hooks the results of a call, or of the linear maps behind attention.
 
-    def __init__(self, call: KeptCall) -> None:
+    Args:
+        call: which layer call fetches then.
+        place: of the call whose results are hooked; None: whatever follows attention.
+    """
+
+    def __init__(self, call: KeptCall, place: int | None) -> None:
         super().__init__()
         self._call = call
+        self._place = place
+        self._count = 0
         self._wants_next = False
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         result = function(*args, **kwargs)
-        if self._wants_next:
-            _hook(result, self._call.pass_attention)
+        if self._wants_next if self._place is None else self._place == self._count:
+            _hook(result, self._call.pass_call)
         self._wants_next = is_attention
+        self._count += 1
         return result
 
 
@@ -57,7 +65,7 @@ def run_kept(engine: Engine, layer: Layer, forward: Callable[..., Any], args: An
     if call.fetches_early or before is None or not before.parked:
         outputs = forward(*args, **kwargs)
     else:
-        with _LateHook(call):
+        with _LateHook(call, orders.fetch_call):
             outputs = forward(*args, **kwargs)
     _hook(outputs, call.enter)
     return outputs

@@ -7,10 +7,11 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rlx.offload.plan.step import LayerCost, Operation
+from rlx.offload.plan.costs import LayerCost, Operation, Point
 from rlx.offload.sample import Sample
 
 _MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
+_LESS = 0.98  # of what is held before a point is held behind it, if the point is worth being looked at
 
 
 class Kind(NamedTuple):
@@ -78,7 +79,7 @@ def _kind(members: Sequence[Sample]) -> Kind:
             operations[place] = Operation(
                 name=calls[0].name,
                 at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
-                seconds=fmean(call.seconds for call in calls),
+                seconds=fmean(call.again_s for call in calls),
                 nbytes=round(fmean(call.nbytes for call in calls)),
                 leaves_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
                 stays_bytes=round(fmean(call.stays_bytes for call in calls)),
@@ -103,8 +104,37 @@ def _kind(members: Sequence[Sample]) -> Kind:
         operations=tuple(operations.values()),
         late_at=fmean(middles) if middles else 0.5,
         forward_bytes=max(sample.forward_bytes for sample in members),
+        points=_points(members, len(names), max(working)) if late else (),
+        extra_bytes=max(sample.extra_bytes for sample in members),
     )
     return Kind(tuple(sample.index for sample in members), tuple(names), cost, tuple(operations))
+
+
+def _points(members: Sequence[Sample], calls: int, working_bytes: int) -> tuple[Point, ...]:
+    """The begins of the backward of calls, from which on less is held than before; the last call comes first."""
+    seen = [sample for sample in members if sample.backward_s is not None]
+    borders = [set(sample.borders) for sample in seen]
+    points: list[Point] = []
+    for place, call in reversed(list(enumerate(members[0].calls[:calls]))):
+        border, held = call.slots, points[-1].nbytes if points else working_bytes
+        is_everywhere = all(border in passed for passed in borders)
+        if not is_everywhere or any(sample.calls[place].slots != border for sample in members):
+            continue
+        nbytes = max(sample.held_from(border) for sample in seen)
+        if nbytes < _LESS * held:
+            points.append(Point(fmean(sample.reaches(border) for sample in seen), nbytes, call.name, place, border))
+    return tuple(points)
+
+
+def _same_points(ranks: Sequence[LayerCost], calls: int) -> tuple[Point, ...]:
+    """The points that all ranks have seen, with the latest time and the most bytes."""
+    found = [{(point.call, point.slots): point for point in cost.points} for cost in ranks]
+    points = []
+    for key, point in found[0].items():
+        same = [others[key] for others in found if key in others]
+        if len(same) == len(ranks) and point.call < calls:
+            points.append(point._replace(at=max(p.at for p in same), nbytes=max(p.nbytes for p in same)))
+    return tuple(points)
 
 
 def _slowest(ranks: Sequence[Kind]) -> Kind:
@@ -115,12 +145,13 @@ def _slowest(ranks: Sequence[Kind]) -> Kind:
     for place in found[0]:
         if place < count and all(place in others for others in found):
             same = [others[place] for others in found]
-            operations[place] = Operation(same[0].name, **_most(same, besides="name"))
-    cost = LayerCost(**_most([kind.cost for kind in ranks], besides="operations"))
+            operations[place] = Operation(same[0].name, **_most(same, besides=("name",)))
+    costs = [kind.cost for kind in ranks]
+    cost = LayerCost(**_most(costs, besides=("operations", "points")), points=_same_points(costs, count))
     return _with(Kind(ranks[0].members, ranks[0].names[:count], cost, ()), operations)
 
 
-def _most(figures: Sequence[Operation] | Sequence[LayerCost], besides: str) -> dict[str, Any]:
+def _most(figures: Sequence[Operation] | Sequence[LayerCost], besides: Sequence[str]) -> dict[str, Any]:
     """The largest of each number."""
-    names = [field.name for field in fields(figures[0]) if field.name != besides]
+    names = [field.name for field in fields(figures[0]) if field.name not in besides]
     return {name: max(getattr(one, name) for one in figures) for name in names}

@@ -17,8 +17,9 @@ class Orders:
         off_device: calls whose results leave it.
         names: of all its calls, from `call_name`; where a layer calls something else, the calls from there on run again.
             None: whatever it calls.
-        fetch_early: what the layer before has sent off is fetched when this one's recomputation begins; else when
-            backward is through with what follows attention.
+        fetch_early: what the layer before has sent off is fetched when this one's recomputation begins.
+        fetch_call, fetch_below: else when backward comes to this call, which is when it asks for a slot before this one.
+            None: when it is through with what follows attention.
         saved_bytes: what autograd saves of it, where that is known [bytes].
         sample: measures the layer, of which nothing but its inputs is kept then.
     """
@@ -29,6 +30,8 @@ class Orders:
     off_device: frozenset[int] = frozenset()
     names: tuple[str, ...] | None = None
     fetch_early: bool = False
+    fetch_call: int | None = None
+    fetch_below: int | None = None
     saved_bytes: int = 0
     sample: Any = None  # a `Sample`, whose module builds on this one
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from rlx.offload.answers import Recording
 from rlx.offload.identity import is_parameter, is_plain, size_bytes
 from rlx.offload.orders import Orders
+from rlx.offload.replay import Replay
 from rlx.offload.stats import Mark, mark
 from rlx.offload.stored import Stored
 from rlx.offload.watch import PlannedWatch, attention_variant, call_name
@@ -40,6 +41,8 @@ class Call:
     stays_bytes: int = 0  # of these what is too small to leave
     extra_bytes: int = 0  # of these what autograd does not save
     can_be_answered: bool = False
+    slots: int = -1  # how many tensors autograd had saved after it
+    again: tuple[Mark, Mark] | None = None  # begin and end in recomputation
     storages: dict[int, int] = field(default_factory=dict)  # of an answer, while forward runs: addresses and bytes
 
     @property
@@ -47,6 +50,11 @@ class Call:
         """Time it took."""
         assert self.stop is not None
         return seconds(self.start, self.stop)
+
+    @property
+    def again_s(self) -> float:
+        """Time it took in recomputation, which is not what it took in forward: other kernels run beside it."""
+        return self.seconds if self.again is None else seconds(*self.again)
 
 
 class DeviceMemory:
@@ -103,6 +111,7 @@ class Sample:
         shared: address and bytes of memory that all layers are called with, so that none is charged with it alone.
         min_bytes: less than this does not leave.
         memory: of the device; None: what torch says.
+        inputs: address and bytes of these inputs' memory.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class Sample:
         shared: Mapping[int, int] | None = None,
         min_bytes: int = 1,
         memory: DeviceMemory | None = None,
+        inputs: Mapping[int, int] | None = None,
     ) -> None:
         self.index = index
         self.boundary_bytes = boundary_bytes
@@ -127,9 +137,16 @@ class Sample:
         self._backward = backward
         self._finished = finished
         self._shared = shared or {}
+        self._inputs = inputs or {}
+        self.extra_bytes = 0  # of the inputs what autograd does not save
         self._memory = memory or DeviceMemory(device)
         self._marks: dict[str, Mark] = {}
         self._base_bytes = self._leaving_bytes = 0
+        # Slots that backward has not come below yet, and below which it fetches. Those it has, with what was held before.
+        self._borders_left: list[int] = []
+        self._middle = 0
+        self._passed: list[tuple[int, Mark, int]] = []
+        self._rest_bytes = 0
 
     def mark(self) -> Mark:
         """A point in time on the device."""
@@ -158,6 +175,7 @@ class Sample:
             if is_plain(tensor) and not is_parameter(tensor)
         }
         self.saved_bytes = sum(nbytes for address, nbytes in storages.items() if address not in self._shared)
+        self.extra_bytes = sum(nbytes for address, nbytes in self._inputs.items() if address not in storages)
         for call in self.calls:
             call.extra_bytes = sum(nbytes for address, nbytes in call.storages.items() if address not in storages)
             call.storages.clear()
@@ -189,31 +207,69 @@ class Sample:
         self._base_bytes = allocated
         self._memory.reset()
 
+    def replay(self, *how: Any) -> Replay:
+        """What recomputation runs under; `how` as `Replay` takes it."""
+        return MeasuringReplay(self, *how)
+
     def end_recompute(self) -> None:
         """The layer has been recomputed; its backward follows."""
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
             self._finished(self)
 
-    def pass_middle(self) -> None:
-        """Backward is through with the widest part of the layer."""
-        if self.working_bytes is None and self._backward.open is self:
-            self._marks["middle"] = self.mark()
-            self.working_bytes = self._held(self._memory.look()[1]) + self.boundary_bytes
+    def begin_borders(self, middle: int) -> int:
+        """Backward will ask for slots; when it has come below `middle` it fetches. Returns the first border."""
+        self._middle = middle
+        if not self._passed:
+            self._borders_left = sorted({middle, *(call.slots for call in self.calls)} - {0, -1}, reverse=True)
+        return self._borders_left[0] if self._borders_left else middle
+
+    def pass_border(self, slot: int) -> int:
+        """Backward asks for a slot below a border; returns the next one, 0 for none."""
+        if self._backward.open is not self:
+            return self._middle if slot >= self._middle else 0
+        below = [border for border in self._borders_left if slot < border]
+        if below:
+            self._passed.append((below[-1], self.mark(), self._segment(self._memory.look()[1])))
             self._memory.reset()
+            self._borders_left = self._borders_left[len(below) :]
+        return self._borders_left[0] if self._borders_left else 0
+
+    def is_late(self, slot: int) -> bool:
+        """Whether backward that asks for this slot is to fetch what the layer before has sent."""
+        return slot < self._middle
 
     def end_backward(self, now: Mark, peak: int) -> None:
         """Backward has come to the layer before."""
         self._marks["backward_end"] = now
-        rest = self._held(peak)
-        if self.working_bytes is None:
-            self.working_bytes = rest + self.boundary_bytes
-        self.late_bytes = rest
+        self._rest_bytes = rest = self._segment(peak)
+        self.working_bytes = max(rest, 0, *(held for _, _, held in self._passed))
+        self.late_bytes = self.held_from(self._middle)
+
+    def _segment(self, peak: int) -> int:
+        """What was held since the last border; what is fetched is as much as was fetched for this layer before it."""
+        is_fetching = any(border <= self._middle for border, _, _ in self._passed)
+        return self._held(peak) + (0 if is_fetching else self.boundary_bytes)
+
+    @property
+    def borders(self) -> list[int]:
+        """Slots below which backward has come, from the last to the first."""
+        return [border for border, _, _ in self._passed]
+
+    def held_from(self, border: int) -> int:
+        """What backward holds at most once it has come below a border."""
+        return max(self._rest_bytes, 0, *(held for at, _, held in self._passed if at < border))
+
+    def reaches(self, border: int) -> float:
+        """After which share of backward it has come below a border, in [0, 1]."""
+        mark = next(mark for at, mark, _ in self._passed if at == border)
+        return min(1.0, seconds(self._marks["recompute_end"], mark) / max(self.backward_s or 0.0, 1e-12))
 
     @property
     def is_known(self) -> bool:
         """Whether the device has passed all marks."""
         marks = [*self._marks.values(), *(mark for call in self.calls for mark in (call.stop, call.stored))]
+        marks += [mark for _, mark, _ in self._passed]
         return all(not isinstance(m, torch.Event) or m.query() for m in marks)
 
     @property
@@ -235,10 +291,9 @@ class Sample:
     @property
     def late_at(self) -> float | None:
         """After which share of backward its widest part is over; None where that was not seen."""
-        middle, end = self._marks.get("middle"), self._marks.get("backward_end")
-        if middle is None or end is None:
+        if self._middle not in self.borders or self.backward_s is None:
             return None
-        return min(1.0, seconds(self._marks["recompute_end"], middle) / max(self.backward_s or 0.0, 1e-12))
+        return self.reaches(self._middle)
 
     def ends_at(self, call: Call) -> float:
         """Where in forward a call ended, in [0, 1]."""
@@ -282,6 +337,7 @@ class MeasuringWatch(PlannedWatch):
             return super()._run(function, args, kwargs, is_attention)
         finally:
             call.stop = self._sample.mark()
+            call.slots = self._recording.slot_count
 
     def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
         return True
@@ -296,6 +352,28 @@ class MeasuringWatch(PlannedWatch):
             call.storages[storage.data_ptr()] = storage.nbytes()
             call.stored = self._sample.mark()
         return Stored(tensor, None)
+
+
+class MeasuringReplay(Replay):
+    """Times each call as it runs again.
+
+    Args:
+        sample: whose calls.
+        how: as `Replay` takes them.
+    """
+
+    def __init__(self, sample: Sample, *how: Any) -> None:
+        super().__init__(*how)
+        self._sample = sample
+        self._calls = iter(sample.calls)
+
+    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
+        start = self._sample.mark()
+        result = super()._run(function, args, kwargs, is_attention)
+        call = next(self._calls, None)
+        if call is not None and call.again is None:
+            call.again = start, self._sample.mark()
+        return result
 
 
 def seconds(start: Mark, stop: Mark) -> float:

@@ -222,7 +222,9 @@ class PlannedWatch(Watch):
     def _store_reached(self, tensors: Iterable[Tensor]) -> None:
         """Store the pending results from which the tensors were made, unless an autograd Function works on them."""
         nodes = {node: place for place, (_, node) in self._pending.items() if node is not None}
-        for node, is_next_to_function in _reached(tensors, nodes).items():
+        found = _reached(tensors, nodes)
+        # They leave, and come back, in the order in which recomputation asks for them.
+        for node, is_next_to_function in sorted(found.items(), key=lambda one: nodes[one[0]]):
             place = nodes[node]
             result, _ = self._pending.pop(place)
             if is_next_to_function:

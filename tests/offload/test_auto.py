@@ -179,6 +179,11 @@ def test_measured_costs(toys, enable):
         assert sample.boundary_bytes == 16 * row
         assert 0 < sum(call.seconds for call in sample.calls) < sample.forward_s
         assert sample.recompute_s > 0
+        again = [call.again for call in sample.calls]
+        assert None not in again[:-1] and again[-1] is None  # recomputation ends in the last one
+        assert 0 < sum(call.again_s for call in sample.calls[:-1]) < sample.recompute_s
+        assert sample.borders == sorted({call.slots for call in sample.calls}, reverse=True)
+        assert sample.extra_bytes == 0
         assert sample.saved_bytes > 100 * row
     assert [sample.backward_s is not None for sample in seen] == [False, True, True]
     assert all(0 < sample.late_at < 1 for sample in seen[1:]) and seen[0].late_at is None

@@ -16,12 +16,16 @@ from rlx.offload.orders import Orders
 
 places = st.frozensets(st.integers(0, 7))
 layer_orders = st.builds(
-    lambda keep, leaves, on, off, early: Orders(keep, leaves, on, off - on, fetch_early=early),
+    lambda keep, leaves, on, off, early, call, below: Orders(
+        keep, leaves, on, off - on, fetch_early=early, fetch_call=call, fetch_below=below
+    ),
     st.booleans() | st.just(False),
     st.booleans(),
     places,
     places,
     st.booleans(),
+    st.none() | st.integers(0, 8),
+    st.none() | st.integers(0, 40),
 )
 ALL_STAY = Orders(boundary_leaves=False, on_device=frozenset(range(64)))
 ALL_LEAVE = Orders(off_device=frozenset(range(64)))

@@ -7,7 +7,7 @@ import torch
 
 from rlx.offload.measured import measured
 from rlx.offload.plan import LayerPlan, Machine, predict
-from rlx.offload.sample import Backward, DeviceMemory, Sample
+from rlx.offload.sample import Backward, Call, DeviceMemory, Sample
 
 CPU = torch.device("cpu")
 BASE, INPUT, SAVED = 1000, 10, 300  # bytes of weights and gradients, of a layer's input, of what autograd saves of it
@@ -46,9 +46,11 @@ def samples(request):
         if index > 1:
             memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
             memory.take(INPUT * (index == 2))
+        # Three calls, of attention, what follows it and the MLP, of which autograd saves two tensors each.
+        sample.calls = [Call(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("aom", 1)]
         sample.begin_forward()
         memory.take(SAVED, INPUT, -INPUT, INPUT)  # the output at last, and something as large before
-        sample.end_forward(saved, SimpleNamespace(answers=[]))
+        sample.end_forward(saved, SimpleNamespace(answers=[None] * 3))
         memory.take(-SAVED)
         sample.leave_forward()
         found.append(sample)
@@ -61,10 +63,15 @@ def samples(request):
         if sample.index == 2:
             memory.take(-INPUT)  # that of the layer before has left
         memory.take(SAVED)
+        assert sample.begin_borders(middle=4) == 6
         sample.end_recompute()
-        memory.take(100, -100 - SAVED // 2)  # backward of the MLP
-        sample.pass_middle()
-        memory.take(INPUT * (sample.index > 0), 30, -30 - SAVED // 2)  # the next input comes
+        memory.take(50)
+        assert sample.pass_border(5) == 4 and not sample.is_late(5)
+        memory.take(50, -100 - SAVED // 2)  # backward of the MLP
+        assert sample.pass_border(3) == 2 and sample.is_late(3)
+        memory.take(INPUT * (sample.index > 0), 30, -30 - SAVED // 4)  # the next input comes
+        assert sample.pass_border(1) == 0
+        memory.take(-SAVED // 4)
         memory.take(-INPUT)  # the own one goes
     return found, backward
 
@@ -89,6 +96,16 @@ def test_a_layer_is_charged_with_what_is_there_beside_it(samples):
 def test_a_plan_of_it_needs_what_the_pass_needed(samples):
     found, backward = samples
     cost = measured(found, backward.outside_bytes).kinds[0].cost
-    prediction = predict([cost] * 3, [LayerPlan()] * 3, False, Machine(1e12, 1e12, 0))
+    prediction = predict([cost] * 3, [LayerPlan()] * 3, Machine(1e12, 1e12, 0))
     assert prediction.peaks.backward == TABLE_BYTES + 4 * INPUT + SAVED + 100
     assert prediction.peaks.forward == TABLE_BYTES + 2 * INPUT + SAVED + 2 * INPUT
+
+
+def test_what_is_held_once_backward_has_come_to_a_call(samples):
+    found, backward = samples
+    beside = backward.beside_bytes
+    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    # The map of the MLP comes when nothing has been given back.
+    assert [(point.name, point.call, point.slots) for point in cost.points] == [("o", 1, 4), ("a", 0, 2)]
+    assert [point.nbytes for point in cost.points] == [SAVED // 2 + INPUT + 30 + beside, SAVED // 4 + INPUT + beside]
+    assert 0 <= cost.points[0].at <= cost.points[1].at <= 1

@@ -1,17 +1,8 @@
 """What becomes of each layer: the planner, what it knows of machines and models, and its command."""
 
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine, Operation, Point
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import (
-    LayerCost,
-    LayerPlan,
-    Machine,
-    Operation,
-    Prediction,
-    held_bytes,
-    predict,
-    recompute_s,
-    sent_bytes,
-)
+from rlx.offload.plan.step import Prediction, held_bytes, predict, recompute_s, sent_bytes
 
 __all__ = [
     "LayerCost",
@@ -19,6 +10,7 @@ __all__ = [
     "Machine",
     "Operation",
     "Plan",
+    "Point",
     "Prediction",
     "held_bytes",
     "make_plan",

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.explain import aligned, explain
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import StateBytes, state_bytes
 from rlx.offload.plan.planner import Plan
 from rlx.offload.plan.setting import MODES, STEP_TOKENS, Setting
-from rlx.offload.plan.step import LayerCost
 
 _GB = 1e9
 
@@ -193,7 +193,7 @@ def _figures(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]
             mode: {**plan.prediction._asdict(), "peaks": setting.phases(plan)._asdict(), "fits": setting.fits(plan)}
             for mode, plan in plans.items()
         },
-        "fetch_early": plans["auto"].fetch_early,
+        "fetches": plans["auto"].fetches,
         "layers": [
             {
                 "keep": layer.keep,

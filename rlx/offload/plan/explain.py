@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import (
-    LayerCost,
-    LayerPlan,
-    Machine,
-    held_bytes,
-    part_of,
-    placed,
-    predict,
-    recompute_s,
-    sent_bytes,
-)
+from rlx.offload.plan.step import held_bytes, part_of, placed, predict, recompute_s, sent_bytes
 
 WORTH_SAYING = 2e-3  # of the step's time
 _GB = 1e9
@@ -71,8 +63,8 @@ def _ranges(numbers: Sequence[int], longest: int = 4) -> str:
 
 def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> Iterable[str]:
     found = plan.prediction
-    plain = predict(costs, [LayerPlan(keep=True)] * len(costs), False, machine)
-    boundary = predict(costs, [LayerPlan()] * len(costs), False, machine)
+    plain = predict(costs, [LayerPlan(keep=True)] * len(costs), machine)
+    boundary = predict(costs, [LayerPlan()] * len(costs), replace(machine, device_bytes=0))
     yield (
         f"step {found.step_s:.3f} s, {found.step_s / plain.step_s:.3f} x plain ({plain.step_s:.3f} s, {_gb(plain.peak_bytes)}), "
         f"{found.step_s / boundary.step_s:.3f} x inputs alone ({boundary.step_s:.3f} s, {_gb(boundary.peak_bytes)}); "
@@ -82,7 +74,7 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> Iterab
     forward_s = found.forward_s + machine.turn_s  # what is between counts as forward: the link may go on
     yield (
         f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, {in_s / (found.step_s - forward_s):.0%} of backward; "
-        f"fetched {'early' if plan.fetch_early else 'late'}"
+        f"fetched {_fetched(costs, plan)}"
     )
     host = "no limit" if machine.host_bytes is None else _gb(machine.host_bytes)
     too_much = " (DOES NOT FIT)" if found.peak_bytes > machine.device_bytes else ""
@@ -92,6 +84,17 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> Iterab
         f"host {_gb(found.host_bytes)} of {host}{disk}"
     )
     yield _limits(costs, plan, machine, plain.step_s)
+
+
+def _fetched(costs: Sequence[LayerCost], plan: Plan) -> str:
+    """When what leaves is asked for, and of how many layers."""
+    counts: Counter[str] = Counter()
+    for behind, fetch, before, layer in zip(costs[1:], plan.fetches[1:], costs, plan.layers, strict=False):
+        if sent_bytes(before, layer):
+            point = behind.fetch_points[fetch]
+            late = f"with the backward of {point.name}" if point.name else f"after {point.at:.0%} of backward"
+            counts["with the recomputation" if not fetch else late] += 1
+    return ", ".join(f"{when} ({count})" for when, count in counts.most_common()) or "never"
 
 
 def _link_seconds(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> tuple[float, float]:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlx.offload.plan.costs import LayerCost, Operation
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import Hardware
 from rlx.offload.plan.memory import HEAD_CHUNK_LOGITS, head_bytes, layer_bytes
-from rlx.offload.plan.step import LayerCost, Operation
 
 ATTENTION_BACKWARD = 2.5
 ELEMENTWISE_BACKWARD = 1.5

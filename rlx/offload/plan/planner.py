@@ -12,7 +12,8 @@ from itertools import combinations, product
 from math import inf
 from typing import Literal, NamedTuple
 
-from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, Part, Prediction, busy_s, part_of, placed, play
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine
+from rlx.offload.plan.step import Part, Prediction, busy_s, fetches_of, part_of, placed, play
 
 KEPT = LayerPlan(keep=True)
 MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
@@ -20,10 +21,16 @@ _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers that are kept where a se
 
 
 class Plan(NamedTuple):
-    """A choice for each layer, when they are fetched, and what is expected of it."""
+    """A choice for each layer, and what is expected of it.
+
+    Args:
+        layers: the choice.
+        fetches: at which of its `LayerCost.fetch_points` a layer's backward asks for what the layer before has sent.
+        prediction: what is expected.
+    """
 
     layers: tuple[LayerPlan, ...]
-    fetch_early: bool
+    fetches: tuple[int, ...]
     prediction: Prediction
 
 
@@ -44,7 +51,9 @@ def make_plan(costs: Sequence[LayerCost], machine: Machine, begin: Sequence[Laye
     search = _Search(costs, machine)
     kept = search.state([KEPT] * len(costs))
     found = kept if search.fits(kept) else search.refined(min(search.found(begin), key=_seconds))
-    return Plan(tuple(choice.plan for choice in found.layers), found.fetch_early, found.prediction)
+    parts = [choice.part for choice in found.layers]
+    fetches = fetches_of(parts, search.machine.device_bytes)
+    return Plan(tuple(choice.plan for choice in found.layers), tuple(fetches), found.prediction)
 
 
 What = Literal["all", "inputs"] | int
@@ -89,7 +98,6 @@ class _State(NamedTuple):
     """A plan while it is searched for."""
 
     layers: tuple[_Choice, ...]
-    fetch_early: bool
     prediction: Prediction
 
 
@@ -97,7 +105,7 @@ class _Search:
     """Plans for the same costs and machine, and what has been worked out for them."""
 
     def __init__(self, costs: Sequence[LayerCost], machine: Machine) -> None:
-        self.machine, self.device_bytes = machine, machine.device_bytes
+        self.machine = machine
         self.count = len(costs)
         kinds: dict[LayerCost, _Kind] = {}
         self.kind_of = [kinds.get(cost) or kinds.setdefault(cost, _Kind(cost, machine)) for cost in costs]
@@ -106,20 +114,20 @@ class _Search:
         self.kinds = list(kinds.values())
 
     def state(self, plans: Sequence[LayerPlan]) -> _State:
-        """Plans of all layers, fetched late, with what is expected of them."""
-        state = self._played([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], False, inf)
+        """Plans of all layers, with what is expected of them."""
+        state = self._played([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], inf)
         assert state is not None
         return state
 
     def fits(self, state: _State) -> bool:
         """Whether it keeps to the budgets."""
         has_room = self.machine.host_bytes is None or state.prediction.host_bytes <= self.machine.host_bytes
-        return has_room and state.prediction.peak_bytes <= self.device_bytes
+        return has_room and state.prediction.peak_bytes <= self.machine.device_bytes
 
     def found(self, begin: Sequence[LayerPlan] | None) -> Iterator[_State]:
         """The best that is reached from each begin."""
         leanest, leanest_bytes = self._leanest()
-        self.device_bytes = max(self.device_bytes, leanest_bytes)
+        self.machine = replace(self.machine, device_bytes=max(self.machine.device_bytes, leanest_bytes))
         begins = [leanest, [LayerPlan(boundary_leaves=False)] * self.count]
         for share in _SHARES:
             kept = _last_of(range(self.count), round(share * self.count))
@@ -157,21 +165,18 @@ class _Search:
             for busy, change in sorted(self._changes(best, neighbours), key=lambda one: one[0]):
                 if busy >= _seconds(found):
                     break  # none of the rest can be faster
-                changed = self._played(change(), best.fetch_early, _seconds(found))
+                changed = self._played(change(), _seconds(found))
                 if changed is not None and self.fits(changed):
                     found = changed
-            changed = self._played(found.layers, not found.fetch_early, _seconds(found))
-            if changed is not None and self.fits(changed):
-                found = changed
             if not _seconds(found) < _seconds(best) * (1 - MIN_GAIN):
                 return best
             best = found
 
-    def _played(self, layers: Sequence[_Choice], fetch_early: bool, faster_than: float) -> _State | None:
-        """With what is expected of them; None if they take as long as `faster_than` or longer."""
+    def _played(self, layers: Sequence[_Choice], faster_than: float) -> _State | None:
+        """With what is expected of them; None if they take as long as `faster_than` or longer, or do not fit then."""
         parts = placed([choice.part for choice in layers], self.machine)
-        prediction = play(parts, fetch_early, self.machine, faster_than)
-        return None if prediction is None else _State(tuple(layers), fetch_early, prediction)
+        prediction = play(parts, self.machine, faster_than)
+        return None if prediction is None else _State(tuple(layers), prediction)
 
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
         """With something of one kind of layers elsewhere, for all of them, half of them, and so on down to one.
@@ -184,7 +189,11 @@ class _Search:
         busy_now = sum(map(busy_s, parts))
         # Backward begins when all has left but what the last layer sends.
         leaving_now = busy_now - sum(part.forward_s for part in parts) + sum(part.out_s for part in parts[:-1])
-        room = self.device_bytes - self.kind_of[last].cost.working_bytes - sum(part.held_bytes for part in parts[:-1])
+        room = (
+            self.machine.device_bytes
+            - self.kind_of[last].cost.working_bytes
+            - sum(part.held_bytes for part in parts[:-1])
+        )
         for kind in self.kinds:
             choices = {layers[i]: None for i in kind.members}
             for targets, stays in neighbours(kind, list(choices)):

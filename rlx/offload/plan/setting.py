@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import DEVICE_SHARE, Hardware
 from rlx.offload.plan.memory import StateBytes, forward_bytes, head_forward_bytes, state_bytes, step_bytes
 from rlx.offload.plan.model_costs import E, head_cost, layer_cost
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import LayerCost, LayerPlan, Machine, predict
+from rlx.offload.plan.step import predict
 
 STEP_TOKENS = 1024  # to which the longest context is found
 _ATTENTION = {"q", "k", "v", "attention", "o"}
@@ -127,7 +128,8 @@ class Setting(NamedTuple):
         if mode == "all":  # whatever autograd saves leaves; there is nothing to recompute
             costs = [replace(cost, boundary_bytes=cost.saved_bytes, recompute_s=0.0) for cost in costs]
         layers = tuple(_of_mode(mode, cost) for cost in costs)
-        return Plan(layers, False, predict(costs, layers, False, machine))
+        # Those ask for what a layer needs late in the backward of the one behind it.
+        return Plan(layers, (1,) * len(costs), predict(costs, layers, replace(machine, device_bytes=0)))
 
     def phases(self, plan: Plan) -> Phases:
         """Device memory by phase."""

@@ -6,15 +6,16 @@ Note [the step that is played through]
 Three things take turns or run side by side: the device computes, one direction of the link sends, the other fetches.
 *Forward.* A layer's input leaves when the layer begins, the result of an operation when it has run; the link sends them in
 order. A layer begins once what the layer two before it sent has left.
-*Backward* begins once all has left but what the last layer sent. Layers come in reverse order. A layer's bytes are asked for while the layer behind it runs: when that layer's
-backward has given its widest part's memory back, as a rule after half of it, or with `fetch_early` when it begins. Recomputation
-goes as far as what has arrived lets it; a saved operation takes no time in it. What the last layer sent is still there.
+*Backward* begins once all has left but what the last layer sent. Layers come in reverse order. A layer's bytes are asked for
+while the layer behind it runs: at the earliest of that layer's points from which on there is room for them, the first of which
+is the begin of its recomputation; at the last one where there is none. Recomputation goes as far as what has arrived lets it;
+a saved operation takes no time in it. What the last layer sent is still there.
 *Disk.* What leaves once the host is full goes to the disk, if there is one: of each layer all or nothing. It takes the disk's
 time instead of the link's, and nothing is read before all has been written.
 *Memory* for backward, above weights and gradients: what kept layers and operations hold on the device, what is on its way,
 and what the layer at work needs for itself: in forward what autograd saves of it, all of which is there until it ends, with
 its inputs, what else it is just computing and the results it sends or keeps that autograd does not, beside what the layer
-before is still sending. The peak stands where backward is in one of the last layers, or in the widest, or at the end of forward.
+before is still sending; in backward its working set, beside the results it keeps that autograd does not, which stay to the end. The peak stands where backward is in one of the last layers, or in the widest, or at the end of forward.
 The last layer can therefore be kept at no price in memory, unless something wider follows it.
 
 Note [a layer as two lines]
@@ -26,111 +27,10 @@ handful of numbers, worked out once for each choice (`Part`), and playing a step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-
-@dataclass(frozen=True)
-class Operation:
-    """An operation of a layer whose result can be saved, so that recomputation need not run it.
-
-    Args:
-        name: of it, for people.
-        at: where in the layer's forward it ends, as a share of the time of that, in [0, 1].
-        seconds: to run it again.
-        nbytes: of its result and of what its backward reads beside its arguments.
-        leaves_at: where in the layer's forward these may leave, as a share; None: at once. A result that the layer might yet
-            write to waits for a later operation.
-        stays_bytes: of these what is too small to leave.
-        extra_bytes: of these what autograd does not save.
-    """
-
-    name: str
-    at: float
-    seconds: float
-    nbytes: int
-    leaves_at: float | None = None
-    stays_bytes: int = 0
-    extra_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """What one layer costs. Layers with equal costs are planned as one kind, so that a model should have few of them.
-
-    Args:
-        forward_s, backward_s: time of either, without recomputation [s].
-        recompute_s: time of recomputing all that backward needs, the operations among it [s].
-        boundary_bytes: of its inputs, which leave, or stay where `boundary_leaves` is False.
-        saved_bytes: all that plain autograd keeps of it.
-        working_bytes: that its backward holds at most where it was recomputed, what it recomputes included.
-        late_bytes: the same once its widest part has been given back.
-        operations: in the order in which they run.
-        late_at: after which share of backward that is, in [0, 1].
-        forward_bytes: that its forward holds at most, its inputs included and its operations' `extra_bytes` not; less than
-            what it saves counts as that.
-    """
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    boundary_bytes: int
-    saved_bytes: int
-    working_bytes: int
-    late_bytes: int
-    operations: tuple[Operation, ...] = ()
-    late_at: float = 0.5
-    forward_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What there is to spend.
-
-    Args:
-        out_bytes_per_s, in_bytes_per_s: of the link from the device and to it, while training computes; 0: there is none.
-        device_bytes: that may be held for backward at once, above weights, gradients and optimizer states.
-        host_bytes: of host memory; None: no limit.
-        disk_bytes_per_s: of a disk for what the host has no room for, one way at a time; 0: there is none.
-        turn_s: for which the device computes between forward and backward of the layers, while the link may go on.
-        turn_bytes: that this holds at most; what the last two layers sent is on its way then.
-    """
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-    device_bytes: int
-    host_bytes: int | None = None
-    disk_bytes_per_s: float = 0.0
-    turn_s: float = 0.0
-    turn_bytes: int = 0
-
-    @property
-    def has_link(self) -> bool:
-        """Whether what leaves can come back."""
-        return bool(self.out_bytes_per_s and self.in_bytes_per_s)
-
-    @property
-    def has_disk(self) -> bool:
-        """Whether anything may go to disk."""
-        return self.has_link and self.disk_bytes_per_s > 0 and self.host_bytes is not None
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What becomes of one layer.
-
-    Args:
-        keep: all that autograd saves stays on the device, and nothing is recomputed. The rest says nothing then.
-        boundary_leaves: its inputs leave the device; else they stay.
-        on_device: which operations' results stay on the device.
-        off_device: which operations' results leave it.
-    """
-
-    keep: bool = False
-    boundary_leaves: bool = True
-    on_device: frozenset[int] = frozenset()
-    off_device: frozenset[int] = frozenset()
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine
 
 
 class Peaks(NamedTuple):
@@ -176,16 +76,15 @@ def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
     return 0.0 if plan.keep else _recomputed_until(cost, plan, 1.0, len(cost.operations))
 
 
-def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], fetch_early: bool, machine: Machine) -> Prediction:
+def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], machine: Machine) -> Prediction:
     """Plays one step through (Note [the step that is played through]).
 
     Args:
         costs, layers: of each layer, from the first to the last.
-        fetch_early: see there.
-        machine: link and budgets; the budgets are not looked at.
+        machine: link and budgets; `device_bytes` says when bytes are asked for, 0 as late as can be.
     """
     parts = [part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)]
-    prediction = play(placed(parts, machine), fetch_early, machine)
+    prediction = play(placed(parts, machine), machine)
     assert prediction is not None
     return prediction
 
@@ -195,12 +94,12 @@ class Part(NamedTuple):
 
     Args:
         forward_s, recompute_s, backward_s: compute.
-        late_s: of backward until what is fetched late is asked for.
         out_s: the link's time for what leaves.
         left_s: from the layer's begin until all has left, where the link is free.
         in_s: the link's time for what is fetched.
         ready_s: from the fetch's begin until recomputation is over, where the device waits for every piece.
-        held_bytes, sent_bytes, forward_bytes, working_bytes, late_bytes: memory.
+        held_bytes, sent_bytes, forward_bytes, working_bytes: memory.
+        points: of `LayerCost.fetch_points` the time from the begin of backward, and the most that is held from there on.
         is_on_disk: whether what leaves goes to disk, at its rate.
         on_disk: the same if it does; None where it cannot.
     """
@@ -208,7 +107,6 @@ class Part(NamedTuple):
     forward_s: float
     recompute_s: float
     backward_s: float
-    late_s: float
     out_s: float
     left_s: float
     in_s: float
@@ -217,7 +115,7 @@ class Part(NamedTuple):
     sent_bytes: int
     forward_bytes: int
     working_bytes: int
-    late_bytes: int
+    points: tuple[tuple[float, int], ...]
     is_on_disk: bool = False
     on_disk: Part | None = None
 
@@ -253,11 +151,13 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         out_s, left_s = out_s + seconds, max(left_s, leaves_at * cost.forward_s) + seconds
         in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
+    # What was kept of a layer is let go with the layer, not when recomputation is through with it.
+    stays = sum(cost.operations[i].extra_bytes for i in plan.on_device) + cost.extra_bytes * (not plan.boundary_leaves)
+    stays = 0 if plan.keep else stays
     return Part(
         forward_s=cost.forward_s,
         recompute_s=again_s,
         backward_s=cost.backward_s,
-        late_s=cost.backward_s * cost.late_at,
         out_s=out_s,
         left_s=left_s,
         in_s=in_s,
@@ -265,8 +165,8 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         held_bytes=held_bytes(cost, plan),
         sent_bytes=sent_bytes(cost, plan),
         forward_bytes=_forward_bytes(cost, plan),
-        working_bytes=max(cost.working_bytes, cost.saved_bytes) if plan.keep else cost.working_bytes,
-        late_bytes=cost.late_bytes,
+        working_bytes=max(cost.working_bytes + stays, cost.saved_bytes * plan.keep),
+        points=tuple((cost.backward_s * point.at, point.nbytes + stays) for point in cost.fetch_points),
     )
 
 
@@ -301,14 +201,20 @@ def _over(nbytes: int, rate: float) -> float:
     return nbytes / rate if rate else inf if nbytes else 0.0
 
 
-def play(parts: Sequence[Part], fetch_early: bool, machine: Machine, faster_than: float = inf) -> Prediction | None:
-    """What is expected of a step of these layers; None if it takes as long as `faster_than` or longer [s]."""
+def play(parts: Sequence[Part], machine: Machine, faster_than: float = inf) -> Prediction | None:
+    """What is expected of a step of these layers.
+
+    None if it takes as long as `faster_than` or longer [s]; where that is given also if the device has no room for it.
+    """
+    fetches = fetches_of(parts, machine.device_bytes)
+    peaks = _peaks(parts, fetches, machine.turn_bytes)
+    if max(peaks) > machine.device_bytes and faster_than < inf:
+        return None
     forward_s, left_before, left = _forward(parts)
     written = left if any([part.is_on_disk for part in parts]) else 0.0
-    step_s = _backward(parts, fetch_early, max(forward_s + machine.turn_s, left_before), written)
+    step_s = _backward(parts, fetches, max(forward_s + machine.turn_s, left_before), written)
     if step_s >= faster_than < inf:
         return None
-    peaks = _peaks(parts, fetch_early, machine.turn_bytes)
     return Prediction(
         step_s,
         max(0.0, step_s - machine.turn_s - sum(map(busy_s, parts))),
@@ -336,29 +242,43 @@ def _forward(parts: Sequence[Part]) -> tuple[float, float, float]:
     return now, left_before, left
 
 
-def _backward(parts: Sequence[Part], fetch_early: bool, now: float, written: float) -> float:
+def fetches_of(parts: Sequence[Part], device_bytes: int) -> list[int]:
+    """In the backward of each layer the point at which what the layer before has sent is asked for: the first with room."""
+    fetches, room, coming = [], device_bytes, 0
+    for part in parts:
+        fetch = 0
+        if coming and part.working_bytes + coming > room:
+            last = len(part.points) - 1
+            fetch = 1
+            while fetch < last and part.points[fetch][1] + coming > room:
+                fetch += 1
+        fetches.append(fetch)
+        room -= part.held_bytes
+        coming = part.sent_bytes
+    return fetches
+
+
+def _backward(parts: Sequence[Part], fetches: Sequence[int], now: float, written: float) -> float:
     """When backward ends that begins now, where nothing is fetched before all has been `written`."""
     asked, link_free = now, max(now, written)
     is_here = True
-    for part in reversed(parts):
-        began = now + part.recompute_s
+    for part, fetch in zip(reversed(parts), reversed(fetches), strict=True):
+        begins, began = now, now + part.recompute_s
         if not is_here:
             link_free = max(link_free, asked)
             began = max(began, link_free + part.ready_s)
             link_free += part.in_s
         is_here = False
         now = began + part.backward_s
-        asked = began if fetch_early else began + part.late_s
+        asked = began + part.points[fetch][0] if fetch else begins
     return now
 
 
-def _peaks(parts: Sequence[Part], fetch_early: bool, turn_bytes: int) -> Peaks:
+def _peaks(parts: Sequence[Part], fetches: Sequence[int], turn_bytes: int) -> Peaks:
     """The most that is held for backward at once."""
-    forward = backward = held = coming = 0
-    last = 0
-    for index, part in enumerate(parts, 1):
-        early = coming if fetch_early else 0
-        own = max(part.working_bytes + early, part.late_bytes + coming)
+    forward = backward = held = coming = last = 0
+    for index, (part, fetch) in enumerate(zip(parts, fetches, strict=True), 1):
+        own = max(part.working_bytes + (0 if fetch else coming), part.points[fetch][1] + coming)
         if index == len(parts):
             last = held + max(own, part.forward_bytes + coming)
         else:

@@ -23,7 +23,7 @@ def test_groups_and_their_figures(decoder_layer):
     whole, inputs = LayerPlan(keep=True), LayerPlan()
     attention = LayerPlan(boundary_leaves=False, off_device=frozenset({3}), on_device=frozenset({0}))
     layers = (inputs, attention, attention, inputs, attention, whole)
-    plan = make_plan(costs, AMPLE)._replace(layers=layers, prediction=predict(costs, layers, False, AMPLE))
+    plan = make_plan(costs, AMPLE)._replace(layers=layers, prediction=predict(costs, layers, AMPLE))
     rows = rows_of(explain(costs, plan, AMPLE))
     saved_s = 3 * (cost.operations[0].seconds + cost.operations[3].seconds)
     assert rows == [

@@ -169,7 +169,7 @@ def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
     own = head_bytes(decoder, 1000)
     machine = Machine(1e9, 1e9, 2 * own)
     on_its_way = costs[0].boundary_bytes
-    assert predict(costs, [LayerPlan()] * 4, False, machine).peaks.last == own + on_its_way
+    assert predict(costs, [LayerPlan()] * 4, machine).peaks.last == own + on_its_way
     assert sent_bytes(head, make_plan(costs, machine).layers[-1]) == 0
 
 

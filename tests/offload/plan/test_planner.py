@@ -28,7 +28,7 @@ def plain_s(costs):
 
 
 def boundary(costs, machine):
-    return predict(costs, [BOUNDARY] * len(costs), False, machine)
+    return predict(costs, [BOUNDARY] * len(costs), machine)
 
 
 def names(cost, indices):
@@ -249,10 +249,11 @@ def test_every_plan_keeps_to_the_budgets_and_pays_off(case):
     costs, machine = case
     plan = make_plan(costs, machine)
     found = plan.prediction
-    assert found == predict(costs, plan.layers, plan.fetch_early, machine)
+    room = max(machine.device_bytes, leanest_peak(costs, machine))
+    assert found == predict(costs, plan.layers, replace(machine, device_bytes=room))
     assert found.stall_s >= 0
     assert found.step_s >= plain_s(costs) * (1 - 1e-12)
-    assert found.peak_bytes <= max(machine.device_bytes, leanest_peak(costs, machine))
+    assert found.peak_bytes <= room
     assert machine.host_bytes is None or found.host_bytes <= machine.host_bytes
     inputs_alone = boundary(costs, machine)
     is_possible = machine.out_bytes_per_s and machine.in_bytes_per_s
@@ -289,7 +290,7 @@ def every_layer_plan(cost):
 
 def best_step_s(costs, machine):
     options = [list(every_layer_plan(cost)) for cost in costs]
-    found = (predict(costs, plans, early, machine) for plans in itertools.product(*options) for early in (False, True))
+    found = (predict(costs, plans, machine) for plans in itertools.product(*options))
     return min(
         one.step_s for one in found if one.peak_bytes <= machine.device_bytes and one.host_bytes <= machine.host_bytes
     )

@@ -43,9 +43,9 @@ def expected(case, mode):
     if every:
         chosen = [LayerPlan(off_device=ATTENTION if i % int(every[1]) else ALL) for i in range(layers)]
     hardware = PROFILES["h200"]
-    machine = Machine(hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0)
+    machine = Machine(hardware.link_bytes_per_s, hardware.link_bytes_per_s, (1 << 50) * ("early" in mode))
     costs = [layer_cost(read_decoder(SHAPES["qwen2-7b"]), 0, tokens, hardware)] * layers
-    return predict(costs, chosen, "early" in mode, machine), predict(costs, [plans["plain"]] * layers, False, machine)
+    return predict(costs, chosen, machine), predict(costs, [plans["plain"]] * layers, machine)
 
 
 def percent(predicted, measured):

@@ -7,12 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.offload.plan import LayerCost, LayerPlan, Machine, Operation, held_bytes, predict, recompute_s, sent_bytes
+from rlx.offload.plan import (
+    LayerCost,
+    LayerPlan,
+    Machine,
+    Operation,
+    Point,
+    held_bytes,
+    predict,
+    recompute_s,
+    sent_bytes,
+)
+from rlx.offload.plan.step import fetches_of, part_of
 
 # A layer of 1 s forward and 2 s backward, half of whose recomputation of 0.8 s are two operations.
 FIRST, SECOND = Operation("first", 0.5, 0.3, 4), Operation("second", 1.0, 0.1, 2)
 LAYER = LayerCost(1.0, 2.0, 0.8, 10, saved_bytes=30, working_bytes=40, late_bytes=20, operations=(FIRST, SECOND))
 FAST = Machine(1e9, 1e9, 0)
+ROOM = 1 << 40
 KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
 
 
@@ -21,7 +33,7 @@ def saving(off=(), on=(), leaves=True):
 
 
 def play(plans, machine=FAST, early=False, cost=LAYER):
-    return predict([cost] * len(plans), plans, early, machine)
+    return predict([cost] * len(plans), plans, replace(machine, device_bytes=ROOM * early))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +94,41 @@ def test_bytes_are_asked_for_in_the_middle_of_the_backward_behind_or_at_its_begi
     assert play([BOUNDARY, BOUNDARY], machine).stall_s == pytest.approx(1)
     assert play([BOUNDARY, BOUNDARY], machine, early=True).stall_s == pytest.approx(0)
     assert play([BOUNDARY, BOUNDARY], machine, cost=replace(LAYER, late_at=0.25)).stall_s == pytest.approx(0.5)
+
+
+POINTED = replace(LAYER, points=(Point(0.25, 30, "up"), Point(0.5, 25, "o"), Point(0.75, 15, "q")))
+
+
+@pytest.mark.parametrize(
+    ("room", "stall_s", "peak"),
+    [(50, 0.0, 50), (49, 0.5, 40), (40, 0.5, 40), (39, 1.0, 40), (34, 1.5, 40), (0, 1.5, 40)],
+)
+def test_bytes_are_asked_for_at_the_first_point_with_room_for_them(room, stall_s, peak):
+    # The input is 10 bytes and takes 2 s; the layer behind holds 40, then 30, 25 and 15 with 1.5, 1 and 0.5 s left.
+    step = predict([POINTED] * 2, [BOUNDARY] * 2, Machine(1e9, 5, room))
+    assert (step.stall_s, step.peak_bytes) == (pytest.approx(stall_s), peak)
+
+
+def test_with_each_layer_that_is_done_there_is_more_room():
+    machine = Machine(1e9, 5, 0)
+    stay = [part_of(POINTED, STAYS, machine)] * 4
+    assert fetches_of(stay, 0) == [0] * 4  # nothing comes
+    sends = [saving(on=[0])] * 4
+    # 10 bytes come each time, beside 4, 8 and 12 that lie below the second, third and fourth layer.
+    found = {room: fetches_of([part_of(POINTED, plan, machine) for plan in sends], room) for room in (54, 58, 62, 51)}
+    assert found == {54: [0, 0, 1, 1], 58: [0, 0, 0, 1], 62: [0, 0, 0, 0], 51: [0, 1, 1, 2]}
+
+
+def test_what_a_layer_keeps_and_autograd_does_not_stays_to_the_end_of_its_backward():
+    cost = replace(LAYER, operations=(replace(FIRST, extra_bytes=3), SECOND), extra_bytes=10)
+    for plan, more in (
+        (saving(on=[0, 1]), 3),
+        (saving(off=[0, 1]), 0),
+        (STAYS, 10),
+        (saving(on=[0], leaves=False), 13),
+    ):
+        assert play([plan], cost=cost).peaks.last == 40 + more
+    assert play([KEPT], cost=cost).peaks.last == 40
 
 
 def test_the_last_layer_fetches_nothing():
@@ -172,7 +219,7 @@ def test_a_result_that_may_leave_late_leaves_late_and_comes_back_in_that_order()
 
 
 def test_no_layers_no_step():
-    assert predict([], [], False, FAST) == (0, 0, 0, 0, 0, 0, (0, 0, 0))
+    assert predict([], [], FAST) == (0, 0, 0, 0, 0, 0, (0, 0, 0))
 
 
 def test_what_the_host_has_no_room_for_goes_to_disk_and_is_read_when_all_is_written():
@@ -230,6 +277,7 @@ def naive_step_s(costs, plans, early, machine):
             for name, (_, nbytes) in zip(names, pieces(cost, plan), strict=True):
                 link += nbytes / machine.in_bytes_per_s
                 arrivals[name] = link
+        begins = now
         if not plan.keep:
             now = max(now, arrivals.get("inputs", 0.0))
             rest, before = cost.recompute_s - sum(op.seconds for op in cost.operations), 0.0
@@ -238,7 +286,7 @@ def naive_step_s(costs, plans, early, machine):
                 now = max(now, arrivals.get(i, 0.0)) if i in plan.on_device | plan.off_device else now + op.seconds
             now += rest * (1 - before)
         began, now = now, now + cost.backward_s
-        asked = began if early else (began + now) / 2
+        asked = begins if early else (began + now) / 2
     return now
 
 
@@ -253,7 +301,7 @@ def pieces(cost, plan):
 @given(layers(), st.booleans(), st.integers(1, 100), st.integers(1, 100))
 def test_the_same_as_piece_by_piece(drawn, early, out, back):
     machine = Machine(out, back, 0)
-    step = predict(*drawn, early, machine)
+    step = predict(*drawn, replace(machine, device_bytes=ROOM * early))
     assert step.step_s == pytest.approx(naive_step_s(*drawn, early, machine), abs=1e-9)
     assert step.stall_s >= 0
     assert step.step_s >= step.forward_s
