@@ -11,6 +11,7 @@ import transformers
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload import auto as controller
 from rlx.offload.measured import measured
+from rlx.offload.sample import DeviceMemory
 
 PLENTY = 1 << 40
 
@@ -236,3 +237,34 @@ def test_layers_of_different_attention_are_of_different_kinds(enable, tokens, ki
         model(input_ids=ids, labels=ids).loss.backward()
     samples = [orders.sample for orders in seen if orders is not None and orders.sample is not None]
     assert {kind.members for kind in measured(samples, 0).kinds} == kinds
+
+
+class Falling(DeviceMemory):
+    """A device on which backward holds less with each call that it comes to; forward and what is behind backward hold little."""
+
+    PEAKS = (0, 5_000, 100, 80_000, 80_000, 40_000, 20_000)
+
+    def __init__(self, device):
+        super().__init__(device)
+        self._resets = 0
+
+    def look(self):
+        return 0, self.PEAKS[min(self._resets, 6)]
+
+    def reset(self):
+        self._resets += 1
+
+
+@pytest.mark.parametrize(("budget", "expected_call"), [(81_000, 5), (PLENTY, None)])
+def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(toys, auto, monkeypatch, budget, expected_call):
+    # Of 768 bytes of inputs, beside which layers hold 80,768, and half of it once backward has come to the last call but one.
+    monkeypatch.setattr("rlx.offload.sample.DeviceMemory", Falling)
+    model = toys.decoder(4, dropout=0.2)
+    expected = toys.grade(copy.deepcopy(model), read)
+    handle = auto(model, budget, min_bytes=0)
+    follow, seen = handle.engine.orders, []
+    handle.engine.orders = lambda *call: seen.append(follow(*call)) or seen[-1]
+    for _ in range(4):
+        expected.assert_equal(toys.grade(model, read))
+    assert [orders.fetch_call for orders in seen[-3:]] == [expected_call] * 3
+    assert [orders.fetch_early for orders in seen[-4:]] == [True] + [expected_call is None] * 3

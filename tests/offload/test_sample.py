@@ -1,11 +1,12 @@
 """What a measured layer is charged with: device memory of a pass played by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlx.offload.measured import measured
+from rlx.offload.measured import measured, slowest
 from rlx.offload.plan import LayerPlan, Machine, predict
 from rlx.offload.sample import Backward, Call, DeviceMemory, Sample
 
@@ -109,3 +110,14 @@ def test_what_is_held_once_backward_has_come_to_a_call(samples):
     assert [(point.name, point.call, point.slots) for point in cost.points] == [("o", 1, 4), ("a", 0, 2)]
     assert [point.nbytes for point in cost.points] == [SAVED // 2 + INPUT + 30 + beside, SAVED // 4 + INPUT + beside]
     assert 0 <= cost.points[0].at <= cost.points[1].at <= 1
+
+
+def test_of_several_ranks_those_points_count_that_all_have_seen(samples):
+    found, backward = samples
+    own = measured(found, backward.outside_bytes)
+    (kind,) = own.kinds
+    o, a = kind.cost.points
+    other = replace(kind.cost, points=(o._replace(at=0.9, nbytes=1),))
+    both = slowest([own, own._replace(kinds=(kind._replace(cost=other),))]).kinds[0].cost
+    assert both.points == (o._replace(at=0.9),)
+    assert slowest([own, own]).kinds[0].cost.points == (o, a)
