@@ -20,6 +20,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -146,7 +147,17 @@ class Controller:
         memory = {storage_address(t): size_bytes(t) for t in own if is_plain(t)}
         shared = {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)}
         boundary, min_bytes = sum(inputs.values()), self._engine.options.min_bytes
-        sample = Sample(layer.index, device, boundary, bucket.backward, bucket.finish, shared, min_bytes, inputs=memory)
+        sample = Sample(
+            layer.index,
+            device,
+            boundary,
+            bucket.backward,
+            bucket.finish,
+            shared,
+            min_bytes,
+            inputs=memory,
+            gradient_bytes=partial(_made_gradient_bytes, tuple(module.parameters())),
+        )
         bucket.begun[layer.index] = sample
         return Orders(sample=sample)
 
@@ -204,8 +215,7 @@ class Controller:
         return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
 
     def _count_made_gradients(self) -> int:
-        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        return sum(_own_bytes(gradient) for gradient in gradients if gradient.device.type != "cpu")
+        return _made_gradient_bytes(self._parameters())
 
     def _look_at(self, bucket: Bucket, device: torch.device) -> None:
         """Note what a pass has been measured to cost, and what room it has found on the device."""
@@ -282,6 +292,11 @@ class Controller:
 
 def _rate(nbytes: int, ms: float) -> float | None:
     return nbytes / ms * 1e3 if nbytes >= _TIMED_BYTES and ms else None
+
+
+def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return sum(_own_bytes(gradient) for gradient in gradients if gradient.device.type != "cpu")
 
 
 def _own_bytes(parameter: Tensor) -> int:

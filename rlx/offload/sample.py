@@ -112,6 +112,7 @@ class Sample:
         min_bytes: less than this does not leave.
         memory: of the device; None: what torch says.
         inputs: address and bytes of these inputs' memory.
+        gradient_bytes: how much memory gradients of the layer's parameters take at the moment it is called.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Sample:
         min_bytes: int = 1,
         memory: DeviceMemory | None = None,
         inputs: Mapping[int, int] | None = None,
+        gradient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.index = index
         self.boundary_bytes = boundary_bytes
@@ -147,6 +149,10 @@ class Sample:
         self._middle = 0
         self._passed: list[tuple[int, Mark, int]] = []
         self._rest_bytes = 0
+        self._gradient_bytes = gradient_bytes
+        self._had_bytes = self._made_bytes = (
+            0  # of gradients, when backward came to the layer; made until the last border
+        )
 
     def mark(self) -> Mark:
         """A point in time on the device."""
@@ -204,7 +210,7 @@ class Sample:
             allocated = max(0, allocated - self._leaving_bytes)  # which is waited for now
         shared.has_begun = True
         shared.open = self
-        self._base_bytes = allocated
+        self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
         self._memory.reset()
 
     def replay(self, *how: Any) -> Replay:
@@ -231,6 +237,7 @@ class Sample:
         below = [border for border in self._borders_left if slot < border]
         if below:
             self._passed.append((below[-1], self.mark(), self._segment(self._memory.look()[1])))
+            self._made_bytes = self._gradient_bytes() - self._had_bytes
             self._memory.reset()
             self._borders_left = self._borders_left[len(below) :]
         return self._borders_left[0] if self._borders_left else 0
@@ -307,8 +314,8 @@ class Sample:
         return min(1.0, seconds(self._marks["forward"], mark) / max(self.forward_s, 1e-12))
 
     def _held(self, peak: int) -> int:
-        """What is above what was there when backward came to the layer, and beside layers."""
-        return peak - self._base_bytes + self._backward.beside_bytes
+        """What is above what was there when backward came to the layer, and beside layers; gradients count elsewhere."""
+        return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes
 
 
 class MeasuringWatch(PlannedWatch):

@@ -256,7 +256,9 @@ class Falling(DeviceMemory):
 
 
 @pytest.mark.parametrize(("budget", "expected_call"), [(81_000, 5), (PLENTY, None)])
-def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(toys, auto, monkeypatch, budget, expected_call):
+def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
+    toys, auto, monkeypatch, budget, expected_call
+):
     # Of 768 bytes of inputs, beside which layers hold 80,768, and half of it once backward has come to the last call but one.
     monkeypatch.setattr("rlx.offload.sample.DeviceMemory", Falling)
     model = toys.decoder(4, dropout=0.2)

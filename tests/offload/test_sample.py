@@ -37,13 +37,15 @@ class Memory(DeviceMemory):
 @pytest.fixture(params=[0, 70], ids=["gradients are there", "gradients are made"])
 def samples(request):
     """Three layers of a pass, and what they share: the head holds 40 more for a moment, and makes some gradients."""
-    memory, made = Memory(), [0]
+    memory, made, own = Memory(), [0], [0]
     backward, found = Backward(lambda: made[0]), []
     memory.take(TABLE_BYTES, INPUT)
     for index in range(3):
         saved = [torch.zeros(SAVED, dtype=torch.uint8), TABLE]
         shared = {TABLE.untyped_storage().data_ptr(): TABLE_BYTES}
-        sample = Sample(index, CPU, INPUT, backward, lambda sample: None, shared, memory=memory)
+        sample = Sample(
+            index, CPU, INPUT, backward, lambda sample: None, shared, memory=memory, gradient_bytes=lambda: own[0]
+        )
         if index > 1:
             memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
             memory.take(INPUT * (index == 2))
@@ -69,6 +71,8 @@ def samples(request):
         memory.take(50)
         assert sample.pass_border(5) == 4 and not sample.is_late(5)
         memory.take(50, -100 - SAVED // 2)  # backward of the MLP
+        memory.take(request.param)  # gradients of its weights are made when it is over, where there are none yet
+        own[0] += request.param
         assert sample.pass_border(3) == 2 and sample.is_late(3)
         memory.take(INPUT * (sample.index > 0), 30, -30 - SAVED // 4)  # the next input comes
         assert sample.pass_border(1) == 0
