@@ -155,12 +155,12 @@ class RecomputedCall(LayerCall):
             if size_bytes(tensor) >= max(self.engine.options.min_bytes, 1):
                 return None
             self.layer.counters.kept_bytes += size_bytes(tensor)
-        return Stored(tensor, parked)
+        return Stored(tensor, parked, is_result=True)
 
     def keep(self, tensor: Tensor) -> Stored:
         """Keep a tensor on the device."""
         self.layer.counters.kept_bytes += size_bytes(tensor)
-        return Stored(tensor, None)
+        return Stored(tensor, None, is_result=True)
 
     def leave_forward(self) -> None:
         """Note that an exception has ended forward."""
@@ -347,7 +347,8 @@ class RecomputedCall(LayerCall):
             difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
             if difference is not None:
                 self._fail(difference)
-            return saved.copy()
+            # Without their graph, which would keep the layer's inputs and answered results in memory.
+            return [tensor if tensor.is_leaf else tensor.detach() for tensor in saved]
         finally:
             saved.clear()  # Note [the work of hooks]
 

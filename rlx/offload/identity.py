@@ -132,7 +132,7 @@ class Look(Probe):
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
 
-    def on(self, memory: Tensor, first_byte: int, wants_gradient: bool = False) -> Tensor:
+    def on(self, memory: Tensor, first_byte: int) -> Tensor:
         """The tensor on memory that has come back.
 
         It has the counter: who writes to what has come back writes to all that looked at the original.
@@ -140,9 +140,6 @@ class Look(Probe):
         Args:
             memory: any tensor on a storage that begins with byte `first_byte` of the one that it was saved from.
             first_byte: a multiple of `ALIGN_BYTES`.
-            wants_gradient: give a tensor that wants a gradient; in gradient mode only. It is not the leaf of its graph: a graph
-                keeps its leaves, and what recomputation saves for the end of a layer would keep the layer's input until it
-                has been asked for. The leaf is the alias, which has no memory.
         """
         dtype, shape, stride = self.dtype, self.shape, self._stride
         offset = self._offset - first_byte // dtype.itemsize
@@ -154,14 +151,8 @@ class Look(Probe):
         ):
             empty = torch.empty(0, dtype=dtype, device=memory.device)
             memory = empty.set_(memory.untyped_storage(), offset, shape, stride)
-        alias = self.alias
-        if not wants_gradient:
-            tensor = alias.detach()
-            tensor.data = memory
-            return tensor
-        alias.data = memory  # for as long as it takes the graph to learn the shape of its gradient
-        tensor = alias.requires_grad_().expand_as(alias)  # a view, of the same strides even where these say nothing
-        alias.data = nothing_on(memory.device)
+        tensor = self.alias.detach()
+        tensor.data = memory
         return tensor
 
 

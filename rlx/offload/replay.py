@@ -130,7 +130,9 @@ class Watcher(TorchFunctionMode):
             return function(*args, **kwargs)
         self._is_inside = True
         try:
-            if function in _CAST:
+            if (
+                function in _CAST and kwargs.get("out") is None
+            ):  # a given tensor autocast leaves alone, and what goes into it
                 args, kwargs = _cast_activations(args, kwargs)
             return self._run(function, args, kwargs, is_attention)
         finally:

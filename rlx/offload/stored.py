@@ -17,12 +17,14 @@ class Stored:
     Args:
         tensor: shape, dtype and layout are given back as they are.
         parked: its bytes off the device; None: they stay.
+        is_result: it, or what it is an alias of, is what an operation gave: no leaf, if it wants a gradient.
     """
 
-    __slots__ = ("_look", "_parked", "_requires_grad", "_version", "watch")
+    __slots__ = ("_is_leaf", "_look", "_parked", "_requires_grad", "_version", "watch")
 
-    def __init__(self, tensor: Tensor, parked: Parked | None) -> None:
+    def __init__(self, tensor: Tensor, parked: Parked | None, is_result: bool = False) -> None:
         self._requires_grad = tensor.requires_grad
+        self._is_leaf = tensor.is_leaf and not (is_result and self._requires_grad)
         self._parked = parked
         self._look: Look | None = None
         self._version: int | None
@@ -46,19 +48,24 @@ class Stored:
         return self.is_untouched if self._parked is None else not self._parked.is_torn
 
     def tensor(self) -> Tensor:
-        """The tensor, ready for the current stream; it wants a gradient where the original did. In gradient mode only.
+        """The tensor, ready for the current stream. In gradient mode only.
+
+        It wants a gradient where the original did, and is a leaf where that was one: layers may ask.
 
         Raises:
             RuntimeError: if the bytes were overwritten.
         """
         if self._parked is not None and self._look is not None:
-            return self._look.on(*self._parked.on_device(), wants_gradient=self._requires_grad)
-        kept = self.watch
-        if not self.is_untouched:
-            raise modified_input(kept)
-        if isinstance(kept, Parameter):
-            return kept
-        return kept.detach().requires_grad_(self._requires_grad)
+            tensor = self._look.on(*self._parked.on_device())
+        else:
+            if not self.is_untouched:
+                raise modified_input(self.watch)
+            if isinstance(self.watch, Parameter):
+                return self.watch
+            tensor = self.watch.detach()
+        tensor.requires_grad_(self._requires_grad)
+        # Else a view, of the same strides even where these say nothing.
+        return tensor if self._is_leaf else tensor.expand_as(tensor)
 
 
 def modified_input(tensor: Tensor) -> RuntimeError:

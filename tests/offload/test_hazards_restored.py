@@ -1,0 +1,100 @@
+"""Layers that look at more of their inputs and projections than the values: recomputation shows them the same."""
+
+import pytest
+import torch
+from torch import nn
+
+
+def asks_whether_it_is_a_leaf(m, x):
+    return x + m.o(m.attend(m.q(x), m.k(x), m.v(2 * x if x.is_leaf else x)))
+
+
+def asks_where_it_comes_from(m, x):
+    return x + m.o(m.attend(m.q(x), m.k(x), m.v(x if x.grad_fn is None else 3 * x)))
+
+
+def asks_whether_a_projection_is_a_leaf(m, x):
+    queries = m.q(x)
+    return x + m.o(m.attend(2 * queries if queries.is_leaf else queries, m.k(x), m.v(x)))
+
+
+def asks_for_the_gradient_of_its_input(m, x):
+    (slope,) = torch.autograd.grad((3.0 * x).sum(), x)
+    return slope * x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+
+
+def asks_for_the_gradient_of_a_projection(m, x):
+    queries = m.q(x)
+    (slope,) = torch.autograd.grad((3.0 * queries).sum(), queries)
+    return x + m.o(m.attend(queries, m.k(x), m.v(x) * slope))
+
+
+LAYERS = {
+    layer.__name__: layer
+    for layer in (
+        asks_whether_it_is_a_leaf,
+        asks_where_it_comes_from,
+        asks_whether_a_projection_is_a_leaf,
+        asks_for_the_gradient_of_its_input,
+        asks_for_the_gradient_of_a_projection,
+    )
+}
+
+
+def begins_with_a_leaf(model):
+    """The first layer's input is a leaf, the others' are not."""
+    x = torch.linspace(-1, 1, 2 * 6 * 16).sin().view(2, 6, 16).requires_grad_()
+    y = x
+    for layer in model.layers:
+        y = layer(y)
+    loss = model.head(y).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    model.embed.bias.grad = x.grad.sum((0, 1))  # to be compared with the others
+    return loss.detach()
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_layer_asks_of_its_tensors(compare, toys, saving, name, min_bytes):
+    model = toys.stack(lambda: toys.kit(LAYERS[name]), width=16)
+    compare(model, begins_with_a_leaf, **saving, min_bytes=min_bytes)
+
+
+def test_compiled_parts_under_autocast(enable, toys, saving):
+    """Traced anew in recomputation, where a compiler looks at what its inputs are views of."""
+
+    class Compiled(toys.kit):
+        def __init__(self):
+            super().__init__(None)
+            self.gate = torch.compile(nn.SiLU(), backend="eager")
+
+        def forward(self, x):
+            return x + self.o(self.attend(self.gate(self.q(x)), self.k(self.gate(x)), self.v(x)))
+
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = toys.read(model)
+        return loss.float()
+
+    expected = toys.grade(toys.stack(Compiled, width=16), step)
+    model = toys.stack(Compiled, width=16)
+    enable(model, **saving)
+    expected.assert_equal(toys.grade(model, step))
+
+
+def test_a_product_into_a_given_tensor_under_autocast(compare, toys, saving):
+    """Autocast leaves such a call as it is."""
+
+    def forward(m, x):
+        table = torch.zeros(12, 16)
+        with torch.no_grad():
+            torch.mm(x.float().view(12, 16), m.other.weight, out=table)
+        return table.view(2, 6, 16) * x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
+
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = toys.read(model)
+        return loss.float()
+
+    compare(toys.stack(lambda: toys.kit(forward), width=16), step, **saving)
