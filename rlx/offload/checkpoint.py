@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from rlx.offload.ambient import Ambient, RandomState
 from rlx.offload.answers import Answer
@@ -348,7 +349,7 @@ class RecomputedCall(LayerCall):
             if difference is not None:
                 self._fail(difference)
             # Without their graph, which would keep the layer's inputs and answered results in memory.
-            return [tensor if tensor.is_leaf else tensor.detach() for tensor in saved]
+            return [tensor if type(tensor) is Parameter else tensor.detach() for tensor in saved]
         finally:
             saved.clear()  # Note [the work of hooks]
 

@@ -29,6 +29,25 @@ def asks_for_the_gradient_of_a_projection(m, x):
     return x + m.o(m.attend(queries, m.k(x), m.v(x) * slope))
 
 
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def writes_to_what_an_unused_branch_has_saved(m, x):
+    """The branch saves a view that has no place in a graph any more after the write."""
+    queries = m.q(x)
+    Same.apply(queries).sin()
+    with torch.no_grad():
+        queries.mul_(0.5)
+    return queries + m.o(m.attend(m.k(x), m.k(x), m.v(x)))
+
+
 LAYERS = {
     layer.__name__: layer
     for layer in (
@@ -37,6 +56,7 @@ LAYERS = {
         asks_whether_a_projection_is_a_leaf,
         asks_for_the_gradient_of_its_input,
         asks_for_the_gradient_of_a_projection,
+        writes_to_what_an_unused_branch_has_saved,
     )
 }
 
