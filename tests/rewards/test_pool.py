@@ -200,10 +200,11 @@ def assert_ended(processes):
 
 
 DRIVER = """
-import sys
+import signal, sys
 from rlx.rewards.function import Function
 from rlx.rewards.pool import Call, Pool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sample = {"data_source": "d", "solution_str": "hang in C", "ground_truth": None, "extra_info": {}}
 with Pool(2, None, 1) as pool:
     function = Function(sys.argv[1], "compute_score", 1000.0)
