@@ -130,9 +130,8 @@ class Watcher(TorchFunctionMode):
             return function(*args, **kwargs)
         self._is_inside = True
         try:
-            if (
-                function in _CAST and kwargs.get("out") is None
-            ):  # a given tensor autocast leaves alone, and what goes into it
+            # What goes into a given tensor autocast leaves alone, and that tensor too.
+            if function in _CAST and kwargs.get("out") is None:
                 args, kwargs = _cast_activations(args, kwargs)
             return self._run(function, args, kwargs, is_attention)
         finally:
