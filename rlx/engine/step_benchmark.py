@@ -3,6 +3,7 @@
 python -m rlx.engine.step_benchmark --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
 
 Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW, weights and state in bf16.
+The step before it makes the optimizer's state, which is there from then on; where that would take long, `--first-tokens 4096`.
 A mode that has run out of memory is not asked for longer sequences. `rlx` is an `Engine`: activations off the device, MLPs and
 norms in tiles, log-probs without logits. The others are the transformers model, with whole logits, and a mode of
 `python -m rlx.offload.benchmark`.
@@ -86,8 +87,8 @@ def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
     return sum(x.nbytes for x in own if x.device.type == device.type and x.untyped_storage().nbytes())
 
 
-def engine_step(folder: str, ids_T: Tensor, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
-    """The model, its optimizer, and a function that takes one step and returns the host memory reserved for it [bytes]."""
+def engine_step(folder: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
+    """The model, its optimizer, and a function that takes one step on some tokens and returns the host memory reserved [bytes]."""
     if not dist.is_initialized():
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -103,20 +104,20 @@ def engine_step(folder: str, ids_T: Tensor, options: argparse.Namespace, device:
         device=device,
         optim=OptimConfig(lr=1e-6),
     )
-    response = len(ids_T) - 1
-    ones = torch.ones(1, response)
-    batch = Batch.of(
-        {
-            "input_ids": ids_T[None],
-            "attention_mask": torch.ones(1, len(ids_T), dtype=torch.bool),
-            "response_mask": ones.bool(),
-            "old_log_probs": -ones,
-            "advantages": ones,
-        }
-    )
-    objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=response)
 
-    def step() -> int:
+    def step(ids_T: Tensor) -> int:
+        response = len(ids_T) - 1
+        ones = torch.ones(1, response)
+        batch = Batch.of(
+            {
+                "input_ids": ids_T[None],
+                "attention_mask": torch.ones(1, len(ids_T), dtype=torch.bool),
+                "response_mask": ones.bool(),
+                "old_log_probs": -ones,
+                "advantages": ones,
+            }
+        )
+        objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=response)
         engine.update(batch, MicroBatchRule(rows=1), objective)
         engine.to_host(parameters=False)
         return int(engine.offload_stats()["reserved_bytes"])
@@ -125,7 +126,7 @@ def engine_step(folder: str, ids_T: Tensor, options: argparse.Namespace, device:
     return engine.root, engine.optimizer, step
 
 
-def peer_step(folder: str, ids_T: Tensor, mode: str, device: torch.device) -> tuple[Any, ...]:
+def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
     """The same of the transformers model with whole logits; what it takes on the host is not known."""
     from transformers import AutoModelForCausalLM
 
@@ -133,10 +134,10 @@ def peer_step(folder: str, ids_T: Tensor, mode: str, device: torch.device) -> tu
     model = model.to(device).train()
     model.config.use_cache = False
     optimizer, prepared = AdamW(model.parameters(), lr=1e-6), PEERS[mode](model)
-    ids = ids_T[None].to(device)
-    ones = torch.ones(1, len(ids_T) - 1, device=device)
 
-    def step() -> None:
+    def step(ids_T: Tensor) -> None:
+        ids = ids_T[None].to(device)
+        ones = torch.ones(1, len(ids_T) - 1, device=device)
         with prepared.around_step():
             with prepared.around_forward():
                 logits = model(input_ids=ids[:, :-1]).logits
@@ -154,14 +155,15 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
     """Figures of the last step, or what went wrong."""
     ids_T = torch.randint(0, 250, (tokens,), generator=torch.Generator().manual_seed(0))
     if mode == RLX:
-        model, optimizer, step = engine_step(folder, ids_T, options, device)
+        model, optimizer, step = engine_step(folder, options, device)
     else:
-        model, optimizer, step = peer_step(folder, ids_T, mode, device)
+        model, optimizer, step = peer_step(folder, mode, device)
     peaks = PhasePeaks(model, optimizer, device)
-    for _ in range(options.steps):
+    first = min(tokens, options.first_tokens or tokens)
+    for number in range(options.steps):
         peaks.begin()
         began = clock(device)
-        host_bytes = step()
+        host_bytes = step(ids_T if number == options.steps - 1 else ids_T[:first])
         seconds = clock(device) - began
     return {"seconds": seconds, "host_bytes": host_bytes, "left_bytes": used_bytes(device), **peaks.finish()}
 
@@ -235,6 +237,11 @@ def main() -> int:
     parser.add_argument("--optimizer-offload", action="store_true", help="rlx: AdamW's state waits on the host")
     parser.add_argument("--steps", type=int, default=2, help="of which the last is measured (default 2)")
     parser.add_argument(
+        "--first-tokens",
+        type=int,
+        help="of the steps before the last, which make the optimizer's state (default: as many)",
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("step_benchmark"), help="folder of results.json and the picture"
     )
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the weights; this process measures
@@ -256,6 +263,7 @@ def main() -> int:
         if device.type != "cpu":
             torch.accelerator.empty_cache()
         passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
+        passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
         passed_on += ["--optimizer-offload"] * options.optimizer_offload
         for mode in options.modes:
             for tokens in sorted(options.tokens):
