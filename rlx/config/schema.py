@@ -147,8 +147,8 @@ class ModelConfig:
     )
     tiled_mlp: int | str = key(
         0,
-        "MLPs and norms computed so many tokens at a time, recomputed in backward; auto: chosen by length and width, at least "
-        "8192; 0: off.",
+        "MLPs and norms computed so many tokens at a time, recomputed in backward; auto: chosen by length and width, with "
+        "about 2^28 elements in the widest result of a tile; 0: off.",
         minimum=0,
         words=("auto",),
     )

@@ -107,6 +107,37 @@ class _Tile:
         return value
 
 
+class _Sum:
+    """The gradient of a weight over the tiles, in fp32 or wider, rounded once.
+
+    A pass over it is as long as one over the weight, so there is none that only fills, and none that only rounds.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._sum: Tensor | None = None
+        self.rounded: Tensor | None = None  # when the last tile is in
+
+    def add(self, part: Tensor | None, is_last: bool) -> None:
+        """What one tile gives; None where its result does not depend on the weight."""
+        wide = torch.promote_types(self._weight.dtype, torch.float32)
+        if is_last:
+            self.rounded = self._total(part)
+            self._sum = None
+        elif part is not None and self._sum is None:
+            self._sum = part.to(wide, copy=True)  # autograd may have given the same tensor to others
+        elif part is not None:
+            assert self._sum is not None
+            self._sum.add_(part)
+
+    def _total(self, part: Tensor | None) -> Tensor:
+        if self._sum is None:
+            return torch.zeros_like(self._weight) if part is None else part.to(self._weight.dtype)
+        if part is None:
+            return self._sum.to(self._weight.dtype)
+        return torch.add(self._sum, part, out=torch.empty_like(self._weight))
+
+
 class TiledCall:
     """One call that backward will repeat tile by tile.
 
@@ -152,10 +183,7 @@ class TiledCall:
     def backward(self, gradient: Tensor, hidden: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the input and of the weights; None for those that want none."""
         wanted = [place for place, edge in enumerate(self._weight_edges) if edge is not None]
-        sums = {
-            place: torch.zeros_like(weights[place], dtype=torch.promote_types(weights[place].dtype, torch.float32))
-            for place in wanted
-        }
+        sums = {place: _Sum(weights[place]) for place in wanted}
         leaves = [_leaf(w, edge is not None) for w, edge in zip(weights, self._weight_edges, strict=True)]
         rows, gradient_rows = _rows(hidden), _rows(gradient)
         wants_hidden = self._edges[0][1] is not None
@@ -164,7 +192,7 @@ class TiledCall:
         def recompute(tile: _Tile) -> list[Tensor]:
             return self._recompute(tile, _leaf(tile.of(rows), wants_hidden), leaves)
 
-        for tile, (output, entry) in zip(self._tiles, self._edges, strict=True):
+        for number, (tile, (output, entry)) in enumerate(zip(self._tiles, self._edges, strict=True), start=1):
             tile.recompute = recompute
             inputs = [edge for edge in (*self._weight_edges, entry) if edge is not None]
             found = list(
@@ -175,10 +203,9 @@ class TiledCall:
                 part = found.pop()
                 into = tile.of(_rows(hidden_gradient))
                 into.zero_() if part is None else into.copy_(part)
-            for place, part in zip(wanted, found, strict=True):
-                if part is not None:
-                    sums[place].add_(part)
-        return [hidden_gradient, *(sums[i].to(w.dtype) if i in sums else None for i, w in enumerate(weights))]
+            for place in reversed(wanted):
+                sums[place].add(found.pop(), is_last=number == len(self._tiles))
+        return [hidden_gradient, *(sums[i].rounded if i in sums else None for i in range(len(weights)))]
 
     def _recompute(self, tile: _Tile, entry: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
         saved: list[Tensor] = []

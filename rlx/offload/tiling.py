@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlx.offload.ambient import has_autocast
 from rlx.offload.identity import is_plain
 from rlx.offload.layers import find_layers
-from rlx.offload.plan.memory import MIN_TILE, tile_tokens
+from rlx.offload.plan.memory import tile_tokens
 from rlx.offload.replay import run_as_one_call, unwatched
 from rlx.offload.stand_in import StandIn
 from rlx.offload.tiles import Part, run_tiled, run_tiled_without_graph
@@ -165,8 +165,8 @@ def enable_tiling(
 
     Args:
         model: any module with layers; under FSDP2 before or after it is sharded.
-        positions_per_tile: tokens over all sequences together; None: as many as make eight intermediate results of a tile
-            as large as the input, 8192 at least.
+        positions_per_tile: tokens over all sequences together; None: as many as make the widest intermediate result of a tile
+            about 2^28 elements, or eight of them as large as the input, whichever is more.
         layers: modules, module names or class names; None: see `find_layers`.
 
     Returns:
@@ -195,7 +195,7 @@ def enable_tiling(
         "tiling: %d MLPs and %d norms in tiles of %s positions%s",
         len(tiling.mlps),
         len(tiling.norms),
-        positions_per_tile or f"at least {MIN_TILE}",
+        positions_per_tile or "as many as length and width ask for",
         "".join(f"; left alone: {name}, which {why}" for why, name in alone.items()),
     )
     return tiling

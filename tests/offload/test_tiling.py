@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling
-from rlx.offload.plan.memory import MIN_TILE
 from rlx.offload.tiling import Tiling
 
 SMALL = {
@@ -367,8 +366,11 @@ def test_layers_without_an_mlp_are_named_once(caplog):
 
 def test_length_of_a_tile():
     assert Tiling(7).tile_length(10**6, 8, 64) == 7
-    of_qwen2 = [Tiling(None).tile_length(tokens, 3584, 18944) for tokens in (100, 32_768, 131_072, 524_288)]
-    assert of_qwen2 == [MIN_TILE] * 3 + [12_544]
+    lengths = (100, 20_000, 32_768, 131_072, 524_288, 1 << 20)
+    of_mlps = [Tiling(None).tile_length(tokens, 3584, 18944) for tokens in lengths]
+    assert of_mlps == [256, 20_224, 16_384, 14_592, 14_336, 24_832], "whole where two tiles would be small"
+    of_norms = [Tiling(None).tile_length(tokens, 3584, 3584) for tokens in lengths]
+    assert of_norms == [256, 20_224, 32_768, 65_536, 75_008, 131_072]
 
 
 def test_short_inputs_run_as_they_are():

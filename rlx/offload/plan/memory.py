@@ -8,9 +8,10 @@ last is not), q and attention's result e a each, k and v e c each, its log-sum-e
 activation, up, their product); of experts k (4 e f + 2 e h) (the sorted input and down's result on top).
 *Working* set of a layer's backward: what is saved, the input, the residual and the gradient from above 3 e h, and where the
 product is taken apart 2 e f more (three gradients for one result); the MLP's 4 e f are gone in the second half.
-*In tiles* of t < T tokens MLP and norms save their inputs: with norms' results 3 e h, of norms of q and k e (a + c). While the
-MLP's backward runs there are on top the gradient of its input e h, six tensors of a tile 6 e f t, and the sums of the weights'
-gradients in fp32, 12 h f; after it the gradients of q, k, v and of attention's result e (2 a + 2 c). Experts are not tiled.
+*In tiles* of t < T tokens MLP and norms save their inputs: with norms' results 3 e h, of norms of q and k e (a + c); a norm is
+whole up to longer sequences than the MLP, and then saves what it does without tiles. While the MLP's backward runs there are on
+top the gradient of its input e h, six tensors of a tile 6 e f t, and the sums of the weights' gradients in fp32, 12 h f; after it
+the gradients of q, k, v and of attention's result e (2 a + 2 c). Experts are not tiled.
 *Sequences shared* by u processes: T is a process's own part; where u exceeds the key heads, k and v are repeated to u heads.
 *Head*, log-probs without logits: a chunk of 2^28 logits, or all of them: 2 e + 4 bytes each, and e for the last chunk's where there are
 several; hidden states and their gradient 2 e h T; the gradient of the weight in fp32, 4 h V, where there are several chunks, else e h V.
@@ -27,7 +28,9 @@ from typing import NamedTuple
 
 from rlx.offload.plan.decoder import Decoder
 
-MIN_TILE = 8192  # tokens; products of fewer are slower, and sums of the weights' gradients begin to count
+# Elements of a tile's widest intermediate result, as of the head's chunk of logits, whose working set is about as large. Smaller
+# tiles cost time: each is a pass over the sums of the weights' gradients, and a norm in tiles runs once more.
+TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
 HEAD_CHUNK_LOGITS = 1 << 28  # of rlx.models.log_probs
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: pieces on the device, times a piece
@@ -58,15 +61,22 @@ class StateBytes(NamedTuple):
 
 
 def tile_tokens(tokens: int, width: int, widest: int) -> int:
-    """Tokens of a tile where nothing else is asked for.
+    """Tokens of a tile where nothing else is asked for; not fewer than there are where tiles would gain little.
 
     Args:
         tokens: of the input.
         width: of the input.
         widest: width of the widest intermediate result.
     """
-    wanted = tokens * width // (TILE_INTERMEDIATES * max(widest, width))
-    return max(MIN_TILE, -(-wanted // _TILE_STEP) * _TILE_STEP)
+    widest = max(widest, width)
+    number = max(1, round(tokens * widest / TILE_ELEMENTS))
+    wanted = max(-(-tokens // number), tokens * width // (TILE_INTERMEDIATES * widest))
+    return -(-wanted // _TILE_STEP) * _TILE_STEP
+
+
+def _in_tiles(positions: int, width: int, tile: int) -> bool:
+    """Whether a norm of so many positions is; `tile` as in `layer_bytes`."""
+    return positions > (tile or tile_tokens(positions, width, width))
 
 
 def layer_bytes(
@@ -86,7 +96,8 @@ def layer_bytes(
     at_once = tokens if tile is None else tile or tile_tokens(tokens, h, f)
     attention = 2 * e * (a + c) + 4 * decoder.heads
     if at_once < tokens and not decoder.sparse[layer]:
-        saved = (3 * e * h + attention + e * (a + c) * decoder.qk_norm) * tokens
+        assert tile is not None
+        saved = (_norms(decoder, tokens, e, tile, max(decoder.kv_heads, shared_by)) + attention) * tokens
         late = saved + (3 * e * h + 2 * e * (a + c)) * tokens
         mlp = saved + 4 * e * h * tokens + 6 * e * f * at_once + 12 * h * f
         return LayerBytes(e * h * tokens, saved, max(mlp, late), late)
@@ -94,6 +105,16 @@ def layer_bytes(
     saved = 2 * (4 + 2 * e) * h + attention + (4 + e) * (a + c) * decoder.qk_norm + mlp
     working = saved + 3 * e * h + apart
     return LayerBytes(e * h * tokens, saved * tokens, working * tokens, (working - mlp) * tokens)
+
+
+def _norms(decoder: Decoder, tokens: int, e: int, tile: int, kv_heads: int) -> int:
+    """Bytes per token of what a layer's norms save beside an MLP in tiles."""
+    saved = (3 * e if _in_tiles(tokens, decoder.width, tile) else 2 * (4 + 2 * e)) * decoder.width
+    if decoder.qk_norm:
+        for heads in (decoder.heads, kv_heads):
+            in_tiles = _in_tiles(tokens * heads, decoder.head_width, tile)
+            saved += (e if in_tiles else 4 + e) * heads * decoder.head_width
+    return saved
 
 
 def _mlp(decoder: Decoder, layer: int, e: int) -> tuple[int, int]:

@@ -192,6 +192,9 @@ def test_tiles_bound_what_grows_with_the_mlp():
     assert tiled.saved == pytest.approx((5 + 2 / 7) * hidden, rel=0.01)
     assert tiled.working == tiled.late == pytest.approx((10 + 4 / 7) * hidden, rel=0.01)
     assert layer_bytes(decoder, 0, 8192, tile=0) == layer_bytes(decoder, 0, 8192)
+    # Of an MLP of 2 tiles the norms are whole: copies in fp32, and results before and after the weight.
+    chosen, both = layer_bytes(decoder, 0, 32_768, tile=0), layer_bytes(decoder, 0, 32_768, tile=16_384)
+    assert chosen.saved - both.saved == chosen.working - both.working == (2 * 8 - 6) * decoder.width * 32_768
     experts = read_decoder(SMALL | EXPERTS)
     assert layer_bytes(experts, 0, tokens, tile=0) == layer_bytes(experts, 0, tokens)
 
