@@ -147,6 +147,31 @@ class Answer:
         return map_leaves(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, self._result)
 
 
+class UnreadAnswer(Answer):
+    """What is left of an operation whose result nobody reads: its slots are filled, its result is memory with nothing in it."""
+
+    __slots__ = ("_device", "_dtype", "_requires_grad", "_shape", "_stride")
+
+    def __init__(
+        self,
+        function: Any,
+        first_slot: int,
+        arguments: Sequence[Tensor],
+        saved: list[_FromArgument | Stored],
+        result: Tensor,
+    ) -> None:
+        super().__init__(function, first_slot, arguments, saved, result)
+        self._shape, self._stride, self._dtype = result.shape, result.stride(), result.dtype
+        self._device, self._requires_grad = result.device, result.requires_grad
+
+    def result(self, poison: bool = False) -> Tensor:
+        """Something that looks like the result; `poison`: full of NaN."""
+        empty = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+        if poison:
+            empty.fill_(torch.nan)
+        return empty.requires_grad_(self._requires_grad)
+
+
 def why_no_answer(tensors: Sequence[Tensor]) -> str | None:
     """Why a call with such arguments and results cannot be answered; None if it can."""
     if not all(map(is_plain, tensors)):

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.offload.engine import Engine, Layer
+from rlx.offload.flow import Proof
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, storage_address
 from rlx.offload.measured import Measurement, measured, planned, slowest
 from rlx.offload.orders import Orders
@@ -259,20 +260,9 @@ class Controller:
         machine = replace(machine, turn_s=measurement.turn_s, turn_bytes=measurement.outside_bytes)
         plan = make_plan(costs, machine)
         bucket.orders.clear()
+        proofs: dict[tuple[int, frozenset[int]], Proof] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
-            kind = of_layer[index]
-            point = kind.cost.fetch_points[fetch]
-            bucket.orders[index] = Orders(
-                keep=layer.keep,
-                boundary_leaves=layer.boundary_leaves,
-                on_device=frozenset(kind.places[i] for i in layer.on_device),
-                off_device=frozenset(kind.places[i] for i in layer.off_device),
-                names=kind.names,
-                fetch_early=fetch == 0,
-                fetch_call=point.call if point.call >= 0 else None,
-                fetch_below=point.slots if point.call >= 0 else None,
-                saved_bytes=kind.cost.saved_bytes,
-            )
+            bucket.orders[index] = of_layer[index].orders(layer, fetch, proofs)
         bucket.plan = plan
         if self._explains and logger.isEnabledFor(logging.INFO):
             logger.info(

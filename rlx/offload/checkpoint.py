@@ -20,6 +20,7 @@ at the end of forward. An input written to after the layer has ended is harmless
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable
@@ -33,14 +34,17 @@ from torch.nn import Parameter
 from rlx.offload.ambient import Ambient, RandomState
 from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, replace_leaves
+from rlx.offload.flow import fingerprints
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_length
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.orders import Orders
-from rlx.offload.replay import Replay
+from rlx.offload.replay import LeftOutError, Replay
 from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
 from rlx.offload.stored import Stored, modified_input
 from rlx.offload.watch import Watch
+
+logger = logging.getLogger("rlx.offload")
 
 _NO_ORDERS = Orders()
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
@@ -106,7 +110,8 @@ class RecomputedCall(LayerCall):
         self._attention_slots: int | None = None
         self._lock = threading.Lock()
         self._constants: list[tuple[Tensor, int]] = []  # aliases of inputs that want no gradient, and their versions
-        self._answers: list[Answer | None] = []
+        self._answers: dict[int, Answer | None] = {}
+        self._call_count = 0
         accelerators = () if all(map(_IS_CPU, tensors)) else _accelerators(tensors)
         self._device = accelerators[0] if accelerators else None
         self._inputs: list[Stored] = []
@@ -179,7 +184,7 @@ class RecomputedCall(LayerCall):
             if watch is not None:
                 watch.end_forward(outputs)
                 self._is_watched = True
-                self._answers = watch.answers
+                self._answers, self._call_count = watch.answers, watch.call_count
                 self._attention_slots = watch.attention_slots
             self.layer.kinds = self._slots.end_forward(self.layer.kinds)
         finally:
@@ -301,15 +306,47 @@ class RecomputedCall(LayerCall):
             middle = (len(self._slots.versions) + 1) // 2 if below is None else below
             self._prefetch_below = middle if sample is None else sample.begin_borders(middle)
         start = mark(stream)
-        saved = self._save_again(args, kwargs)
+        saved = self._save_what_is_read(args, kwargs)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
         if sample is not None:
             sample.end_recompute()
         super().unload()
         return saved
 
-    def _save_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Run forward up to the last tensor that autograd saves; returns these, looked at, on a graph that saves nothing."""
+    def _save_what_is_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Run forward again without what nobody reads, where that is known to be right; find out, if nobody has."""
+        orders, answers = self._orders, self._answers
+        proof = orders.proof
+        saved_places = orders.on_device | orders.off_device
+        if proof is None or not all(answers.get(place) is not None for place in saved_places):
+            return self._save_again(args, kwargs)
+        if proof.is_given:
+            with contextlib.suppress(LeftOutError):
+                return self._save_again(args, kwargs, leaves_out=True)
+            return self._save_again(args, kwargs)
+        if not proof.begin():
+            return self._save_again(args, kwargs)
+        poisoned: list[Tensor] | None = None
+        try:
+            poisoned = fingerprints(self._save_again(args, kwargs, leaves_out=True, poisons=True))
+        except LeftOutError:
+            proof.give_up()
+        except Exception:  # whatever a layer thinks of NaN: something reads it, and the layer runs whole from now on
+            logger.info(
+                "activation offloading: layer %s is recomputed whole, for it reads all results", self.layer.name
+            )
+        saved = self._save_again(args, kwargs)
+        if poisoned is not None:
+            proof.give(poisoned, fingerprints(saved))
+        return saved
+
+    def _save_again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves_out: bool = False, poisons: bool = False
+    ) -> list[Tensor]:
+        """Run forward up to the last tensor that autograd saves; returns these, looked at, on a graph that saves nothing.
+
+        `leaves_out`, `poisons` as of `Replay`.
+        """
         saved: list[Tensor] = []
         answered: set[int] = set()
         count = len(self._slots.versions)
@@ -331,9 +368,9 @@ class RecomputedCall(LayerCall):
         contexts: list[Any] = list(filter(None, found))
         if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
-            how = self._answers, answer, self._ambient.skip_to, self._fail
+            how = self._answers, self._call_count, answer, self._ambient.skip_to, self._fail
             sample = self._orders.sample
-            contexts.append(Replay(*how) if sample is None else sample.replay(*how))
+            contexts.append(Replay(*how, leaves_out, poisons) if sample is None else sample.replay(*how))
         try:
             if contexts:
                 with contextlib.ExitStack() as stack:

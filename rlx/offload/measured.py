@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rlx.offload.plan.costs import LayerCost, Operation, Point
-from rlx.offload.sample import Sample
+from rlx.offload.flow import Flow, Proof
+from rlx.offload.orders import Orders
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
+from rlx.offload.sample import Call, Sample
 
+_SMALL = 256  # a result that is so many times smaller than a layer's largest always stays if others are not read then
 _MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
 _LESS = 0.98  # of what is held before a point is held behind it, if the point is worth being looked at
 
@@ -21,13 +24,46 @@ class Kind(NamedTuple):
         members: their indices.
         names: of the calls that all of them make, up to the first that not all do.
         cost: mean of them; its operations are those of the calls that can be answered.
-        places: of the operations among the calls.
+        places: of the operations (Note [places] in `rlx.offload.orders`).
+        flow: what the layers compute from what; None: not known.
+        small: places of results so small that they always stay, for what nobody reads then is left out.
     """
 
     members: tuple[int, ...]
     names: tuple[str, ...]
     cost: LayerCost
     places: tuple[int, ...]
+    flow: Flow | None = None
+    small: tuple[int, ...] = ()
+
+    def orders(self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], Proof]) -> Orders:
+        """What a layer is to do by its plan.
+
+        Args:
+            layer: the plan.
+            fetch: at which of the fetch points.
+            proofs: by kinds and what is left out; one is added where it is missing.
+        """
+        point = self.cost.fetch_points[fetch]
+        on_device = frozenset(self.places[i] for i in layer.on_device)
+        off_device = frozenset(self.places[i] for i in layer.off_device)
+        orders = Orders(
+            keep=layer.keep,
+            boundary_leaves=layer.boundary_leaves,
+            on_device=on_device.union(self.small),
+            off_device=off_device,
+            names=self.names,
+            fetch_early=fetch == 0,
+            fetch_call=point.call if point.call >= 0 else None,
+            fetch_below=point.slots if point.call >= 0 else None,
+            saved_bytes=self.cost.saved_bytes,
+        )
+        if self.flow is None or layer.keep:
+            return orders
+        unread = self.flow.left_out(orders.on_device | off_device)
+        proof = proofs.setdefault((self.members[0], unread), Proof()) if unread else None
+        readings = self.flow.expected(unread)
+        return replace(orders, unread=unread, others=self.flow.names, readings=readings, proof=proof)
 
 
 class Measurement(NamedTuple):
@@ -61,7 +97,7 @@ def planned(kind: Kind) -> Kind:
     """The kind with as many operations as are planned."""
     operations = dict(zip(kind.places, kind.cost.operations, strict=True))
     dearest = sorted(operations, key=lambda place: -operations[place].seconds)[:_MAX_OPERATIONS]
-    return _with(kind, {place: operations[place] for place in sorted(dearest)})
+    return _with(kind, {place: operations[place] for place in operations if place in dearest})
 
 
 def _with(kind: Kind, operations: dict[int, Operation]) -> Kind:
@@ -76,15 +112,14 @@ def _kind(members: Sequence[Sample]) -> Kind:
             break
         names.append(calls[0].name)
         if all(call.can_be_answered for call in calls):
-            operations[place] = Operation(
-                name=calls[0].name,
-                at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
-                seconds=fmean(call.again_s for call in calls),
-                nbytes=round(fmean(call.nbytes for call in calls)),
-                leaves_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
-                stays_bytes=round(fmean(call.stays_bytes for call in calls)),
-                extra_bytes=round(fmean(call.extra_bytes for call in calls)),
-            )
+            operations[place] = _operation(members, calls)
+    flow = members[0].flow if all(sample.flow == members[0].flow for sample in members) else None
+    others: dict[int, Operation] = {}
+    if flow is not None and len(names) == len(members[0].calls):
+        for index, calls in enumerate(zip(*(sample.others for sample in members), strict=True)):
+            if all(call.can_be_answered and call.again is not None for call in calls):
+                others[-1 - index] = _operation(members, calls)
+    operations, small, saved_s = shortened(flow, operations, others) if others and flow else (operations, (), 0.0)
     forward_s = fmean(sample.forward_s for sample in members)
     middles = [sample.late_at for sample in members if sample.late_at is not None]
     backwards = [sample.backward_s for sample in members if sample.backward_s is not None]
@@ -96,7 +131,7 @@ def _kind(members: Sequence[Sample]) -> Kind:
     cost = LayerCost(
         forward_s=forward_s,
         backward_s=fmean(backwards) if backwards else 2 * forward_s,
-        recompute_s=fmean(sample.recompute_s for sample in members),
+        recompute_s=max(0.0, fmean(sample.recompute_s for sample in members) - saved_s),
         boundary_bytes=boundary,
         saved_bytes=saved,
         working_bytes=max(working) if late else saved + 2 * boundary,
@@ -107,7 +142,60 @@ def _kind(members: Sequence[Sample]) -> Kind:
         points=_points(members, len(names), max(working)) if late else (),
         extra_bytes=max(sample.extra_bytes for sample in members),
     )
-    return Kind(tuple(sample.index for sample in members), tuple(names), cost, tuple(operations))
+    members_ = tuple(sample.index for sample in members)
+    return Kind(members_, tuple(names), cost, tuple(operations), flow if others else None, small)
+
+
+def _operation(members: Sequence[Sample], calls: Sequence[Call]) -> Operation:
+    return Operation(
+        name=calls[0].name,
+        at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
+        seconds=fmean(call.again_s for call in calls),
+        nbytes=round(fmean(call.nbytes for call in calls)),
+        leaves_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
+        stays_bytes=round(fmean(call.stays_bytes for call in calls)),
+        extra_bytes=round(fmean(call.extra_bytes for call in calls)),
+    )
+
+
+def shortened(
+    flow: Flow, calls: Mapping[int, Operation], others: Mapping[int, Operation]
+) -> tuple[dict[int, Operation], tuple[int, ...], float]:
+    """What is gained where nothing is computed that nobody reads.
+
+    Args:
+        flow: of the layer.
+        calls, others: by places, what can be answered.
+
+    Returns:
+        The operations, in the order in which they run: in place of a call another one, if the call is not read where that is
+        answered and it is no larger (rotated queries for queries); their time is that of all that need not run.
+        The places of results that always stay, for they are small beside what is not read then.
+        The time of the latter, with all that is not read [s].
+    """
+    everything = {**calls, **others}
+
+    def seconds(places: Iterable[int]) -> float:
+        return sum(everything[place].seconds for place in places if place in everything)
+
+    largest = max(operation.nbytes for operation in everything.values())
+    small = {place for place, one in others.items() if one.nbytes * _SMALL <= largest and flow.left_out({place})}
+    for place in sorted(small, reverse=True):  # the mean of squares is not read where it is kept with epsilon added
+        if place in flow.left_out(small - {place}):
+            small.remove(place)
+    base = flow.left_out(small)
+    left_out = {place: flow.left_out({*small, place}) - base for place in everything if place not in base}
+    gained = {place: seconds({place, *out}) for place, out in left_out.items()}
+    found: dict[int, Operation] = {}
+    for call, operation in calls.items():
+        rivals = [p for p in others if p not in small and p not in base and call in left_out[p]]
+        rivals = [p for p in rivals if others[p].nbytes <= operation.nbytes]
+        best = max((call, *rivals), key=lambda place: gained[place]) if call not in base else None
+        if best is not None:
+            found[best] = replace(everything[best], name=operation.name, seconds=gained[best])
+    order = [step.place for step in flow.steps]
+    ordered = {place: found[place] for place in sorted(found, key=order.index)}
+    return ordered, tuple(sorted(small)), seconds(base | small)
 
 
 def _points(members: Sequence[Sample], calls: int, working_bytes: int) -> tuple[Point, ...]:
@@ -138,17 +226,19 @@ def _same_points(ranks: Sequence[LayerCost], calls: int) -> tuple[Point, ...]:
 
 
 def _slowest(ranks: Sequence[Kind]) -> Kind:
+    is_same = all((kind.flow, kind.small) == (ranks[0].flow, ranks[0].small) for kind in ranks)
     names = list(zip(*(kind.names for kind in ranks), strict=False))
     count = next((i for i, called in enumerate(names) if len(set(called)) > 1), len(names))
     found = [dict(zip(kind.places, kind.cost.operations, strict=True)) for kind in ranks]
     operations: dict[int, Operation] = {}
     for place in found[0]:
-        if place < count and all(place in others for others in found):
+        if (0 <= place < count or is_same) and all(place in others for others in found):
             same = [others[place] for others in found]
             operations[place] = Operation(same[0].name, **_most(same, besides=("name",)))
     costs = [kind.cost for kind in ranks]
     cost = LayerCost(**_most(costs, besides=("operations", "points")), points=_same_points(costs, count))
-    return _with(Kind(ranks[0].members, ranks[0].names[:count], cost, ()), operations)
+    flow, small = (ranks[0].flow, ranks[0].small) if is_same else (None, ())
+    return _with(Kind(ranks[0].members, ranks[0].names[:count], cost, (), flow, small), operations)
 
 
 def _most(figures: Sequence[Operation] | Sequence[LayerCost], besides: Sequence[str]) -> dict[str, Any]:

@@ -1,20 +1,31 @@
-"""What is to become of a layer's inputs and of the calls that it makes, when a plan says so."""
+"""What is to become of a layer's inputs and of the operations that it runs, when a plan says so.
+
+Note [places]
+Calls of attention and of linear maps are counted from 0 in the order in which a layer makes them. The other operations that
+`rlx.offload.flow` knows are counted from -1 downwards, in the order in which it runs them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.offload.flow import Proof
+
 
 @dataclass(frozen=True)
 class Orders:
-    """For one layer; calls are those of attention and of linear maps, counted from 0 in the order in which it makes them.
+    """For one layer; operations by their places (Note [places]).
 
     Args:
         keep: run the layer as it is, without recomputation. The rest says nothing then.
         boundary_leaves: its inputs leave the device; else they stay.
-        on_device: calls whose results stay on the device, so that they do not run again.
-        off_device: calls whose results leave it.
+        on_device: operations whose results stay on the device, so that they do not run again.
+        off_device: those whose results leave it.
+        unread: those that do not run again because nobody reads their results then.
+        others: names of the operations that are no calls, in order; readings: what reads the results of `unread`. Where a
+            layer does anything else, all of `unread` runs again.
+        proof: whether that is known to be right.
         names: of all its calls, from `call_name`; where a layer calls something else, the calls from there on run again.
             None: whatever it calls.
         fetch_early: what the layer before has sent off is fetched when this one's recomputation begins.
@@ -28,6 +39,10 @@ class Orders:
     boundary_leaves: bool = True
     on_device: frozenset[int] = frozenset()
     off_device: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
+    others: tuple[str, ...] = ()
+    readings: tuple[tuple[str, int], ...] = ()
+    proof: Proof | None = None
     names: tuple[str, ...] | None = None
     fetch_early: bool = False
     fetch_call: int | None = None
@@ -37,5 +52,5 @@ class Orders:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the results of calls are wanted."""
+        """Whether the results of operations are wanted."""
         return bool(self.on_device or self.off_device)

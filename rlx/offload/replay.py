@@ -24,7 +24,7 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -33,8 +33,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlx.offload.ambient import RandomState
-from rlx.offload.answers import Answer, autocast_dtype
+from rlx.offload.answers import Answer, UnreadAnswer, autocast_dtype
 from rlx.offload.engine import map_leaves, tensors_in
+from rlx.offload.flow import GETTER, known_name
 from rlx.offload.identity import storage_address
 
 # The functions that are watched, and whether they are attention; attention is added by `register_attention`.
@@ -105,6 +106,8 @@ def register_known_attention() -> None:
 class Watcher(TorchFunctionMode):
     """Sees the calls of attention and linear maps on this thread; a call inside another one is part of it."""
 
+    sees_all = False  # all other functions as well
+
     def __init__(self) -> None:
         super().__init__()
         self._is_inside = False
@@ -120,9 +123,15 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = _IS_ATTENTION.get(function)  # every operation of the layer comes here
-        if is_attention is None:
+        if is_attention is not None:
+            return self.run(function, args, kwargs or {}, is_attention)
+        if not self.sees_all or self._is_inside or type(function) is GETTER or torch.compiler.is_compiling():
             return function(*args, **kwargs) if kwargs else function(*args)
-        return self.run(function, args, kwargs or {}, is_attention)
+        return self.run_other(function, args, kwargs or {})
+
+    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run or answer what is neither attention nor a linear map; only where `sees_all`."""
+        raise NotImplementedError
 
     def run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         """Run a call or answer it."""
@@ -164,45 +173,80 @@ def unwatched() -> Iterator[None]:
         yield
 
 
+class LeftOutError(BaseException):
+    """What was to be answered has to run after all, with operations left out that it needs. Recomputation begins anew."""
+
+
 class Replay(Watcher):
     """Answers calls while a layer is recomputed.
 
     Args:
-        answers: one for each call that forward made, None for those that run again.
+        answers: by places, of what does not run again.
+        calls: how many calls forward made.
         fill: fills the slots from a given one on; may end the recomputation by an exception.
         set_random_state: sets the state of the random generators.
         fail: raises the error for a forward that is not the same as it was.
+        leaves_out: also what nobody reads does not run again.
+        poisons: what nobody reads is full of NaN.
     """
 
     def __init__(
         self,
-        answers: Sequence[Answer | None],
+        answers: Mapping[int, Answer | None],
+        calls: int,
         fill: Callable[[int, list[Tensor]], None],
         set_random_state: Callable[[RandomState], None],
         fail: Callable[[str], NoReturn],
+        leaves_out: bool = False,
+        poisons: bool = False,
     ) -> None:
         super().__init__()
-        self._answers: Iterator[Answer | None] = iter(answers)
+        self._answers = answers
+        self._calls = calls
+        self._next_call, self._next_other = 0, -1
+        self._leaves_out, self._poisons = leaves_out, poisons
+        self.sees_all = min(answers, default=0) < 0
         self._fill = fill
         self._set_random_state = set_random_state
         self._fail = fail
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        try:
-            answer = next(self._answers)
-        except StopIteration:
+        place = self._next_call
+        if place >= self._calls:
             self._fail(f"{function} is called once more than in forward")
-        if answer is None or not answer.is_whole:
+        self._next_call += 1
+        return self._answered(place, function, args, kwargs)
+
+    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See `Watcher.run_other`."""
+        if known_name(function, kwargs) is None:
             return function(*args, **kwargs)
+        place = self._next_other
+        self._next_other -= 1
+        return self._answered(place, function, args, kwargs)
+
+    def _answered(self, place: int, function: Any, args: Any, kwargs: Any) -> Any:
+        answer = self._answers.get(place)
+        if answer is None:
+            return function(*args, **kwargs)
+        if isinstance(answer, UnreadAnswer) and not self._leaves_out:
+            return function(*args, **kwargs)
+        if not answer.is_whole:
+            return self._run_again(function, args, kwargs)
         if answer.function != function:
             self._fail(f"{function} is called where forward called {answer.function}")
         saved = answer.saved(tensors_in((args, kwargs)))
         if saved is None:
-            return function(*args, **kwargs)
+            return self._run_again(function, args, kwargs)
         self._fill(answer.first_slot, saved)
         if answer.random_state is not None:
             self._set_random_state(answer.random_state)
-        return answer.result()
+        return answer.result(poison=True) if isinstance(answer, UnreadAnswer) and self._poisons else answer.result()
+
+    def _run_again(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self._leaves_out:
+            raise LeftOutError  # what it is to work on may be what was left out
+        return function(*args, **kwargs)
 
 
 def _cast_activations(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -54,7 +54,7 @@ def run_recomputed(
     call.end_forward(watch, outputs)
     if isinstance(watch, AttentionWatch):
         layer.attention_count = watch.attention_count
-        if not any(watch.answers):
+        if not any(watch.answers.values()):
             engine.note_fallback(layer, watch.refused or "calls no fused attention that is known")
     elif isinstance(watch, PlannedWatch) and watch.is_off_plan:
         engine.note_off_plan(layer)

@@ -19,18 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx.offload.answers import Recording
-from rlx.offload.identity import is_parameter, is_plain, size_bytes
+from rlx.offload.answers import Recording, sources_of, why_no_answer
+from rlx.offload.engine import tensors_in
+from rlx.offload.flow import CALL, Flow, FlowRecorder, known_name
+from rlx.offload.identity import is_parameter, is_plain, size_bytes, storage_address
 from rlx.offload.orders import Orders
 from rlx.offload.replay import Replay
 from rlx.offload.stats import Mark, mark
 from rlx.offload.stored import Stored
-from rlx.offload.watch import PlannedWatch, attention_variant, call_name
+from rlx.offload.watch import PlannedWatch, attention_variant, call_name, versions_of
 
 
 @dataclass
 class Call:
-    """One call of attention or of a linear map: what it is, when it ran, and what an answer to it would hold [bytes]."""
+    """One operation, a call of attention or of a linear map or another one: what it is, when it ran, and what an answer to
+    it would hold [bytes].
+    """
 
     name: str
     variant: str  # what else tells how dear it is
@@ -131,6 +135,8 @@ class Sample:
         self.index = index
         self.boundary_bytes = boundary_bytes
         self.calls: list[Call] = []
+        self.others: list[Call] = []  # operations that are no calls
+        self.flow: Flow | None = None
         self.saved_bytes = self.forward_bytes = 0
         self.min_bytes = max(min_bytes, 1)
         self.working_bytes: int | None = None
@@ -140,6 +146,7 @@ class Sample:
         self._finished = finished
         self._shared = shared or {}
         self._inputs = inputs or {}
+        self.inputs = frozenset(self._inputs) | frozenset(self._shared)  # addresses
         self.extra_bytes = 0  # of the inputs what autograd does not save
         self._memory = memory or DeviceMemory(device)
         self._marks: dict[str, Mark] = {}
@@ -173,8 +180,9 @@ class Sample:
     def end_forward(self, saved: Sequence[Tensor], watch: MeasuringWatch) -> None:
         """The layer's forward has ended, in which autograd saved some tensors."""
         self._marks["forward_end"] = self.mark()
-        for call, answer in zip(self.calls, watch.answers, strict=True):
-            call.can_be_answered = answer is not None
+        for place, call in enumerate(self.calls):
+            call.can_be_answered = watch.answers[place] is not None
+        self.flow = watch.flow.flow(saved)
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in saved
@@ -182,10 +190,12 @@ class Sample:
         }
         self.saved_bytes = sum(nbytes for address, nbytes in storages.items() if address not in self._shared)
         self.extra_bytes = sum(nbytes for address, nbytes in self._inputs.items() if address not in storages)
-        for call in self.calls:
+        for call in (*self.calls, *self.others):
             call.extra_bytes = sum(nbytes for address, nbytes in call.storages.items() if address not in storages)
             call.storages.clear()
-        answers = sum(call.extra_bytes for call in self.calls)  # all of them are there while the layer is measured
+        answers = sum(
+            call.extra_bytes for call in self.calls
+        )  # all of these of them are there while the layer is measured
         self.forward_bytes = max(0, self._memory.look()[1] - self._backward.begin_bytes - self._leaving_bytes - answers)
 
     def leave_forward(self) -> None:
@@ -276,6 +286,7 @@ class Sample:
     def is_known(self) -> bool:
         """Whether the device has passed all marks."""
         marks = [*self._marks.values(), *(mark for call in self.calls for mark in (call.stop, call.stored))]
+        marks += [mark for call in self.others for mark in (call.stop, call.stored)]
         marks += [mark for _, mark, _ in self._passed]
         return all(not isinstance(m, torch.Event) or m.query() for m in marks)
 
@@ -319,12 +330,15 @@ class Sample:
 
 
 class MeasuringWatch(PlannedWatch):
-    """Times each call and finds out what an answer to it would hold; nothing is answered."""
+    """Times each operation and finds out what an answer to it would hold, and who reads its result; nothing is answered."""
 
     def __init__(self, recording: Recording, sample: Sample) -> None:
         super().__init__(recording, Orders())
+        self.sees_all = True
+        self.flow = FlowRecorder(sample.inputs)
         self._sample = sample
         self._seen: set[tuple[int, int]] = set()
+        self._waiting: list[Call] = []  # others whose results may leave when the next call begins
 
     def __enter__(self) -> Any:
         self._sample.begin_forward()
@@ -333,18 +347,58 @@ class MeasuringWatch(PlannedWatch):
     def end_forward(self, outputs: Any) -> None:
         """Close the forward: note what could be answered."""
         super().end_forward(outputs)
+        self._let_leave()
         self._sample.end_forward(self._recording.saved_since(0), self)
-        self.answers = [None] * len(self.answers)
+        self.answers = {}
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         variant = attention_variant(args, kwargs) if is_attention else ""
         call = Call(call_name(function, args, is_attention), variant, self._sample.mark())
+        self._let_leave()
+        place = len(self._sample.calls)
         self._sample.calls.append(call)
         try:
-            return super()._run(function, args, kwargs, is_attention)
+            result = super()._run(function, args, kwargs, is_attention)
         finally:
             call.stop = self._sample.mark()
             call.slots = self._recording.slot_count
+        is_answered = self.answers[place] is not None and not is_attention
+        self.flow.step(place, CALL, tensors_in((args, kwargs)), tensors_in(result), is_answered)
+        return result
+
+    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See `Watcher.run_other`."""
+        arguments, name = tensors_in((args, kwargs)), known_name(function, kwargs)
+        versions = versions_of(arguments)
+        if name is None:
+            result = function(*args, **kwargs)
+            self.flow.pass_by(function, arguments, versions != versions_of(arguments), tensors_in(result))
+            return result
+        sample, first_slot = self._sample, self._recording.slot_count
+        call = Call(name, "", sample.mark())
+        sample.others.append(call)
+        result = function(*args, **kwargs)
+        call.stop = sample.mark()
+        seen, results = self._recording.saved_since(first_slot), tensors_in(result)
+        may_be_left_out = why_no_answer((*arguments, *results)) is None and all(map(is_plain, seen))
+        if may_be_left_out:
+            may_be_left_out = sources_of(seen, arguments, [], lambda tensor: None, is_attention=False) is not None
+        # When a result may be stored follows from the graph behind it (Note [when a result is stored]).
+        call.can_be_answered = may_be_left_out and all(tensor.grad_fn is not None for tensor in results)
+        for tensor in results:
+            call.nbytes += size_bytes(tensor)
+            call.stays_bytes += size_bytes(tensor) if size_bytes(tensor) < sample.min_bytes else 0
+            call.storages[storage_address(tensor)] = size_bytes(tensor)
+        self._waiting.append(call)
+        self.flow.step(-len(sample.others), name, arguments, results, may_be_left_out)
+        return result
+
+    def _let_leave(self) -> None:
+        if self._waiting:
+            now = self._sample.mark()
+            for call in self._waiting:
+                call.stored = now
+            self._waiting.clear()
 
     def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
         return True
@@ -372,15 +426,27 @@ class MeasuringReplay(Replay):
     def __init__(self, sample: Sample, *how: Any) -> None:
         super().__init__(*how)
         self._sample = sample
-        self._calls = iter(sample.calls)
+        self._again = {False: iter(sample.calls), True: iter(sample.others)}
+        self.sees_all = True
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         start = self._sample.mark()
         result = super()._run(function, args, kwargs, is_attention)
-        call = next(self._calls, None)
+        self._note(start, False)
+        return result
+
+    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See `Watcher.run_other`."""
+        start = self._sample.mark()
+        result = super().run_other(function, args, kwargs)
+        if known_name(function, kwargs) is not None:
+            self._note(start, True)
+        return result
+
+    def _note(self, start: Mark, is_other: bool) -> None:
+        call = next(self._again[is_other], None)
         if call is not None and call.again is None:
             call.again = start, self._sample.mark()
-        return result
 
 
 def seconds(start: Mark, stop: Mark) -> float:

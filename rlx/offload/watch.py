@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from rlx.offload.answers import Answer, Recording, sources_of, why_no_answer
+from rlx.offload.answers import Answer, Recording, UnreadAnswer, sources_of, why_no_answer
 from rlx.offload.engine import map_leaves, tensors_in
+from rlx.offload.flow import CALL, Trail, known_name
 from rlx.offload.identity import is_plain, storage_address
 from rlx.offload.orders import Orders
 from rlx.offload.replay import Watcher, register_known_attention
@@ -41,7 +42,8 @@ class Watch(Watcher):
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self.answers: list[Answer | None] = []
+        self.answers: dict[int, Answer | None] = {}  # by places
+        self.call_count = 0
         self.attention_count = 0
         self.attention_slots: int | None = None  # how many slots there are up to the map behind the last attention
         self.refused: str | None = None
@@ -54,11 +56,18 @@ class Watch(Watcher):
         """Close the forward: settle what is pending, and drop answers whose results were written to."""
         self._settle(outputs)
         self._drop_pending()
-        self.answers = [a if a is not None and a.is_result_untouched else None for a in self.answers]
+        self.answers = {p: a if a is not None and a.is_result_untouched else None for p, a in self.answers.items()}
 
     def _settle(self, outputs: Any) -> None:
         """Store those of the pending results that are wanted, at the end of the layer."""
         raise NotImplementedError
+
+    def _next_place(self) -> int:
+        """The place of a call that begins."""
+        place = self.call_count
+        self.call_count += 1
+        self.answers[place] = None  # also where the call fails and the layer goes on
+        return place
 
     def _save(self, place: int, tensor: Tensor) -> Stored | None:
         """Where what is left of a call goes."""
@@ -68,7 +77,7 @@ class Watch(Watcher):
         self, function: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_attention: bool, place: int
     ) -> tuple[Any, Answer | None]:
         """Run a call; returns its result and what is needed to answer it, None if it has to run again."""
-        versions = _versions(arguments)
+        versions = versions_of(arguments)
         first_slot = self._recording.slot_count
         result = function(*args, **kwargs)
         seen = self._recording.saved_since(first_slot)
@@ -76,7 +85,7 @@ class Watch(Watcher):
         refused = why_no_answer((*arguments, *results))
         if not results or not all(map(is_plain, seen)):
             refused = "gives or saves something else than tensors"
-        if versions != _versions(arguments):
+        if versions != versions_of(arguments):
             refused = "writes to its arguments"
         if refused is None:
             saved = sources_of(seen, arguments, results, lambda tensor: self._save(place, tensor), is_attention)
@@ -150,8 +159,7 @@ class AttentionWatch(Watch):
         arguments = tensors_in((args, kwargs))
         if is_attention:
             self._store_pending(arguments)
-        place = len(self.answers)
-        self.answers.append(None)  # also where the call fails and the layer goes on
+        place = self._next_place()
         behind_attention = self.attention_count >= max(self._expected, 1) and not is_attention and not self._wants_next
         if behind_attention:
             self._drop_pending()
@@ -172,7 +180,7 @@ class AttentionWatch(Watch):
 
 
 class PlannedWatch(Watch):
-    """The calls that a plan names.
+    """The operations that a plan names, and those whose results nobody reads then.
 
     Args:
         recording: the layer call.
@@ -183,6 +191,11 @@ class PlannedWatch(Watch):
         super().__init__(recording)
         self._orders = orders
         self.is_off_plan = False  # the layer calls something else than when it was measured
+        self.sees_all = bool(orders.others)
+        self._other_count = 0
+        self._is_off_flow = False  # it does anything else than when it was measured
+        self._unread = Trail()
+        self._readings: list[tuple[str, int]] = []
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         arguments = tensors_in((args, kwargs))
@@ -190,9 +203,12 @@ class PlannedWatch(Watch):
             self._store_pending(arguments)
         elif self._pending and self.attention_count:
             self._store_reached(arguments)
-        place = len(self.answers)
-        self.answers.append(None)
-        if not self._is_wanted(place, function, args, is_attention):
+        place = self._next_place()
+        self._look_at_readers(CALL, arguments)
+        if place in self._orders.unread:
+            result = self._run_unread(place, function, args, kwargs, arguments)
+            self._is_wanted(place, function, args, is_attention)
+        elif not self._is_wanted(place, function, args, is_attention):
             result = function(*args, **kwargs)
             self.attention_count += is_attention
         else:
@@ -200,6 +216,57 @@ class PlannedWatch(Watch):
             self._note_answer(place, answer, result, is_attention)
         self._note_call(is_attention)
         return result
+
+    def end_forward(self, outputs: Any) -> None:
+        """Close the forward: without its results that something reads by another way than it was measured."""
+        super().end_forward(outputs)
+        orders = self._orders
+        is_same = not self._is_off_flow and not self.is_off_plan and self._other_count == len(orders.others)
+        if not is_same or tuple(self._readings) != orders.readings:
+            self.answers = {p: a for p, a in self.answers.items() if not isinstance(a, UnreadAnswer)}
+
+    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See `Watcher.run_other`."""
+        orders, arguments = self._orders, tensors_in((args, kwargs))
+        name = known_name(function, kwargs)
+        if name is None:
+            self._look_at_readers(getattr(function, "__name__", ""), arguments)
+            return function(*args, **kwargs)
+        self._look_at_readers(name, arguments)
+        self._other_count += 1
+        place, index = -self._other_count, self._other_count - 1
+        self._is_off_flow = self._is_off_flow or index >= len(orders.others) or orders.others[index] != name
+        if self._is_off_flow:
+            return function(*args, **kwargs)
+        if place in orders.unread:
+            return self._run_unread(place, function, args, kwargs, arguments)
+        if place not in orders.on_device and place not in orders.off_device:
+            return function(*args, **kwargs)
+        result, answer = self._watched(function, args, kwargs, arguments, False, place)
+        self.answers[place] = answer
+        if answer is not None:
+            self._pending[place] = map_leaves(_detached, result), result.grad_fn
+        return result
+
+    def _run_unread(self, place: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
+        """Run an operation whose result nobody is going to read when the layer is recomputed."""
+        first_slot = self._recording.slot_count
+        result = function(*args, **kwargs)
+        seen = self._recording.saved_since(first_slot)
+        saved = sources_of(seen, arguments, [], lambda tensor: None, is_attention=False)
+        if saved is not None and isinstance(result, Tensor) and why_no_answer((*arguments, result)) is None:
+            self.answers[place] = UnreadAnswer(function, first_slot, arguments, saved, result)
+            self._unread.note(result, place)
+        else:
+            self._is_off_flow = True
+        return result
+
+    def _look_at_readers(self, name: str, arguments: list[Tensor]) -> None:
+        if self._orders.unread:
+            for tensor in arguments:
+                place = self._unread.of(tensor) if type(tensor) is Tensor else None
+                if place is not None:
+                    self._readings.append((name, place))
 
     def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
         names = self._orders.names
@@ -222,9 +289,9 @@ class PlannedWatch(Watch):
     def _store_reached(self, tensors: Iterable[Tensor]) -> None:
         """Store the pending results from which the tensors were made, unless an autograd Function works on them."""
         nodes = {node: place for place, (_, node) in self._pending.items() if node is not None}
-        found = _reached(tensors, nodes)
+        found, order = _reached(tensors, nodes), list(self._pending)
         # They leave, and come back, in the order in which recomputation asks for them.
-        for node, is_next_to_function in sorted(found.items(), key=lambda one: nodes[one[0]]):
+        for node, is_next_to_function in sorted(found.items(), key=lambda one: order.index(nodes[one[0]])):
             place = nodes[node]
             result, _ = self._pending.pop(place)
             if is_next_to_function:
@@ -252,7 +319,8 @@ def attention_variant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value if type(value) in _PLAIN else type(value).__name__}" for name, value in named)
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Their version counters; 0 where there is none."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
