@@ -3,6 +3,9 @@
 python -m rlx.engine.step_benchmark --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
 
 Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW, weights and state in bf16.
+Seconds by phase are between events on the device: layers forward, the head both ways, layers backward, what comes between backward
+and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with what follows. `hand-over` comes behind the step and is
+not in its seconds: an engine gives memory back once in an update, behind the last of its steps. A peer gives nothing back.
 The step before it makes the optimizer's state, which is there from then on; where that would take long, `--first-tokens 4096`.
 A mode that has run out of memory is not asked for longer sequences. `rlx` is an `Engine`: activations off the device, MLPs and
 norms in tiles, log-probs without logits. The others are the transformers model, with whole logits, and a mode of
@@ -15,7 +18,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +42,68 @@ from rlx.offload.benchmark.shapes import SHAPES
 
 RLX = "rlx"
 PHASES = ("forward", "head", "backward", "step")
+TIMES = ("forward", "head", "backward", "clip", "step")
+HAND_OVER = "hand-over"
 PARTS = ("weights", "gradients", "optimizer", "rest")
 GB = 1e9
+WIDTH = 12
 Figures = dict[str, Any]
 
 
+class PhaseTimes:
+    """Seconds of the device's work by phase; on the CPU, which works as it is told, of the clock."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._ends: list[tuple[str, torch.Event | float]] = []
+
+    def begin(self) -> None:
+        """Forgets an earlier step."""
+        self._ends = [("", self._now())]
+
+    def end(self, phase: str) -> None:
+        """What the device has been given since the last phase belongs to this one."""
+        self._ends.append((phase, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, once the device has done all of it."""
+        found = dict.fromkeys(TIMES, 0.0)
+        for (_, begun), (phase, ended) in pairwise(self._ends):
+            if isinstance(begun, torch.Event):
+                found[phase] += begun.elapsed_time(ended) / 1e3
+            else:
+                found[phase] += ended - begun  # type: ignore[operator]
+        return found
+
+    def _now(self) -> torch.Event | float:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
 class PhasePeaks:
-    """The largest device memory in each phase of a step: layers forward, the head both ways, layers backward, optimizer."""
+    """Largest device memory and time of each phase of a step: layers forward, the head both ways, layers backward, optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
+        self.times = PhaseTimes(device)
         self.bytes: dict[str, int] = {}
         self.static: dict[str, int] = {}
         self._model, self._optimizer, self._device = model, optimizer, device
         head = model.get_output_embeddings()  # type: ignore[operator]
         head.register_forward_pre_hook(self._before_head)
+        model.get_input_embeddings().register_forward_hook(self._behind_embeddings)  # type: ignore[operator]
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def begin(self) -> None:
         """Forgets an earlier step."""
         self.bytes.clear()
         reset_peak(self._device)
+        self.times.begin()
 
     def _end(self, phase: str) -> None:
+        self.times.end("clip" if phase == "backward" else phase)
         self.bytes[phase] = max(self.bytes.get(phase, 0), peak_bytes(self._device))
         reset_peak(self._device)
 
@@ -67,6 +112,10 @@ class PhasePeaks:
             self._end("forward")
             inputs[0].register_hook(lambda grad: self._end("head"))
 
+    def _behind_embeddings(self, embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.times.end("backward"))
+
     def _before_step(self) -> None:
         if "backward" in self.bytes:  # of a step in pieces this is a later one
             return
@@ -74,12 +123,13 @@ class PhasePeaks:
         self.static["gradients"] = _nbytes((p.grad for p in self._model.parameters()), self._device)
 
     def finish(self) -> Figures:
-        """All figures, after the step [bytes]."""
+        """All figures, once the device has done the step [bytes, seconds]."""
         self._end("step")
         state = (x for values in self._optimizer.state.values() for x in values.values())
         self.static["weights"] = _nbytes(self._model.parameters(), self._device)
         self.static["optimizer"] = _nbytes(state, self._device)
-        return {"static": self.static, "peaks": self.bytes}
+        clock(self._device)
+        return {"static": self.static, "peaks": self.bytes, "times": self.times.seconds()}
 
 
 def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
@@ -88,7 +138,7 @@ def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
 
 
 def engine_step(folder: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
-    """The model, its optimizer, and a function that takes one step on some tokens and returns the host memory reserved [bytes]."""
+    """The model, its optimizer, a step on some tokens, and a hand-over behind it that returns the host memory reserved [bytes]."""
     if not dist.is_initialized():
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -105,7 +155,7 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         optim=OptimConfig(lr=1e-6),
     )
 
-    def step(ids_T: Tensor) -> int:
+    def step(ids_T: Tensor) -> None:
         response = len(ids_T) - 1
         ones = torch.ones(1, response)
         batch = Batch.of(
@@ -119,15 +169,17 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         )
         objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=response)
         engine.update(batch, MicroBatchRule(rows=1), objective)
+
+    def hand_over() -> int:
         engine.to_host(parameters=False)
         return int(engine.offload_stats()["reserved_bytes"])
 
     assert engine.optimizer is not None
-    return engine.root, engine.optimizer, step
+    return engine.root, engine.optimizer, step, hand_over
 
 
 def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
-    """The same of the transformers model with whole logits; what it takes on the host is not known."""
+    """The same of the transformers model with whole logits; it hands nothing over, and what it takes on the host is not known."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -148,24 +200,27 @@ def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, optimizer, step
+    return model, optimizer, step, None
 
 
 def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, device: torch.device) -> Figures:
     """Figures of the last step, or what went wrong."""
     ids_T = torch.randint(0, 250, (tokens,), generator=torch.Generator().manual_seed(0))
     if mode == RLX:
-        model, optimizer, step = engine_step(folder, options, device)
+        model, optimizer, step, hand_over = engine_step(folder, options, device)
     else:
-        model, optimizer, step = peer_step(folder, mode, device)
+        model, optimizer, step, hand_over = peer_step(folder, mode, device)
     peaks = PhasePeaks(model, optimizer, device)
     first = min(tokens, options.first_tokens or tokens)
     for number in range(options.steps):
         peaks.begin()
         began = clock(device)
-        host_bytes = step(ids_T if number == options.steps - 1 else ids_T[:first])
+        step(ids_T if number == options.steps - 1 else ids_T[:first])
         seconds = clock(device) - began
-    return {"seconds": seconds, "host_bytes": host_bytes, "left_bytes": used_bytes(device), **peaks.finish()}
+    figures = peaks.finish()
+    began, host_bytes = clock(device), hand_over and hand_over()
+    figures["times"][HAND_OVER] = clock(device) - began if hand_over else None
+    return {"seconds": seconds, "host_bytes": host_bytes, "left_bytes": used_bytes(device), **figures}
 
 
 def parts(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -210,9 +265,23 @@ def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
     """A row of the table."""
     if "error" in figures:
         return f"{mode:>24}{tokens:>10}  {figures['error']}"
-    cells = [figures["seconds"], *parts(figures).values(), *(figures["peaks"][name] / GB for name in PHASES)]
-    host = "-" if figures["host_bytes"] is None else f"{figures['host_bytes'] / GB:.2f}"
-    return f"{mode:>24}{tokens:>10}" + "".join(f"{cell:>11.2f}" for cell in cells) + f"{host:>11}"
+    host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
+    seconds = [figures["seconds"], *(figures["times"][name] for name in (*TIMES, HAND_OVER))]
+    peaks = (figures["peaks"][name] / GB for name in PHASES)
+    row = "".join(_cell(value, 3) for value in seconds) + "".join(
+        _cell(value, 2) for value in (*parts(figures).values(), *peaks, host)
+    )
+    return f"{mode:>24}{tokens:>10}{row}"
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return f"{'-' if value is None else f'{value:.{digits}f}':>{WIDTH}}"
+
+
+def header() -> str:
+    """Names of the columns."""
+    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *PARTS, *PHASES, "host")
+    return f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>{WIDTH}}" for name in names)
 
 
 def in_own_process(arguments: Sequence[str]) -> Figures:
@@ -254,9 +323,10 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     print(
-        f"{options.shape} on {name_of(device)}; seconds, and GB: parts of the dearest phase, peaks by phase, host memory"
+        f"{options.shape} on {name_of(device)}; seconds of the step and by phase, and GB: parts of the dearest phase, peaks by "
+        "phase, host memory"
     )
-    print(f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>11}" for name in ("seconds", *PARTS, *PHASES, "host")))
+    print(header())
     results: list[tuple[str, int, Figures]] = []
     with tempfile.TemporaryDirectory(prefix="rlx-shape-") as folder:
         write_shape(Path(folder), options.shape, options.layers, max(options.tokens), device)

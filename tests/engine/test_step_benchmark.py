@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from rlx.engine import step_benchmark
-from rlx.engine.step_benchmark import PHASES, draw, in_own_process, line, parts
+from rlx.engine.step_benchmark import PHASES, TIMES, draw, header, in_own_process, line, parts
 
 FIGURES = {
     "seconds": 2.0,
     "host_bytes": 105e9,
     "static": {"weights": 15e9, "gradients": 15e9, "optimizer": 30e9},
     "peaks": {"forward": 70e9, "head": 80e9, "backward": 100e9, "step": 90e9},
+    "times": {"forward": 0.5, "head": 0.25, "backward": 1.0, "clip": 0.0625, "step": 0.125, "hand-over": None},
 }
 
 
@@ -24,6 +25,10 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
         # AdamW keeps two numbers and a count for each weight, all in bf16 but the count.
         assert static["gradients"] == static["weights"] > 0
         assert 2 * static["weights"] < static["optimizer"] < 2.5 * static["weights"]
+        # What is not in a phase is the way from the clock to the first operation, and back.
+        times = [figures["times"][name] for name in TIMES]
+        assert min(times) > 0 and 0.9 * figures["seconds"] < sum(times) < 1.1 * figures["seconds"]
+    assert ours["times"]["hand-over"] > 0 and theirs["times"]["hand-over"] is None
     assert ours["static"]["weights"] == theirs["static"]["weights"]
     assert ours["host_bytes"] == 0, "no layer input is as large as min_bytes"
     assert theirs["host_bytes"] is None
@@ -32,6 +37,9 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
 def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():
     assert parts(FIGURES) == {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "rest": 40.0}
     assert line("rlx", 524288, FIGURES).split()[-5:] == ["70.00", "80.00", "100.00", "90.00", "105.00"]
+    assert line("rlx", 524288, FIGURES).split()[2:9] == ["2.000", "0.500", "0.250", "1.000", "0.062", "0.125", "-"]
+    assert header().count(" s ") == len(TIMES) + 1
+    assert len(header()) == len(line("rlx", 524288, FIGURES)), "each figure stands under its name"
     assert line("plain", 8, {"error": "out of device memory"}).split()[1:] == ["8", "out", "of", "device", "memory"]
 
 
@@ -79,4 +87,5 @@ def test_on_a_gpu_the_peaks_are_those_of_the_phases(save, tmp_path):
     step_benchmark.write_shape(tmp_path, "tiny", None, 4096, torch.device("cuda"))
     found = in_own_process([*arguments, f"--folder={tmp_path}"])
     assert min(found["peaks"].values()) > found["static"]["weights"] > 0
+    assert sum(found["times"][name] for name in TIMES) == pytest.approx(found["seconds"], rel=0.2)
     assert max(found["peaks"].values()) == max(found["peaks"][name] for name in ("head", "backward", "step"))
