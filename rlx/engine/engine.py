@@ -242,8 +242,10 @@ class Engine:
 
         sums, maxima = passes() if self._second_try is None else self._second_try.run(passes)
         sums = {name: figure / self._copies for name, figure in sums.items()}
+        # Metrics wait for the device, which would have nothing to do until the step's kernels are queued: so they come behind it.
+        of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
-        return metrics | self._step(self.optimizer, self.optim)
+        return metrics | of_step
 
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals

@@ -183,7 +183,7 @@ class FSDP2Model(Sharded):
         self.device, self.root = device, model
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision)}
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, mesh.size())}
         # On the CPU parameters are where the policy would put them.
         options["offload_policy"] = (
             CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
@@ -240,9 +240,10 @@ class FSDP2Model(Sharded):
         return full.clone() if tensor.device_mesh.size() == 1 else full
 
 
-def _mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+def _mixed_precision_policy(precision: Precision, processes: int) -> MixedPrecisionPolicy:
     compute = None if precision.compute == precision.stored else precision.compute
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce)
+    # A process by itself sums nothing: the wider type would only be written, copied and rounded back, to the same bits.
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce if processes > 1 else None)
 
 
 class FSDP1Model(Sharded):
