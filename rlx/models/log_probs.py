@@ -127,6 +127,12 @@ def _all_log_probs(logits: Tensor, temperature: float, dtype: torch.dtype) -> Te
     return torch.log_softmax(logits.to(dtype, copy=True).div_(temperature), dim=-1)
 
 
+def _all_probs(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    if temperature == 1:
+        return torch.softmax(logits, dim=-1, dtype=dtype)
+    return torch.softmax(logits.to(dtype, copy=True).div_(temperature), dim=-1)
+
+
 def _finite(log_probs: Tensor) -> Tensor:
     return log_probs.clamp_(min=LOWEST_LOG_PROB)
 
@@ -149,11 +155,11 @@ def _gradient(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     zero = torch.zeros(ids.shape, dtype=dtype, device=logits.device)
     own = (zero if grad_log_probs is None else grad_log_probs / temperature).unsqueeze(-1)
-    every = _all_log_probs(logits, temperature, dtype)
     if grad_entropy is None:
-        probs, slope = every.exp_(), -own
+        probs, slope = _all_probs(logits, temperature, dtype), -own
         slope_of_ids = slope
     else:
+        every = _all_log_probs(logits, temperature, dtype)
         probs, every = every.exp(), _finite(every)
         entropy = -(probs * every).sum(dim=-1, keepdim=True)
         slope = every.add_(entropy).mul_(-(grad_entropy / temperature).unsqueeze(-1)).sub_(own)
