@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
 
@@ -30,9 +30,22 @@ def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> flo
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> AdamW:
-    """AdamW over the parameters that are trained."""
+    """AdamW over the parameters that are trained.
+
+    On an accelerator it is torch's fused kernel: it passes once over parameters, gradients and state instead of a dozen times, needs
+    no memory beside them, and rounds a parameter in bf16 once in a step. On the CPU it is torch's default.
+    """
     trained = [p for p in parameters if p.requires_grad]
-    return AdamW(trained, lr=optim.lr, **_constants(optim))
+    is_fused = all(local(p).device.type != "cpu" for p in trained)
+    optimizer = AdamW(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
+    optimizer.register_load_state_dict_pre_hook(_keep_kernel)
+    return optimizer
+
+
+def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state that another kernel has left is taken up by this one, which counts steps where it reads them."""
+    groups = zip(state["param_groups"], optimizer.param_groups, strict=True)
+    return {**state, "param_groups": [{**loaded, "fused": own["fused"]} for loaded, own in groups]}
 
 
 def _constants(optim: OptimConfig) -> dict[str, Any]:
@@ -67,10 +80,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, replicas
         The norm before clipping.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
     for gradient in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        squares += torch.linalg.vector_norm(gradient, dtype=wide).double().square().to(device)
+        norms.append(torch.linalg.vector_norm(gradient, dtype=wide).to(device))
+    squares = torch.stack([norm.double() for norm in norms]).square().sum()
     dist.all_reduce(squares)
     norm = (squares / replicas).sqrt().item()
     if math.isfinite(norm) and norm > max_norm:

@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 CHUNK_ELEMENTS = 1 << 24  # 64 MiB in fp32; at most four such temporaries are alive at once
 # The head's chunks are larger, since each costs one pass over the gradient of its weight.
 HEAD_CHUNK_ELEMENTS = 1 << 28
+# Of so many chunks in bf16 or fp16 the gradients share one product and one such pass. Recomputed logits lie where their gradient will.
+CHUNKS_PER_SUM = 2
 # exp() of anything below is 0 in fp64 too. Finite, so that 0 times the log-prob of an impossible token is 0, not NaN.
 LOWEST_LOG_PROB = -1e4
 
@@ -60,7 +62,7 @@ def head_log_probs(
 
     Logits are rounded to the type of `hidden`, as the head would round them; what follows is in fp32. Backward computes
     the logits of all chunks but the last again. The gradient of a weight in bf16 or fp16 is the sum in fp32 of the
-    products of the chunks, rounded to its type like any other product.
+    products of two chunks each, rounded to its type like any other product.
 
     Args:
         hidden: (..., H) floating.
@@ -149,9 +151,17 @@ def _figures(logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
 
 
 def _gradient(
-    logits: Tensor, ids: Tensor, temperature: float, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
-    """Gradient of a chunk's logits, in their type: d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H)."""
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    into: Tensor,
+) -> None:
+    """Gradient of a chunk's logits, in their type: d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H).
+
+    It may take the place of the logits.
+    """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     zero = torch.zeros(ids.shape, dtype=dtype, device=logits.device)
     own = (zero if grad_log_probs is None else grad_log_probs / temperature).unsqueeze(-1)
@@ -166,8 +176,7 @@ def _gradient(
         slope_of_ids = slope.gather(-1, ids.unsqueeze(-1))
     # Rounded once: the two terms of an id's entry may all but cancel.
     of_ids = probs.gather(-1, ids.unsqueeze(-1)) * slope_of_ids + own
-    gradient = torch.mul(probs, slope, out=torch.empty_like(logits, memory_format=torch.contiguous_format))
-    return gradient.scatter_(-1, ids.unsqueeze(-1), of_ids.to(logits.dtype))
+    torch.mul(probs, slope, out=into).scatter_(-1, ids.unsqueeze(-1), of_ids.to(logits.dtype))
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -194,7 +203,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for chunk in _chunks(logits.shape):
             grads = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
-            grad[chunk] = _gradient(logits[chunk], ids[chunk], ctx.temperature, *grads)
+            _gradient(logits[chunk], ids[chunk], ctx.temperature, *grads, into=grad[chunk])
         return grad, None, None, None
 
 
@@ -225,23 +234,29 @@ class _HeadLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, ids_N, logits = ctx.saved_tensors
+        count, wide = len(ids_N), torch.promote_types(weight_VH.dtype, torch.float32)
+        rows = ctx.step * (CHUNKS_PER_SUM if wide != weight_VH.dtype else 1)
         grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            # A single chunk's product needs no sum.
-            wide = torch.promote_types(weight_VH.dtype, torch.float32)
-            grad_weight = torch.zeros_like(weight_VH, dtype=wide if len(ids_N) > ctx.step else None)
-        for start in reversed(range(0, len(ids_N), ctx.step)):
-            chunk = slice(start, start + ctx.step)
-            if logits is None:
-                logits = F.linear(hidden_NH[chunk], weight_VH)
-            grads = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
-            gradient = _gradient(logits, ids_N[chunk], ctx.temperature, *grads)
-            logits = None
+            # A single product needs no sum.
+            grad_weight = torch.zeros_like(weight_VH, dtype=wide if count > rows else None)
+        buffer = hidden_NH.new_empty(min(rows, count), len(weight_VH))
+        for start in reversed(range(0, count, rows)):
+            summed = slice(start, min(start + rows, count))
+            gradient = buffer[: summed.stop - start]
+            for first in reversed(range(start, summed.stop, ctx.step)):
+                chunk = slice(first, min(first + ctx.step, count))
+                own = gradient[first - start : chunk.stop - start]
+                if logits is None:
+                    logits = torch.mm(hidden_NH[chunk], weight_VH.T, out=own)
+                grads = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
+                _gradient(logits, ids_N[chunk], ctx.temperature, *grads, into=own)
+                logits = None
             if grad_hidden is not None:
-                torch.mm(gradient, weight_VH, out=grad_hidden[chunk])
+                torch.mm(gradient, weight_VH, out=grad_hidden[summed])
             if grad_weight is not None:
-                _add_product(grad_weight, gradient.T, hidden_NH[chunk])
+                _add_product(grad_weight, gradient.T, hidden_NH[summed])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None, None, None
 
 
@@ -252,4 +267,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         return
     step = max(1, HEAD_CHUNK_ELEMENTS // total.shape[1])
     for start in range(0, len(total), step):
-        total[start : start + step] += a[start : start + step] @ b
+        total[start : start + step].add_(a[start : start + step] @ b)

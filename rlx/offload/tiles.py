@@ -108,34 +108,43 @@ class _Tile:
 
 
 class _Sum:
-    """The gradient of a weight over the tiles, in fp32 or wider, rounded once.
+    """The gradient of a weight over the tiles: added in fp32 or wider, rounded once.
 
-    A pass over it is as long as one over the weight, so there is none that only fills, and none that only rounds.
+    A pass over it is as long as one over the weight, so there is none that only fills or only rounds. Two parts are added and
+    rounded in one, as torch adds in fp32 what is narrower.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
+        self._first: Tensor | None = None
         self._sum: Tensor | None = None
         self.rounded: Tensor | None = None  # when the last tile is in
 
     def add(self, part: Tensor | None, is_last: bool) -> None:
         """What one tile gives; None where its result does not depend on the weight."""
-        wide = torch.promote_types(self._weight.dtype, torch.float32)
         if is_last:
             self.rounded = self._total(part)
-            self._sum = None
-        elif part is not None and self._sum is None:
-            self._sum = part.to(wide, copy=True)  # autograd may have given the same tensor to others
-        elif part is not None:
-            assert self._sum is not None
+            self._first = self._sum = None
+        elif part is None:
+            return
+        elif self._sum is not None:
             self._sum.add_(part)
+        elif self._first is None:
+            self._first = part
+        else:
+            wide = torch.promote_types(self._weight.dtype, torch.float32)
+            self._sum = self._first.to(wide, copy=True).add_(
+                part
+            )  # autograd may have given the first to others as well
+            self._first = None
 
     def _total(self, part: Tensor | None) -> Tensor:
-        if self._sum is None:
+        held = self._sum if self._first is None else self._first
+        if held is None:
             return torch.zeros_like(self._weight) if part is None else part.to(self._weight.dtype)
         if part is None:
-            return self._sum.to(self._weight.dtype)
-        return torch.add(self._sum, part, out=torch.empty_like(self._weight))
+            return held.to(self._weight.dtype)
+        return torch.add(held, part, out=torch.empty_like(self._weight))
 
 
 class TiledCall:

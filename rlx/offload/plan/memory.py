@@ -13,13 +13,15 @@ whole up to longer sequences than the MLP, and then saves what it does without t
 top the gradient of its input e h, six tensors of a tile 6 e f t, and the sums of the weights' gradients in fp32, 12 h f; after it
 the gradients of q, k, v and of attention's result e (2 a + 2 c). Experts are not tiled.
 *Sequences shared* by u processes: T is a process's own part; where u exceeds the key heads, k and v are repeated to u heads.
-*Head*, log-probs without logits: a chunk of 2^28 logits, or all of them: 2 e + 4 bytes each, and e for the last chunk's where there are
-several; hidden states and their gradient 2 e h T; the gradient of the weight in fp32, 4 h V, where there are several chunks, else e h V.
+*Head*, log-probs without logits: a chunk of 2^28 logits, or all of them: 4 bytes each, 2 e for two chunks' and their gradients'
+common place, and e for the last chunk's where there are several; hidden states and their gradient 2 e h T; the gradient of the
+weight in fp32, 4 h V, where there are more than two chunks, else e h V.
 *Without backward* a layer holds three results of width h (its input, the residual, a norm's) and of the MLP 3 f (with experts
 k (3 f + 2 h), or k 4 h where their results are put back in order); while attention is at work 2 h, 4 a (rotary embedding) and
 2 c. The head: e + 8 bytes for each logit of a chunk, and e h.
 *Adapters* of rank r (LoRA) on all linear maps: they alone have gradients and optimizer states, and the head has no gradient.
-*Optimizer's step*: AdamW makes a tensor of its own of each weight; a state on the host comes in pieces of 1 GiB, 3.5 at once.
+*Optimizer's step*: AdamW makes a tensor of its own of each weight; a state on the host comes in pieces of 1 GiB, 3.5 at once. That
+is torch's default; the fused kernel makes none, so where it steps, on accelerators, this is an upper bound.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from rlx.offload.plan.decoder import Decoder
 TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
 HEAD_CHUNK_LOGITS = 1 << 28  # of rlx.models.log_probs
+HEAD_CHUNKS_PER_SUM = 2  # of it, too
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: pieces on the device, times a piece
 _TILE_STEP = 256
 
@@ -145,7 +148,8 @@ def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool
     chunk = max(1, HEAD_CHUNK_LOGITS // decoder.vocabulary)
     several = tokens > chunk
     logits = min(tokens, chunk) * decoder.vocabulary * (2 * element + 4 + element * several)
-    weight = decoder.width * decoder.vocabulary * (4 if several else element) * is_trained
+    is_summed = tokens > HEAD_CHUNKS_PER_SUM * chunk
+    weight = decoder.width * decoder.vocabulary * (4 if is_summed else element) * is_trained
     return logits + 2 * element * decoder.width * tokens + weight
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.config.schema import ModelConfig
 from rlx.engine.optimizer_state import ON_DEVICE, PIECE_BYTES
-from rlx.models.log_probs import HEAD_CHUNK_ELEMENTS
+from rlx.models.log_probs import CHUNKS_PER_SUM, HEAD_CHUNK_ELEMENTS
 from rlx.models.lora import add_lora
 from rlx.offload.benchmark.shapes import SHAPES, Case, build
 from rlx.offload.plan import LayerPlan, Machine, make_plan, predict, sent_bytes
@@ -19,6 +19,7 @@ from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import (
     HEAD_CHUNK_LOGITS,
+    HEAD_CHUNKS_PER_SUM,
     STEP_BYTES,
     forward_bytes,
     head_bytes,
@@ -216,7 +217,7 @@ def test_a_shared_sequence_costs_each_its_part():
 
 
 def test_constants_are_those_of_whom_they_are_about():
-    assert HEAD_CHUNK_LOGITS == HEAD_CHUNK_ELEMENTS
+    assert (HEAD_CHUNK_LOGITS, HEAD_CHUNKS_PER_SUM) == (HEAD_CHUNK_ELEMENTS, CHUNKS_PER_SUM)
     assert STEP_BYTES == ON_DEVICE * PIECE_BYTES
 
 
