@@ -34,6 +34,13 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
     assert theirs["host_bytes"] is None
 
 
+@pytest.mark.parametrize("mode", ["rlx", "checkpointing"])
+@pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 16, 64]), (None, [64] * 3), (100, [64] * 3)])
+def test_steps_before_the_measured_one_may_be_shorter(mode, first_tokens, expected, model_folder, one_rank):
+    (seen,) = one_rank("step", "tokens_by_step", model_folder, mode, first_tokens)
+    assert seen == [tokens - 1 for tokens in expected], "nothing follows the last token, which no model reads"
+
+
 def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():
     assert parts(FIGURES) == {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "rest": 40.0}
     assert line("rlx", 524288, FIGURES).split()[-5:] == ["70.00", "80.00", "100.00", "90.00", "105.00"]
@@ -68,10 +75,11 @@ def test_longer_sequences_than_one_that_failed_are_not_tried(monkeypatch, tmp_pa
 
     def child(arguments):
         tried.append(arguments[:2])
+        assert "--first-tokens=32" in arguments
         return FIGURES if "--modes=rlx" in arguments else {"error": "out of device memory"}
 
     monkeypatch.setattr(step_benchmark, "in_own_process", child)
-    options = ["--shape=tiny", "--tokens=128,64", "--modes=rlx,checkpointing", f"--out={tmp_path}"]
+    options = ["--shape=tiny", "--tokens=128,64", "--modes=rlx,checkpointing", "--first-tokens=32", f"--out={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["step_benchmark", *options])
     assert step_benchmark.main() == 0
     asked = [(mode, tokens) for mode in ("rlx", "checkpointing") for tokens in (64, 128)][:3]
