@@ -86,9 +86,7 @@ def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.
         config.max_position_embeddings = case.tokens
     torch.manual_seed(0)
     with device:
-        model: nn.Module = AutoModel.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation="sdpa"
-        )
+        model: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.train()
 
 
