@@ -5,8 +5,10 @@ all faults are found at once and an unknown key is answered with the nearest kno
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +155,22 @@ def _leaf_keys(key: str, value: Any) -> set[str]:
     return {key}
 
 
-def _merged(groups: dict[str, str | None], values: list[Override], faults: list[Fault]) -> DictConfig:
-    """Defaults, YAML files and overrides on top of each other; the later wins."""
-    chosen = [f"{group}={choice}" for group, choice in groups.items() if choice is not None]
+@cache
+def _files_on_defaults(*chosen: str) -> DictConfig:
+    """Defaults and YAML files alone. Kept, as Hydra takes long to read them and they do not change under a program."""
     with initialize_config_dir(config_dir=str(config_folder()), version_base="1.3"):
-        files = hydra_compose(CONFIG_NAME, overrides=chosen)
+        files = hydra_compose(CONFIG_NAME, overrides=list(chosen))
     tree = OmegaConf.create(asdict(PPOConfig()))
     tree.merge_with(files)
     OmegaConf.set_struct(tree, False)
+    return tree
+
+
+def _merged(groups: dict[str, str | None], values: list[Override], faults: list[Fault]) -> DictConfig:
+    """Defaults, YAML files and overrides on top of each other; the later wins."""
+    tree = deepcopy(
+        _files_on_defaults(*(f"{group}={choice}" for group, choice in groups.items() if choice is not None))
+    )
     for override in values:
         key, value = override.key_or_group, override.value()
         fault = _misplaced(key, value)
