@@ -21,7 +21,7 @@ from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
-from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local
+from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.out_of_memory import SecondTry
 from rlx.engine.residency import Parking
@@ -289,7 +289,10 @@ class Engine:
         norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
-            (self._state_on_host or optimizer).step()
+            if self._state_on_host is None:
+                step_in_parts(optimizer)
+            else:
+                self._state_on_host.step()
             self.steps += 1
         self.sharded.drop_gradients(optimizer)
         self.updates += 1

@@ -1,7 +1,8 @@
 """AdamW, its learning-rate schedule, and clipping of sharded gradients."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
+
+PART = 32  # parameters
 
 
 def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -56,6 +59,32 @@ def configure(optimizer: AdamW, optim: OptimConfig, lr: float) -> None:
     """Puts the configured numbers in place of those that a loaded state may have brought along."""
     for group in optimizer.param_groups:
         group.update(_constants(optim), lr=lr)
+
+
+def step_in_parts(optimizer: AdamW) -> None:
+    """The optimizer's step, a few parameters at a time.
+
+    For a kernel over sharded parameters the host prepares each of them; a device that has nothing else to do then begins behind
+    the first few instead of the last. AdamW treats each parameter by itself, so the bits are those of one step.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for start in range(0, len(parameters), PART):
+        with stepping_only(optimizer, parameters[start : start + PART]):
+            optimizer.step()
+
+
+@contextmanager
+def stepping_only(optimizer: AdamW, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Lets the optimizer see these of its parameters only."""
+    ids = set(map(id, parameters))
+    whole = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in ids]
+        yield
+    finally:
+        for group, before in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = before
 
 
 def local(tensor: Tensor) -> Tensor:

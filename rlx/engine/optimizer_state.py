@@ -10,14 +10,14 @@ memory, which is asked for before anything moves.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from rlx.engine.optimizer import local
+from rlx.engine.optimizer import local, stepping_only
 from rlx.engine.residency import HandOverError, Parking
 from rlx.offload import HostArena
 
@@ -86,7 +86,7 @@ class OptimizerStateOnHost:
             if following is not None:
                 self._begin(following)
             piece.parking.await_copy()
-            with _only(self._optimizer, piece.parameters):
+            with stepping_only(self._optimizer, piece.parameters):
                 self._optimizer.step()
             if piece.parking.occupied:
                 piece.parking.take_back(self._leaving)
@@ -140,17 +140,3 @@ def _cut(parameters: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor
         piece.append(parameter)
     if piece:
         yield piece
-
-
-@contextmanager
-def _only(optimizer: AdamW, parameters: list[Tensor]) -> Iterator[None]:
-    """Lets the optimizer see these of its parameters only."""
-    ids = set(map(id, parameters))
-    whole = [group["params"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in ids]
-        yield
-    finally:
-        for group, before in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = before

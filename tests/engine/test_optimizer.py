@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from rlx.config.schema import OptimConfig
-from rlx.engine.optimizer import build_optimizer, learning_rate_factor
+from rlx.engine.optimizer import PART, build_optimizer, learning_rate_factor, step_in_parts
 
 
 def test_warm_up_is_linear_and_starts_above_zero():
@@ -56,6 +56,25 @@ def test_a_state_of_another_kernel_is_gone_on_from(was_fused):
     going_on.load_state_dict(copy.deepcopy(before.state_dict()))
     assert going_on.param_groups[0]["fused"] is None
     torch.testing.assert_close(stepped(going_on, 1), stepped(before, 1), rtol=1e-6, atol=0)
+
+
+def test_a_step_in_parts_is_one_step():
+    sizes, found = [1 + number % 3 for number in range(2 * PART + 1)], []
+    for parts in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+        groups = [{"params": parameters[: PART + 5]}, {"params": parameters[PART + 5 :], "lr": 0.5}]
+        optimizer, calls = AdamW(groups, lr=0.1), []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(1))
+        for _ in range(2):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = None if number == 3 else torch.randn(parameter.shape, generator=generator)
+            step_in_parts(optimizer) if parts else optimizer.step()
+        assert len(calls) == (6 if parts else 2)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [PART + 5, PART - 4]
+        found.append([*parameters, *(x for state in optimizer.state.values() for x in state.values())])
+    assert len(found[0]) == len(sizes) + 3 * (len(sizes) - 1)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.gpu

@@ -27,10 +27,10 @@ def give_gradients(parameters, seed, without=()):
         parameter.grad = None if number in without else gradient
 
 
-def pair(arena=None, piece_bytes=600):
+def pair(arena=None, piece_bytes=600, fused=None):
     """Parameters and optimizer that keep their state, and the same with the state on the host."""
     kept, moved = parameters(), parameters()
-    optimizers = [AdamW(each, lr=0.1, weight_decay=0.1) for each in (kept, moved)]
+    optimizers = [AdamW(each, lr=0.1, weight_decay=0.1, fused=fused) for each in (kept, moved)]
     state = OptimizerStateOnHost(optimizers[1], arena or HostArena(pinned=False), "state", CPU, piece_bytes)
     return kept, moved, *optimizers, state
 
@@ -44,9 +44,10 @@ def same(one, other):
     return all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("piece_bytes", [1, 600, 1 << 30])
-def test_steps_in_pieces_are_those_of_the_whole(piece_bytes):
-    kept, moved, whole, pieces, state = pair(piece_bytes=piece_bytes)
+def test_steps_in_pieces_are_those_of_the_whole(piece_bytes, fused):
+    kept, moved, whole, pieces, state = pair(piece_bytes=piece_bytes, fused=fused)
     for number in range(4):
         for each in (kept, moved):
             give_gradients(each, number, without=(1,) if number < 2 else ())  # one joins later
