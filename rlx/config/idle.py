@@ -102,7 +102,11 @@ def _of_trained_model(role: str, model: str) -> tuple[Idle, ...]:
             lambda s: not writes_to_disk(s.value(offload)),
             "tier is cpu, and without max_host_bytes nothing exceeds it",
         ),
-        Idle((f"{offload}.max_device_bytes",), _is_not(f"{offload}.save", "auto"), "save is not auto"),
+        Idle(
+            _below(offload, "max_device_bytes", "cache_directory"),
+            _is_not(f"{offload}.save", "auto"),
+            "save is not auto",
+        ),
         Idle(_below(offload, "pin_memory", "use_streams", "max_inflight_bytes"), _on_cpu, "copies are synchronous"),
         _flagged(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),
         _flagged(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),

@@ -106,6 +106,11 @@ class ActivationOffloadConfig:
         minimum=0,
         words=("auto",),
     )
+    cache_directory: str | None = key(
+        "auto",
+        "Folder in which `save=auto` keeps measurements for later runs; auto: rlx/measurements in $XDG_CACHE_HOME or ~/.cache; "
+        "null: nothing is kept.",
+    )
 
 
 TOKENIZER_FILES = (

@@ -2,13 +2,17 @@
 
 Lengths come in buckets, each a quarter longer than the one before. In a pass that is measured the inputs of layers leave and
 the rest is recomputed, as in all passes until the device has passed what was measured; it is not waited for. The very first
-pass, in which kernels are chosen and memory is taken, is not measured.
+pass, in which kernels are chosen and memory is taken, is not measured, but where earlier runs have left measurements: it tells
+whether they hold for this one, and then they stand for measured passes (Note [figures of another run] in `remembered.py`).
 
 Note [ranks that agree]
 Ranks have different lengths in one pass, and one of them a dummy; what one of them measures the others may not meet. So
 nothing is exchanged inside a pass. Plans are made where the caller says that all ranks meet (`Controller.agree`), from all
 that any of them has measured by then: for each length the slowest times, with the least of what any rank has to spend. All
-ranks get the plans of all lengths. Until it is called each rank plans by itself and waits for nobody.
+ranks get the plans of all lengths. Files of earlier runs count like measurements, those of lengths not met yet too, once each
+rank has found that they hold: by files of its own, or because its first pass has come to the bytes that another's files say
+(`joint.py`). So ranks with files and ranks without have the same figures. These are planned when all meet, or by each when it
+first meets the length: the same figures give the same plan. Until it is called each rank plans by itself and waits for nobody.
 In both cases two ranks may recompute differently in the same pass, by length or by plan. So a layer that has communication
 inside, which recomputation repeats, is not planned.
 """
@@ -17,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,15 +30,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlx.offload.bucket import Bucket, Key
+from rlx.offload.described import describe_call
 from rlx.offload.engine import Engine, Layer
 from rlx.offload.flow import Proof
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, storage_address
-from rlx.offload.measured import Measurement, measured, planned, slowest
+from rlx.offload.joint import Means, Shared, join
+from rlx.offload.measured import Measurement, planned
 from rlx.offload.orders import Orders
 from rlx.offload.plan.costs import Machine
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.sample import Backward, Sample
+from rlx.offload.remembered import Remembered
+from rlx.offload.sample import DeviceMemory, Sample
 
 logger = logging.getLogger("rlx.offload")
 
@@ -44,60 +51,18 @@ MARGIN = 0.05  # of device memory that a plan leaves free
 LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
 _TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
 
-Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
 
+class Inputs(NamedTuple):
+    """What a layer is called with: those that want a gradient, by id, their memory and that of the others, by address [bytes]."""
 
-class Bucket:
-    """The passes of one length: what was measured, and the plan made of it."""
+    own: dict[int, int]
+    memory: dict[int, int]
+    shared: dict[int, int]
 
-    def __init__(self) -> None:
-        self.plan: Plan | None = None
-        self.orders: dict[int, Orders] = {}
-        self.measurement: Measurement | None = None
-        self.passes = 0
-        self.last_index = -1  # of the layer called last
-        self.is_measuring = False
-        self.backward = Backward()  # of the pass that was measured last
-        self.coming_bytes = 0  # of states that did not exist in that pass
-        self.called: set[int] = set()  # layers in that pass
-        self.begun: weakref.WeakValueDictionary[int, Sample] = weakref.WeakValueDictionary()
-        self.done: dict[int, Sample] = {}
-
-    def begin_measuring(self, coming_bytes: int, gradient_bytes: Callable[[], int]) -> None:
-        """Begin to measure, unless a graph that was measured is alive, or the device has not passed it."""
-        is_alive = any(index not in self.done for index in self.begun)
-        self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
-        if self.is_measuring:
-            self.backward, self.coming_bytes = Backward(gradient_bytes), coming_bytes
-            self.called, self.done = set(), {}
-            self.begun.clear()
-
-    def finish(self, sample: Sample) -> None:
-        """Note that a layer has been recomputed."""
-        if self.begun.get(sample.index) is sample:
-            self.done[sample.index] = sample
-
-    def has_just_been_measured(self) -> bool:
-        """Whether all that was called has been measured, and the device has passed it; True once."""
-        if self.measurement is not None or not self.called or self.done.keys() != self.called:
-            return False
-        if not all(sample.is_known for sample in self.done.values()):
-            return False
-        samples, backward = [self.done[i] for i in sorted(self.done)], self.backward
-        self.measurement = measured(samples, backward.outside_bytes, backward.turn_s)
-        self.is_measuring = False
-        self.begun.clear()
-        self.done.clear()
-        return True
-
-
-class Means(NamedTuple):
-    """What one rank has to spend; None: it does not know, or has no limit."""
-
-    link_bytes_per_s: float | None
-    device_bytes: int | None
-    host_bytes: int | None
-    disk_bytes_per_s: float | None
+    @property
+    def boundary_bytes(self) -> int:
+        """Of those that want a gradient."""
+        return sum(self.own.values())
 
 
 class Controller:
@@ -106,16 +71,23 @@ class Controller:
     Args:
         engine: of the handle.
         parameters: gives the model's.
+        remembered: what earlier runs have measured; None: nothing is read or kept.
     """
 
-    def __init__(self, engine: Engine, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def __init__(
+        self, engine: Engine, parameters: Callable[[], Iterable[nn.Parameter]], remembered: Remembered | None = None
+    ) -> None:
         self.plan: Plan | None = None  # of the latest pass that followed one
         self._engine = engine
         self._parameters = parameters
+        self._remembered = remembered
+        self._seen: set[int] = set()  # layers that have been called
+        self._last: Bucket | None = None
         self._devices: list[torch.device] = []
         self._buckets: dict[Key, Bucket] = {}
         self._is_warm = self._is_declined = self._has_noted_no_device = False
         self._agrees = False  # plans are made in `agree` only
+        self._are_files_checked = False  # by all ranks that agree
         self._explains = True
         self._reserve_bytes = 0
         self._gradient_bytes: int | None = None  # of all of them, as a rank holds them between steps
@@ -130,33 +102,33 @@ class Controller:
         longest, device = max(sizes, key=lambda pair: pair[0])
         if device not in self._devices:
             self._devices.append(device)
+        if layer.index not in self._seen:
+            self._seen.add(layer.index)
+            if has_collectives(module):
+                self._decline(layer)
+                return None
+            if self._remembered is not None:
+                self._remembered.see(layer, module)
         key = (self._devices.index(device), round(math.log(max(longest, 1)) / math.log(BUCKET)))
         bucket = self._buckets.get(key) or self._buckets.setdefault(key, Bucket())
         if layer.index <= bucket.last_index or not bucket.passes:
-            self._begin_pass(bucket, device)
+            self._begin_pass(bucket, key, tensors)
         bucket.last_index = layer.index
         if bucket.plan is not None:
             return bucket.orders.get(layer.index)
         if not bucket.is_measuring or layer.index in bucket.called:
             return None
-        if has_collectives(module):
-            self._decline(layer)
-            return None
         bucket.called.add(layer.index)
-        own = [t for t in tensors if t.requires_grad and not is_parameter(t)]
-        inputs = {id(t): size_bytes(t) for t in own}
-        memory = {storage_address(t): size_bytes(t) for t in own if is_plain(t)}
-        shared = {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)}
-        boundary, min_bytes = sum(inputs.values()), self._engine.options.min_bytes
+        inputs = _inputs_of(tensors)
         sample = Sample(
             layer.index,
             device,
-            boundary,
+            inputs.boundary_bytes,
             bucket.backward,
             bucket.finish,
-            shared,
-            min_bytes,
-            inputs=memory,
+            inputs.shared,
+            self._engine.options.min_bytes,
+            inputs=inputs.memory,
             gradient_bytes=partial(_made_gradient_bytes, tuple(module.parameters())),
         )
         bucket.begun[layer.index] = sample
@@ -170,39 +142,100 @@ class Controller:
             reserve_bytes: that this rank will take for good in its next step, gradients aside.
         """
         for key, bucket in self._buckets.items():
-            self._look_at(bucket, self._devices[key[0]])
+            if key[0] < len(self._devices):  # else only others have met the length
+                self._look_at(bucket, key)
             if not self._agrees:
-                bucket.plan = None
+                bucket.replan()
         self._agrees, self._reserve_bytes, self._gradient_bytes = True, reserve_bytes, self._count_gradients()
-        own = {key: b.measurement for key, b in self._buckets.items() if b.plan is None and b.measurement is not None}
-        ranks: list[tuple[dict[Key, Measurement], Means]] = [(own, self._means())]
+        own = self._to_share()
+        ranks = [own]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             self._explains = dist.get_rank(group) == 0
             ranks = ranks * dist.get_world_size(group)
-            dist.all_gather_object(ranks, (own, self._means()), group)
-        machine = self._machine([means for _, means in ranks])
-        for key in sorted({key for found, _ in ranks for key in found}):
+            dist.all_gather_object(ranks, own, group)
+        joint = join(ranks, self._are_files_checked)
+        self._are_files_checked = joint.are_files_checked
+        if self._remembered is not None:
+            self._remembered.enlarge(joint.ratio)
+        if joint.are_files_wrong:
+            self._disbelieve()
+        machine = self._machine([rank.means for rank in ranks])
+        for key, measurement in joint.measurements.items():
             bucket = self._buckets.setdefault(key, Bucket())
-            bucket.measurement = slowest([found[key] for found, _ in ranks if key in found])
-            self._make_plan(bucket, bucket.measurement, machine)
+            bucket.measurement, bucket.is_recalled, bucket.machine = measurement, False, machine
+            if bucket.passes:
+                self._make_plan(bucket, measurement, machine)
+
+    def measurement(self) -> Measurement | None:
+        """Of the length of the latest pass; None while there is none."""
+        return None if self._last is None else self._last.measurement
 
     def limit(self, device_bytes: int) -> None:
         """Plan anew, with at most so much of the device."""
         self._limit_bytes = device_bytes
         self.plan = None
         for bucket in self._buckets.values():
-            bucket.plan = None
+            bucket.replan()
 
-    def _begin_pass(self, bucket: Bucket, device: torch.device) -> None:
+    def _begin_pass(self, bucket: Bucket, key: Key, tensors: Sequence[Tensor]) -> None:
         bucket.passes += 1
+        self._last = bucket
         self._is_warm = self._is_warm or bucket.passes > 1
-        self._look_at(bucket, device)
-        if bucket.plan is None and bucket.measurement is not None and not self._agrees:
-            self._make_plan(bucket, bucket.measurement, self._machine([self._means()]))
+        self._look_at(bucket, key)
+        if bucket.measurement is None and self._remembered is not None:
+            self._recall(bucket, key, tensors, self._remembered)
+        if bucket.plan is None and bucket.measurement is not None:
+            if not self._agrees:
+                self._make_plan(bucket, bucket.measurement, self._machine([self._means()]))
+            elif bucket.machine is not None:
+                self._make_plan(bucket, bucket.measurement, bucket.machine)
         if bucket.plan is not None:
             self.plan = bucket.plan
-        elif self._is_warm and bucket.measurement is None:
-            bucket.begin_measuring(self._coming_bytes(), self._count_made_gradients)
+        elif bucket.measurement is None and (self._is_warm or self._compares_files):
+            call = describe_call(tensors, self._devices[key[0]])
+            bucket.begin_measuring(self._coming_bytes(), self._count_made_gradients, call, is_first=not self._is_warm)
+
+    @property
+    def _compares_files(self) -> bool:
+        """Whether the first pass is looked at: there are files, or there may be on another rank."""
+        return self._remembered is not None and (self._agrees or self._remembered.has_any)
+
+    def _recall(self, bucket: Bucket, key: Key, tensors: Sequence[Tensor], remembered: Remembered) -> None:
+        """Take what an earlier run has measured for a pass that begins, if it holds."""
+        device, inputs = self._devices[key[0]], _inputs_of(tensors)
+        about = remembered.describe(describe_call(tensors, device), device)
+        is_allowed = self._are_files_checked or not self._agrees
+        found = remembered.recall(about, key[1], inputs.boundary_bytes) if is_allowed else None
+        if found is not None:
+            bucket.measurement, bucket.is_recalled = found, True
+            here = sum(inputs.memory.values()) + sum(inputs.shared.values())
+            self._note_room(device, max(0, DeviceMemory(device).look()[0] - here), self._coming_bytes())
+        elif bucket.is_first and self._is_warm and not remembered.may_settle(about, key[1]):
+            bucket.drop()  # nothing to compare it with, so that the device need not pass it
+
+    def _to_share(self) -> Shared:
+        """What is not planned yet. What earlier runs have measured counts once it is known what room there is here."""
+        waiting = {k: b for k, b in self._buckets.items() if b.machine is None and b.measurement is not None}
+        own = {k: b.measurement for k, b in waiting.items() if not b.is_recalled and b.measurement is not None}
+        recalled = {k: b.measurement for k, b in waiting.items() if b.is_recalled and b.measurement is not None}
+        remembered = self._remembered
+        for place, device in enumerate(self._devices if remembered is not None else ()):
+            assert remembered is not None
+            calls = [b.call for k, b in self._buckets.items() if k[0] == place and b.call]
+            if calls and (self._room_bytes is not None or not self._looks_for_room(device)):
+                known = {k[1] for k, b in self._buckets.items() if k[0] == place and b.measurement is not None}
+                found = remembered.recall_others(remembered.describe(calls[-1], device), known)
+                recalled |= {(place, length): measurement for length, measurement in found.items()}
+        first = {k: b.first for k, b in self._buckets.items() if b.measurement is None and b.first is not None}
+        return Shared(own, first, recalled, self._means(), None if remembered is None else remembered.is_believed)
+
+    def _disbelieve(self) -> None:
+        """Measure what was taken from earlier runs, and is not planned, anew."""
+        if self._remembered is not None:
+            self._remembered.is_believed = False
+        for bucket in self._buckets.values():
+            if bucket.is_recalled and bucket.machine is None:
+                bucket.measurement, bucket.is_recalled = None, False
 
     def _coming_bytes(self) -> int:
         """Gradients and other states that do not exist yet and will stay once they do."""
@@ -218,13 +251,29 @@ class Controller:
     def _count_made_gradients(self) -> int:
         return _made_gradient_bytes(self._parameters())
 
-    def _look_at(self, bucket: Bucket, device: torch.device) -> None:
+    def _look_at(self, bucket: Bucket, key: Key) -> None:
         """Note what a pass has been measured to cost, and what room it has found on the device."""
-        if bucket.has_just_been_measured() and device.type != "cpu":
+        found = bucket.take()
+        if found is None:
+            return
+        self._note_room(self._devices[key[0]], bucket.backward.begin_bytes, bucket.coming_bytes)
+        if self._remembered is None:
+            bucket.measurement = found
+        else:
+            about = self._remembered.describe(bucket.call, self._devices[key[0]])
+            bucket.measurement = self._remembered.settle(about, key[1], found, bucket.is_first)
+            bucket.first = found if bucket.is_first else None
+
+    def _note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
+        """Note what a device has beside what is there before the layers begin, and what will come for good."""
+        if device.type != "cpu":
             free, total = torch.get_device_module(device.type).mem_get_info(device)
             reach = free + torch.accelerator.memory_reserved(device)
-            room = int(reach - MARGIN * total) - bucket.backward.begin_bytes - bucket.coming_bytes
+            room = int(reach - MARGIN * total) - begin_bytes - coming_bytes
             self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
+
+    def _looks_for_room(self, device: torch.device) -> bool:
+        return isinstance(self._engine.options.max_device_bytes, str) and device.type != "cpu"
 
     def _means(self) -> Means:
         stats, options = self._engine.stats(per_layer=False), self._engine.options
@@ -278,6 +327,15 @@ class Controller:
             "save='auto' sends off inputs only, as 'boundary' does",
             layer.name,
         )
+
+
+def _inputs_of(tensors: Sequence[Tensor]) -> Inputs:
+    own = [t for t in tensors if t.requires_grad and not is_parameter(t)]
+    return Inputs(
+        {id(t): size_bytes(t) for t in own},
+        {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
+        {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
+    )
 
 
 def _rate(nbytes: int, ms: float) -> float | None:

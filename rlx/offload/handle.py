@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from rlx.offload.auto import Controller
 from rlx.offload.checkpoint import Repeatable
 from rlx.offload.engine import Engine, Layer, map_leaves, sort_leaves
 from rlx.offload.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
+from rlx.offload.measured import Measurement
+from rlx.offload.measurements import MeasurementFolder
 from rlx.offload.module_state import Places
 from rlx.offload.options import OffloadOptions
 from rlx.offload.plan.planner import Plan
+from rlx.offload.remembered import Remembered
 from rlx.offload.run import run_recomputed
 from rlx.offload.saving import RegionHooks, run_saving, unpack
 from rlx.offload.stand_in import StandIn
@@ -99,7 +103,10 @@ class ActivationOffloading:
         self._model: weakref.ref[nn.Module] | None = None
         self._controller: Controller | None = None
         if save == "auto":
-            self._controller = Controller(self.engine, self._parameters)
+            folder = options.measurements_folder
+            self._controller = Controller(
+                self.engine, self._parameters, None if folder is None else self._remembered(folder)
+            )
             self.engine.orders = self._controller.orders
         self.is_enabled = True
         self._layers: list[weakref.ref[LayerForward]] = []
@@ -132,6 +139,10 @@ class ActivationOffloading:
         """
         if self._controller is not None:
             self._controller.agree(group, reserve_bytes)
+
+    def measurement(self) -> Measurement | None:
+        """What layers of the latest forward's length have been measured to cost, with `save="auto"`; None before that."""
+        return self._controller.measurement() if self._controller is not None else None
 
     def limit_device_bytes(self, nbytes: int) -> None:
         """Let plans of `save="auto"` hold no more than so much on the device from now on, whatever the options say.
@@ -181,6 +192,14 @@ class ActivationOffloading:
     def _parameters(self) -> Iterator[nn.Parameter]:
         model = self._model() if self._model is not None else None
         return iter(()) if model is None else model.parameters()
+
+    def _remembered(self, folder: Path) -> Remembered:
+        return Remembered(
+            MeasurementFolder(folder),
+            self.options,
+            model=lambda: self._model() if self._model is not None else None,
+            layers=lambda: [layer.name for layer in self.engine.layers],
+        )
 
     def note_dropped_cache(self) -> None:
         """Say once that recomputed layers fill no cache."""

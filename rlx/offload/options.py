@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlx.offload.places import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
 
@@ -47,6 +48,10 @@ class OffloadOptions:
             working set of the layer at work and what lies beside the layers included [bytes]. `"auto"`: what the device has
             beside weights, gradients, optimizer states and all else that is there before, but for 5 %; without an
             accelerator as little as possible.
+        cache_directory: folder in which `save="auto"` keeps what it has measured, for later runs of the same layers: times
+            and sizes of calls, with a description of layers, device and versions in words and digests; no weights, no data.
+            It is made where it does not exist; one that cannot be used is said once and does no harm. `"auto"`:
+            `rlx/measurements` in `$XDG_CACHE_HOME`, or in `~/.cache`. None: nothing is read or kept.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -62,6 +67,7 @@ class OffloadOptions:
     use_streams: bool = True
     max_host_bytes: int | None = None
     max_device_bytes: int | str = "auto"
+    cache_directory: str | os.PathLike[str] | None = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -76,6 +82,18 @@ class OffloadOptions:
                 instead = "".join(f" or {word!r}" for word in words)
                 raise ValueError(f"OffloadOptions.{name}: got {value!r}, expected an integer >= 0{instead}")
         self._check_disk()
+
+    @property
+    def measurements_folder(self) -> Path | None:
+        """Where measurements are kept; None: nowhere."""
+        if self.cache_directory is None:
+            return None
+        if self.cache_directory != "auto":
+            return Path(self.cache_directory).expanduser()
+        named = os.environ.get("XDG_CACHE_HOME", "")
+        # The XDG base directory specification says that relative paths there are to be ignored.
+        base = Path(named) if os.path.isabs(named) else Path("~/.cache").expanduser()
+        return base / "rlx" / "measurements"
 
     @property
     def uses_disk(self) -> bool:
@@ -116,8 +134,10 @@ class OffloadOptions:
         return save
 
     def _check_disk(self) -> None:
-        if self.directory is not None and not isinstance(self.directory, (str, os.PathLike)):
-            raise ValueError(f"OffloadOptions.directory: got {self.directory!r}, expected the path of a folder or None")
+        for name in ("directory", "cache_directory"):
+            path = getattr(self, name)
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise ValueError(f"OffloadOptions.{name}: got {path!r}, expected the path of a folder or None")
         if self.tier == "disk" and self.directory is None:
             raise ValueError(
                 "OffloadOptions.directory: got None with tier='disk', expected the path of a folder with room for what is "
@@ -135,7 +155,11 @@ class OffloadOptions:
         defaults = OffloadOptions()
         unused = [
             name
-            for name, is_used in (("directory", self.uses_disk), ("max_device_bytes", self.save == "auto"))
+            for name, is_used in (
+                ("directory", self.uses_disk),
+                ("max_device_bytes", self.save == "auto"),
+                ("cache_directory", self.save == "auto"),
+            )
             if not is_used
         ]
         without_effect = [name for name in unused if getattr(self, name) != getattr(defaults, name)]

@@ -48,6 +48,11 @@ class TiledForward(StandIn):
         self._dtypes: dict[tuple[Any, ...], torch.dtype | None] = {}
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
+    @property
+    def positions_per_tile(self) -> int | None:
+        """As `enable_tiling` takes it."""
+        return self._tiling.positions_per_tile
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, in tiles if its one argument is longer than a tile."""
         module: Any = self.module()
@@ -115,7 +120,7 @@ class Tiling:
     """
 
     def __init__(self, positions_per_tile: int | None) -> None:
-        self._positions = positions_per_tile
+        self.positions_per_tile = positions_per_tile
         self._forwards: list[weakref.ref[TiledForward]] = []
         self._has_noted: set[str] = set()
         self.mlps: tuple[str, ...] = ()
@@ -135,8 +140,8 @@ class Tiling:
             width: of the input.
             widest: width of the widest intermediate result.
         """
-        if self._positions is not None:
-            return self._positions
+        if self.positions_per_tile is not None:
+            return self.positions_per_tile
         return tile_tokens(positions, width, widest)
 
     def note_left_alone(self, name: str, why: str) -> None:

@@ -74,7 +74,7 @@ def batch():
 def train(folder, device, budget, updates=5):
     """Peaks of the updates, full weights after them, and what was predicted last."""
     torch.manual_seed(0)
-    options = ActivationOffloadConfig(save="auto", max_device_bytes=budget)
+    options = ActivationOffloadConfig(save="auto", max_device_bytes=budget, cache_directory=None)
     model = ModelConfig(path=folder, enable_activation_offload=True, activation_offload=options)
     engine = Engine(model, FP32, strategy="fsdp2", device=device, optim=OptimConfig(lr=1e-4), total_steps=10)
     objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=RESPONSE)

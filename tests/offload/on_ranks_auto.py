@@ -25,10 +25,11 @@ class Slow(nn.Module):
         return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2))
 
 
-def enable(budgets, blocks=3):
+def enable(budgets, blocks=3, folder=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleList(Slow() for _ in range(blocks)))
-    options = OffloadOptions(save="auto", min_bytes=0, max_device_bytes=budgets[dist.get_rank()])
+    budget = budgets[dist.get_rank()]
+    options = OffloadOptions(save="auto", min_bytes=0, max_device_bytes=budget, cache_directory=folder)
     return model, enable_activation_offloading(model, True, options)
 
 
@@ -66,3 +67,29 @@ def planned_alone(budgets):
     handle.agree()
     passed(model, 6)
     return alone, handle.plan()
+
+
+def with_files(folders, tokens, rounds=2):
+    """Plans of passes, each rank with a folder of its own, and how many layer calls were measured in each round.
+
+    A round is an agreement and a pass of each length; the first one has only the first length.
+    """
+    model, handle = enable((10_000, 20_000), folder=folders[dist.get_rank()])
+    follow, samples = handle.engine.orders, []
+
+    def note(*call):
+        orders = follow(*call)
+        samples.extend([orders.sample] if orders is not None and orders.sample is not None else [])
+        return orders
+
+    handle.engine.orders = note
+    plans, counts = [], []
+    for number in range(rounds):
+        handle.agree()
+        for length in tokens if number else tokens[:1]:
+            passed(model, length)
+            plans.append(handle.plan())
+        counts.append(len(samples))
+        samples.clear()
+    handle.disable()
+    return plans, counts

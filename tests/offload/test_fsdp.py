@@ -132,7 +132,9 @@ def same(grads, others):
 
 
 def enable(model, save, **options):
-    return enable_activation_offloading(model, save != "all", OffloadOptions(min_bytes=0, save=save, **options))
+    return enable_activation_offloading(
+        model, save != "all", OffloadOptions(min_bytes=0, save=save, cache_directory=None, **options)
+    )
 
 
 @cache

@@ -24,6 +24,7 @@ from rlx.offload.places import MIN_STAGING_BYTES
         {"pin_memory": 1},
         {"use_streams": None},
         {"directory": 3},
+        {"cache_directory": 3},
     ],
     ids=str,
 )

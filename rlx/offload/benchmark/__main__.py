@@ -107,7 +107,8 @@ def _check_effect(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
 def _job(given: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Job:
     name = given.model or ("tiny" if device.type == "cpu" else "qwen2-7b")
     shape = read_shape(name)
-    options = {"tier": given.tier, "directory": given.directory}
+    # What `auto` does is to be the same each time, whatever has been measured before.
+    options = {"tier": given.tier, "directory": given.directory, "cache_directory": None}
     if device.type == "cpu":
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
     plan = Plan(
