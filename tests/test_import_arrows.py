@@ -59,7 +59,10 @@ ONLY = {
     "rlx.offload": {"torch", "rlx.offload"},
 }
 # The offloading engine's command-line tools load these when they run, not when they are imported.
-LATE = {"rlx.offload": {"transformers", "matplotlib", "trl"}, "rlx.offload.plan": {"transformers"}}
+LATE = {
+    "rlx.offload": {"transformers", "matplotlib", "trl"},
+    "rlx.offload.plan": {"transformers", "rlx.offload.benchmark.layer_costs"},
+}
 # The parts that a library belongs to.
 OWNERS = {
     "ray": {"cluster", "main_ppo"},

@@ -6,6 +6,7 @@ compute. Examples:
     python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --gpus 8
     python -m rlx.offload.plan --model llama3-70b --tokens 32768 --gpus 64 --hardware h100 --longest
     python -m rlx.offload.plan --model ./my_model --tokens 8192 --hardware rtx4090 --states-gb 16 --weight-bytes 2 --host-gb 48
+    python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --measure
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.at_hand import Measured, outcome_of, text_of
 from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.explain import aligned, explain
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         setting = _setting(given)
+        if given.measure:
+            _check_measurable(given)
         if given.tokens is None:
             given.longest = True
             given.tokens = setting.longest("auto")
@@ -43,21 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(
                     f"not even {STEP_TOKENS} tokens of {given.model} fit; use more --gpus, --tile auto, --optimizer-on-host"
                 )
-    except (ImportError, OSError, ValueError) as error:
+        measured = _measured(given, setting) if given.measure else None
+    except (ImportError, MemoryError, OSError, ValueError) as error:
         parser.error(str(error))
     plans = {mode: setting.plan(mode, given.tokens) for mode in MODES}
     longest = {mode: setting.longest(mode) for mode in MODES} if given.longest else {}
     at_longest = {mode: setting.plan(mode, tokens) for mode, tokens in longest.items() if tokens}
     print(_text(given, setting, plans))
+    outcome = None
+    if measured is not None:
+        outcome = outcome_of(measured, setting, given.tokens, uses_link=given.link_gb_per_s is None)
+        print("\n" + text_of(measured, setting, given.tokens, outcome))
     if given.longest:
         print("\n" + _longest(longest, at_longest))
     if given.out is not None:
-        about = {"longest_tokens": longest, "longest_steps_s": {m: p.prediction.step_s for m, p in at_longest.items()}}
+        about: dict[str, Any] = {
+            "longest_tokens": longest,
+            "longest_steps_s": {m: p.prediction.step_s for m, p in at_longest.items()},
+        }
+        if measured is not None and outcome is not None:
+            about["measured"] = {**measured.figures, "plan": outcome.plan.prediction._asdict()}
         try:
             given.out.write_text(json.dumps({**_figures(given, setting, plans), **about}, indent=2) + "\n")
         except OSError as error:
             parser.error(f"--out: {given.out} cannot be written: {error.strerror}; name another file")
-    return int(not setting.fits(plans["auto"]))
+    return int(not setting.fits(plans["auto"] if outcome is None else outcome.plan))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--link-gb-per-s", type=_number, help="between device and host, each way, instead of the profile's")
     add("--disk-gb-per-s", type=_number, default=0.0, help="of a disk for what the host has no room for; default none")
     add("--longest", action="store_true", help="also the longest context that fits, which --tokens unknown says anyway")
+    add(
+        "--measure",
+        action="store_true",
+        help="also measure a few layers on the machine at hand, and plan with that; with --tokens",
+    )
     add("--out", type=Path, metavar="FILE", help="write all of it to a file as JSON")
     return parser
 
@@ -126,6 +145,25 @@ def _setting(given: argparse.Namespace) -> Setting:
             f"{hardware.device_bytes / _GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or say what is there with --states-gb"
         )
     return setting
+
+
+def _check_measurable(given: argparse.Namespace) -> None:
+    """Refuse what a few layers on one device cannot say."""
+    wrong = [
+        name for name, is_given in (("--shared-by", given.shared_by > 1), ("--lora-rank", given.lora_rank)) if is_given
+    ]
+    if given.tokens is None:
+        raise ValueError("--measure: got no --tokens, expected how many are to be measured; add --tokens")
+    if wrong:
+        raise ValueError(f"--measure: got {', '.join(wrong)}, which the formulas alone know of; leave one of them out")
+
+
+def _measured(given: argparse.Namespace, setting: Setting) -> Measured:
+    from rlx.offload.benchmark.layer_costs import measure  # loads torch
+
+    config = _config(given.model)
+    shape = config if isinstance(config, dict) else config.to_dict()
+    return measure(shape, setting.decoder, given.tokens, given.sequences, given.tile)
 
 
 def _config(model: str) -> Any:

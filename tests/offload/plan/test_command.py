@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
+from rlx.offload.benchmark.layer_costs import layers_to_build
 from rlx.offload.benchmark.shapes import SHAPES
 from rlx.offload.plan.__main__ import main
 from rlx.offload.plan.decoder import read_decoder
@@ -156,3 +157,61 @@ def test_a_disk_takes_what_the_host_has_no_room_for(plan):
     assert without["modes"]["auto"]["disk_bytes"] == 0 < with_disk["modes"]["auto"]["disk_bytes"]
     assert with_disk["modes"]["auto"]["step_s"] < without["modes"]["auto"]["step_s"]
     assert ", disk " in printed
+
+
+def test_layers_are_measured_on_the_machine_at_hand(plan, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    printed, written, status = plan(
+        "--model", "tiny", "--tokens", "512", "--sequences", "2", "--measure", "--host-gb", "1"
+    )
+    assert status == 0
+    measured = written["measured"]
+    assert (measured["device"], measured["layers"]) == ("CPU", 3)
+    (kind,) = measured["measurement"]["kinds"]
+    assert kind["members"] == [0, 1, 2] and kind["cost"]["boundary_bytes"] == 512 * 64 * 2
+    assert measured["plan"]["step_s"] > 0
+    assert re.search(r"^measured: 3 layers in bf16 on CPU", printed, re.MULTILINE)
+    assert re.search(r"^0 +measured( +[\d.]+){5}$", printed, re.MULTILINE)
+    assert re.search(r"^0 +computed( +[\d.]+){5}$", printed, re.MULTILINE)
+    assert "x plain" in printed.split("auto, from what was measured:")[1]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_each_kind_of_layer_is_measured(plan, tmp_path):
+    types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
+    Qwen3Config(
+        **sizes,
+        vocab_size=5000,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=4000,
+        layer_types=types,
+        use_sliding_window=True,
+        sliding_window=32,
+        max_window_layers=0,
+    ).save_pretrained(tmp_path / "model")
+    _, written, _ = plan("--model", str(tmp_path / "model"), "--tokens", "128", "--measure", "--tile", "64")
+    assert [kind["members"] for kind in written["measured"]["measurement"]["kinds"]] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count"),
+    [("a" * 80, 3), ("a", 1), ("ab", 2), ("abababab", 3), ("aaaaabaaaaab", 6), ("abbbb", 3), ("aabbbb", 3)],
+)
+def test_as_many_layers_are_built_as_tell_all_kinds(kinds, count):
+    assert layers_to_build(list(kinds)) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "tiny", "--measure"), ("--measure", "add --tokens")),
+        (("--model", "tiny", "--tokens", "8", "--measure", "--shared-by", "2"), ("--shared-by", "leave")),
+        (("--model", "tiny", "--tokens", "8", "--measure", "--lora-rank", "4"), ("--lora-rank", "leave")),
+        (("--model", "tiny", "--tokens", "9", "--measure", "--sequences", "2"), ("9 tokens", "2 sequences")),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(refusal, arguments, words):
+    message = refusal(*arguments)
+    assert all(word in message for word in words), message

@@ -1,0 +1,94 @@
+"""What layers of a model cost on the machine at hand: a few of them are built, and measured as `save="auto"` measures them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlx.offload.benchmark.device import clock, name_of
+from rlx.offload.benchmark.shapes import Case, build
+from rlx.offload.handle import enable_activation_offloading
+from rlx.offload.measured import planned
+from rlx.offload.measurements import to_json
+from rlx.offload.options import OffloadOptions
+from rlx.offload.plan.at_hand import Measured
+from rlx.offload.plan.decoder import Decoder
+from rlx.offload.tiling import enable_tiling
+
+_PASSES = 6  # at most: one warms up, one is measured, and the next finds what it came to
+_TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
+_VOCABULARY = 1024  # the embedding is no part of what is measured
+
+
+def measure(
+    shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int = 1, tile: int | None = None
+) -> Measured:
+    """Measure layers in bf16 on the accelerator of this machine, or on its CPU.
+
+    Args:
+        shape: configuration of the model, as transformers names things.
+        decoder: read from it; says of which kinds its layers are.
+        tokens: of all sequences together.
+        sequences: of equal length.
+        tile: tokens of a tile of MLPs and norms; 0: as many as rlx takes; None: there are no tiles.
+
+    Raises:
+        ValueError: the tokens cannot be cut into so many sequences.
+        MemoryError: the device has no room for these layers.
+    """
+    try:
+        return _measure(shape, decoder, tokens, sequences, tile)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"no room for layers of {tokens} tokens on this machine ({error}); use fewer tokens"
+        ) from error
+
+
+def _measure(shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int, tile: int | None) -> Measured:
+    if tokens % sequences:
+        raise ValueError(f"{tokens} tokens cannot be cut into {sequences} sequences of equal length")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device = found or torch.device("cpu")
+    kinds = list(zip(decoder.windows, decoder.sparse, strict=True))
+    count = layers_to_build(kinds)
+    small = {**shape, "vocab_size": _VOCABULARY, "pad_token_id": None}
+    model = build(small, Case(tokens // sequences, count), device, torch.bfloat16)
+    if tile is not None:
+        enable_tiling(model, tile or None)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # as in a run whose gradients are there
+    # A model without head and loss is no run's: what it measures stays here.
+    options = OffloadOptions(save="auto", max_device_bytes=0, cache_directory=None)
+    handle = enable_activation_offloading(model, True, options)
+    ids = torch.randint(0, _VOCABULARY, (sequences, tokens // sequences), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
+    for _ in range(_PASSES):
+        output = model(input_ids=ids).last_hidden_state
+        if handle.measurement() is not None:
+            break
+        output.backward(torch.ones_like(output))
+        clock(device)
+    measurement, stats = handle.measurement(), handle.stats()
+    assert measurement is not None
+    handle.disable()
+    output = None
+    gc.collect()
+    of_layer = {index: planned(kind).cost for kind in measurement.kinds for index in kind.members}
+    of_kind = {kinds[index]: of_layer[index] for index in range(count)}  # the last one of each
+    link = stats.copied_bytes / stats.copy_ms * 1e3 if stats.copied_bytes >= _TIMED_BYTES and stats.copy_ms else None
+    figures = {
+        "device": name_of(device),
+        "layers": count,
+        "link_bytes_per_s": link,
+        "measurement": to_json(measurement),
+    }
+    return Measured(name_of(device), count, tuple(of_kind[kind] for kind in kinds), link, figures)
+
+
+def layers_to_build(kinds: list[tuple[int | None, bool]]) -> int:
+    """How many layers from the first on have one of each kind that is not the first layer, whose backward has no end."""
+    firsts = [kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in set(kinds)]
+    return min(len(kinds), max(2, *firsts) + 1)
