@@ -210,7 +210,9 @@ def _points(members: Sequence[Sample], calls: int, working_bytes: int) -> tuple[
             continue
         nbytes = max(sample.held_from(border) for sample in seen)
         if nbytes < _LESS * held:
-            points.append(Point(fmean(sample.reaches(border) for sample in seen), nbytes, call.name, place, border))
+            at = fmean(sample.reaches(border) for sample in seen)
+            ends_at = fmean(sample.ends_at(sample.calls[place]) for sample in members)  # as an operation's
+            points.append(Point(at, nbytes, call.name, place, border, ends_at))
     return tuple(points)
 
 
@@ -221,7 +223,9 @@ def _same_points(ranks: Sequence[LayerCost], calls: int) -> tuple[Point, ...]:
     for key, point in found[0].items():
         same = [others[key] for others in found if key in others]
         if len(same) == len(ranks) and point.call < calls:
-            points.append(point._replace(at=max(p.at for p in same), nbytes=max(p.nbytes for p in same)))
+            at, nbytes = max(p.at for p in same), max(p.nbytes for p in same)
+            forward_at = min((p.forward_at for p in same if p.forward_at is not None), default=None)
+            points.append(point._replace(at=at, nbytes=nbytes, forward_at=forward_at))
     return tuple(points)
 
 

@@ -38,6 +38,9 @@ class Point(NamedTuple):
         nbytes: that backward holds at most from there on, where the layer was recomputed.
         name: the operation whose backward begins there, for people.
         call, slots: which call of the layer that is, and how many tensors autograd has saved up to it; of measured layers.
+        forward_at: where in the layer's forward that operation ends, as a share of the time of that, in [0, 1]. `nbytes` holds
+            nothing of the results of operations that end there or later: backward is through with what reads them. None: that
+            is not known.
     """
 
     at: float
@@ -45,6 +48,7 @@ class Point(NamedTuple):
     name: str = ""
     call: int = -1
     slots: int = -1
+    forward_at: float | None = None
 
 
 @dataclass(frozen=True)

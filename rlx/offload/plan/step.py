@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine, Point
 
 
 class Peaks(NamedTuple):
@@ -151,9 +151,16 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         out_s, left_s = out_s + seconds, max(left_s, leaves_at * cost.forward_s) + seconds
         in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
-    # What was kept of a layer is let go with the layer, not when recomputation is through with it.
+    # What was kept of a layer is let go with the layer, not when recomputation, or backward, is through with it.
     stays = sum(cost.operations[i].extra_bytes for i in plan.on_device) + cost.extra_bytes * (not plan.boundary_leaves)
     stays = 0 if plan.keep else stays
+
+    def kept(point: Point) -> int:
+        if plan.keep or point.forward_at is None:
+            return 0
+        operations = map(cost.operations.__getitem__, plan.on_device)
+        return sum(op.nbytes - op.extra_bytes for op in operations if op.at >= point.forward_at)
+
     return Part(
         forward_s=cost.forward_s,
         recompute_s=again_s,
@@ -166,7 +173,7 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         sent_bytes=sent_bytes(cost, plan),
         forward_bytes=_forward_bytes(cost, plan),
         working_bytes=max(cost.working_bytes + stays, cost.saved_bytes * plan.keep),
-        points=tuple((cost.backward_s * point.at, point.nbytes + stays) for point in cost.fetch_points),
+        points=tuple((cost.backward_s * point.at, point.nbytes + stays + kept(point)) for point in cost.fetch_points),
     )
 
 

@@ -305,3 +305,12 @@ def test_the_same_as_piece_by_piece(drawn, early, out, back):
     assert step.step_s == pytest.approx(naive_step_s(*drawn, early, machine), abs=1e-9)
     assert step.stall_s >= 0
     assert step.step_s >= step.forward_s
+
+
+def test_what_is_kept_of_a_layer_is_there_when_backward_is_through_with_it():
+    """But for what autograd would hold as well at the point: results of operations before it."""
+    cost = replace(POINTED, points=tuple(point._replace(forward_at=SECOND.at) for point in POINTED.points))
+    machine = Machine(1e9, 5, 1000)
+    none, first, second = (part_of(cost, saving(on=on), machine).points for on in ([], [0], [1]))
+    assert first == none
+    assert [after[1] - before[1] for after, before in zip(second, none, strict=True)] == [0, *[SECOND.nbytes] * 3]
