@@ -1,4 +1,4 @@
-"""`save="auto"`: layers are measured in the first pass of each length, and follow a plan from then on.
+"""`save="auto"`: layers are measured in the first passes of each length, mostly one, and follow a plan from then on.
 
 Lengths come in buckets, each a quarter longer than the one before. In a pass that is measured the inputs of layers leave and
 the rest is recomputed, as in all passes until the device has passed what was measured; it is not waited for. The very first
@@ -130,6 +130,7 @@ class Controller:
             self._engine.options.min_bytes,
             inputs=inputs.memory,
             gradient_bytes=partial(_made_gradient_bytes, tuple(module.parameters())),
+            sees_calls=bucket.sees_calls(layer.index),
         )
         bucket.begun[layer.index] = sample
         return Orders(sample=sample)

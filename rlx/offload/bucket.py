@@ -1,4 +1,12 @@
-"""The passes of one length with `save="auto"`: what is measured in them, and what they follow."""
+"""The passes of one length with `save="auto"`: what is measured in them, and what they follow.
+
+Note [a device that waits for the host]
+To look at each operation takes the host about as long as a device takes for a layer of a few thousand tokens. A device that
+has to wait for that makes operations look dear, the small ones most. So where most layers of a pass may have waited, the
+operations of every fourth layer only are looked at in the next pass, those of the next ones in the one after, and so on until
+all have been: the host gets ahead in the layers between. Layers that may have waited do not count for times in either case, if
+there are others of their kind.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +20,7 @@ from rlx.offload.plan.costs import Machine
 from rlx.offload.plan.planner import Plan
 from rlx.offload.sample import Backward, Sample
 
+SPREAD = 4  # of so many layers one is looked at in a pass (Note [a device that waits for the host])
 Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
 
 
@@ -35,6 +44,14 @@ class Bucket:
         self.called: set[int] = set()  # layers in that pass
         self.begun: weakref.WeakValueDictionary[int, Sample] = weakref.WeakValueDictionary()
         self.done: dict[int, Sample] = {}
+        self._spread_passes: int | None = (
+            None  # so many have been measured since (Note [a device that waits for the host])
+        )
+        self._seen: dict[int, Sample] = {}  # layers of which they have seen the operations
+
+    def sees_calls(self, layer_index: int) -> bool:
+        """Whether the operations of a layer are to be looked at in the pass that is measured."""
+        return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
 
     def begin_measuring(
         self, coming_bytes: int, gradient_bytes: Callable[[], int], call: Mapping[str, Any], is_first: bool
@@ -59,10 +76,23 @@ class Bucket:
             return None
         if not all(sample.is_known for sample in self.done.values()):
             return None
-        samples, backward = [self.done[i] for i in sorted(self.done)], self.backward
-        self.drop()
-        self.is_measuring = False
+        found, backward = self.done, self.backward
+        self.done, self.called, self.is_measuring = {}, set(), False
         self.begun.clear()
+        if (
+            self._spread_passes is None
+            and not self.is_first
+            and 2 * sum(s.is_starved for s in found.values()) > len(found)
+        ):
+            self._spread_passes = 0
+            return None
+        if self._spread_passes is not None:
+            self._spread_passes += 1
+            self._seen |= {index: sample for index, sample in found.items() if sample.sees_calls}
+            if not self._seen.keys() >= found.keys():
+                return None
+            found, self._seen, self._spread_passes = self._seen, {}, None
+        samples = [found[index] for index in sorted(found)]
         return measured(samples, backward.outside_bytes, backward.turn_s)
 
     def drop(self) -> None:

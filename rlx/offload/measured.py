@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rlx.offload.flow import Flow, Proof
 from rlx.offload.orders import Orders
 from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
-from rlx.offload.sample import Call, Sample
+from rlx.offload.sample import Sample
 
 _SMALL = 256  # a result that is so many times smaller than a layer's largest always stays if others are not read then
 _MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
@@ -105,6 +105,9 @@ def _with(kind: Kind, operations: dict[int, Operation]) -> Kind:
 
 
 def _kind(members: Sequence[Sample]) -> Kind:
+    timed: Sequence[Sample] = [sample for sample in members if not sample.is_starved]
+    if all(sample.backward_s is None for sample in timed):
+        timed = members
     names: list[str] = []
     operations: dict[int, Operation] = {}
     for place, calls in enumerate(zip(*(sample.calls for sample in members), strict=False)):
@@ -112,17 +115,17 @@ def _kind(members: Sequence[Sample]) -> Kind:
             break
         names.append(calls[0].name)
         if all(call.can_be_answered for call in calls):
-            operations[place] = _operation(members, calls)
+            operations[place] = _operation(timed, place)
     flow = members[0].flow if all(sample.flow == members[0].flow for sample in members) else None
     others: dict[int, Operation] = {}
     if flow is not None and len(names) == len(members[0].calls):
         for index, calls in enumerate(zip(*(sample.others for sample in members), strict=True)):
             if all(call.can_be_answered and call.again is not None for call in calls):
-                others[-1 - index] = _operation(members, calls)
+                others[-1 - index] = _operation(timed, -1 - index)
     operations, small, saved_s = shortened(flow, operations, others) if others and flow else (operations, (), 0.0)
-    forward_s = fmean(sample.forward_s for sample in members)
-    middles = [sample.late_at for sample in members if sample.late_at is not None]
-    backwards = [sample.backward_s for sample in members if sample.backward_s is not None]
+    forward_s = fmean(sample.forward_s for sample in timed)
+    middles = [sample.late_at for sample in timed if sample.late_at is not None]
+    backwards = [sample.backward_s for sample in timed if sample.backward_s is not None]
     boundary = members[0].boundary_bytes
     saved = round(fmean(sample.saved_bytes for sample in members))
     working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
@@ -131,7 +134,7 @@ def _kind(members: Sequence[Sample]) -> Kind:
     cost = LayerCost(
         forward_s=forward_s,
         backward_s=fmean(backwards) if backwards else 2 * forward_s,
-        recompute_s=max(0.0, fmean(sample.recompute_s for sample in members) - saved_s),
+        recompute_s=max(0.0, fmean(sample.recompute_s for sample in timed) - saved_s),
         boundary_bytes=boundary,
         saved_bytes=saved,
         working_bytes=max(working) if late else saved + 2 * boundary,
@@ -139,14 +142,15 @@ def _kind(members: Sequence[Sample]) -> Kind:
         operations=tuple(operations.values()),
         late_at=fmean(middles) if middles else 0.5,
         forward_bytes=max(sample.forward_bytes for sample in members),
-        points=_points(members, len(names), max(working)) if late else (),
+        points=_points(members, timed, len(names), max(working)) if late else (),
         extra_bytes=max(sample.extra_bytes for sample in members),
     )
     members_ = tuple(sample.index for sample in members)
     return Kind(members_, tuple(names), cost, tuple(operations), flow if others else None, small)
 
 
-def _operation(members: Sequence[Sample], calls: Sequence[Call]) -> Operation:
+def _operation(members: Sequence[Sample], place: int) -> Operation:
+    calls = [sample.calls[place] if place >= 0 else sample.others[-1 - place] for sample in members]
     return Operation(
         name=calls[0].name,
         at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
@@ -198,7 +202,7 @@ def shortened(
     return ordered, tuple(sorted(small)), seconds(base | small)
 
 
-def _points(members: Sequence[Sample], calls: int, working_bytes: int) -> tuple[Point, ...]:
+def _points(members: Sequence[Sample], timed: Sequence[Sample], calls: int, working_bytes: int) -> tuple[Point, ...]:
     """The begins of the backward of calls, from which on less is held than before; the last call comes first."""
     seen = [sample for sample in members if sample.backward_s is not None]
     borders = [set(sample.borders) for sample in seen]
@@ -210,8 +214,8 @@ def _points(members: Sequence[Sample], calls: int, working_bytes: int) -> tuple[
             continue
         nbytes = max(sample.held_from(border) for sample in seen)
         if nbytes < _LESS * held:
-            at = fmean(sample.reaches(border) for sample in seen)
-            ends_at = fmean(sample.ends_at(sample.calls[place]) for sample in members)  # as an operation's
+            at = fmean(sample.reaches(border) for sample in timed if sample.backward_s is not None)
+            ends_at = fmean(sample.ends_at(sample.calls[place]) for sample in timed)  # as an operation's
             points.append(Point(at, nbytes, call.name, place, border, ends_at))
     return tuple(points)
 

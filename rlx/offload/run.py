@@ -10,7 +10,6 @@ from torch import Tensor
 from rlx.offload.checkpoint import RecomputedCall, Repeatable
 from rlx.offload.engine import Engine, Layer
 from rlx.offload.kept import run_kept
-from rlx.offload.sample import MeasuringWatch
 from rlx.offload.watch import AttentionWatch, PlannedWatch, Watch
 
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
@@ -35,19 +34,24 @@ def run_recomputed(
         return run_kept(engine, layer, repeatable.forward, args, kwargs, orders)
     call = RecomputedCall(engine, layer, repeatable, args, kwargs, tensors, orders)
     watch: Watch | None = None
+    sample = None if orders is None else orders.sample
     if engine.save == "attention":
         watch = AttentionWatch(call, layer.attention_count)
-    elif orders is not None and orders.sample is not None:
-        watch = MeasuringWatch(call, orders.sample)
+    elif sample is not None:
+        watch = sample.watch(call)
     elif orders is not None and orders.has_calls:
         watch = PlannedWatch(call, orders)
     try:
         with call.hooks():
-            if watch is None:
-                outputs = repeatable.forward(*args, **kwargs)
-            else:
+            if watch is not None:
                 with watch:
                     outputs = repeatable.forward(*args, **kwargs)
+            elif sample is not None:
+                sample.begin_forward()
+                outputs = repeatable.forward(*args, **kwargs)
+                sample.pass_forward()
+            else:
+                outputs = repeatable.forward(*args, **kwargs)
     except BaseException:
         call.leave_forward()
         raise

@@ -117,6 +117,7 @@ class Sample:
         memory: of the device; None: what torch says.
         inputs: address and bytes of these inputs' memory.
         gradient_bytes: how much memory gradients of the layer's parameters take at the moment it is called.
+        sees_calls: look at each operation; else at where the layer begins and ends, which takes the host no time.
     """
 
     def __init__(
@@ -131,8 +132,11 @@ class Sample:
         memory: DeviceMemory | None = None,
         inputs: Mapping[int, int] | None = None,
         gradient_bytes: Callable[[], int] = lambda: 0,
+        sees_calls: bool = True,
     ) -> None:
         self.index = index
+        self.sees_calls = sees_calls
+        self.is_starved = False  # the device has waited for the host, or may have: times are the host's
         self.boundary_bytes = boundary_bytes
         self.calls: list[Call] = []
         self.others: list[Call] = []  # operations that are no calls
@@ -161,6 +165,10 @@ class Sample:
             0  # of gradients, when backward came to the layer; made until the last border
         )
 
+    def watch(self, recording: Recording) -> MeasuringWatch | None:
+        """What the layer's forward runs under; None: nothing, between `begin_forward` and `pass_forward`."""
+        return MeasuringWatch(recording, self) if self.sees_calls else None
+
     def mark(self) -> Mark:
         """A point in time on the device."""
         return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
@@ -177,9 +185,19 @@ class Sample:
         self._memory.reset()
         self._marks["forward"] = self.mark()
 
-    def end_forward(self, saved: Sequence[Tensor], watch: MeasuringWatch) -> None:
-        """The layer's forward has ended, in which autograd saved some tensors."""
+    def pass_forward(self) -> None:
+        """The layer's forward has ended."""
         self._marks["forward_end"] = self.mark()
+        self._look_for_waiting("forward")
+
+    def _look_for_waiting(self, begin: str) -> None:
+        # The host is through with the layer. If the device has begun with it, it is less than a layer behind, and has
+        # waited for the host unless it was busy with the very last operations; which of the two cannot be told.
+        self.is_starved = self.is_starved or is_passed(self._marks[begin])
+
+    def end_forward(self, saved: Sequence[Tensor], watch: MeasuringWatch) -> None:
+        """The same of one whose operations were seen, in which autograd saved some tensors."""
+        self.pass_forward()
         for place, call in enumerate(self.calls):
             call.can_be_answered = watch.answers[place] is not None
         self.flow = watch.flow.flow(saved)
@@ -225,12 +243,13 @@ class Sample:
 
     def replay(self, *how: Any) -> Replay:
         """What recomputation runs under; `how` as `Replay` takes it."""
-        return MeasuringReplay(self, *how)
+        return MeasuringReplay(self, *how) if self.sees_calls else Replay(*how)
 
     def end_recompute(self) -> None:
         """The layer has been recomputed; its backward follows."""
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
+            self._look_for_waiting("recompute")
             self._finished(self)
 
     def begin_borders(self, middle: int) -> int:
@@ -447,6 +466,11 @@ class MeasuringReplay(Replay):
         call = next(self._again[is_other], None)
         if call is not None and call.again is None:
             call.again = start, self._sample.mark()
+
+
+def is_passed(mark: Mark) -> bool:
+    """Whether a device has passed a mark that it was given; false on the CPU, which is never behind."""
+    return isinstance(mark, torch.Event) and mark.query()
 
 
 def seconds(start: Mark, stop: Mark) -> float:

@@ -30,6 +30,12 @@ class Entrant:
         self._ids = ids
         self.prepared: Prepared = mode.prepare(model)
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether steps are not yet what they will be, for layers are still measured."""
+        handle = self.prepared.handle
+        return self.mode.kind == "auto" and handle is not None and handle.plan() is None
+
     def step(self, at_end_of_forward: Callable[[], None] | None = None) -> None:
         """Forward and backward; gradients are added to those that are there."""
         with self.prepared.around_step():

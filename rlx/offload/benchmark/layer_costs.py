@@ -18,7 +18,7 @@ from rlx.offload.plan.at_hand import Measured
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.tiling import enable_tiling
 
-_PASSES = 6  # at most: one warms up, one is measured, and the next finds what it came to
+_PASSES = 10  # at most: one warms up, some are measured, mostly one, and the next finds what they came to
 _TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
 _VOCABULARY = 1024  # the embedding is no part of what is measured
 

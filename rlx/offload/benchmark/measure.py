@@ -19,6 +19,8 @@ from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.benchmark.results import CaseResult, HostMemory, Row, engine_figures
 from rlx.offload.benchmark.shapes import Case, build, share
 
+_MORE_PASSES = 8  # at most, of a mode that measures layers in more than one
+
 
 class Plan(NamedTuple):
     """What to measure and how often.
@@ -112,6 +114,10 @@ class CaseRun:
         def warm_up() -> None:
             entrant = self._entrants[mode.name] = Entrant(mode, self._model(layers), layers, self._ids())
             for _ in range(self._plan.warm_up or mode.warm_up):
+                entrant.step()
+            for _ in range(_MORE_PASSES):  # all ranks step, or none
+                if self._plan.warm_up or not any(self._ranks.gather(entrant.is_measuring)):
+                    break
                 entrant.step()
             clock(self._plan.device)
 

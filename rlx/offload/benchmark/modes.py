@@ -49,7 +49,7 @@ class Mode(NamedTuple):
 
     @property
     def warm_up(self) -> int:
-        """Steps until all are alike: `auto` measures in two and plans after them."""
+        """Steps until all are alike, at least: `auto` measures in two, mostly, and plans after them."""
         return 3 if self.kind == "auto" else 1
 
     def prepare(self, model: nn.Module) -> Prepared:
