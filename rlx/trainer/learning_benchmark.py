@@ -42,7 +42,12 @@ COLORS = dict(zip(RECIPES, (BLUE, ORANGE, GREEN, RED, "#6d3fb0"), strict=True))
 DIFFICULTIES: dict[int, tuple[str, ...]] = {
     1: (),
     2: ("data.arithmetic.train_size=20000", "warm_start.target_accuracy=0.3", "warm_start.max_steps=6000"),
-    3: ("data.arithmetic.train_size=20000", "warm_start.target_accuracy=0.3", "warm_start.max_steps=6000"),
+    3: (
+        "data.arithmetic.train_size=20000",
+        "warm_start.target_accuracy=0.3",
+        "warm_start.max_steps=6000",
+        "warm_start.lr=2e-3",
+    ),
 }
 
 

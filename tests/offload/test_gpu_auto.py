@@ -1,9 +1,12 @@
 """`save="auto"` on CUDA: the same bits, room that is found and kept to, nothing that waits for the device."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+
+from rlx.offload.bucket import SPREAD
 
 pytestmark = [
     pytest.mark.gpu,
@@ -12,6 +15,9 @@ pytestmark = [
 ]
 
 WIDTH, LAYERS, MIB = 1024, 10, 1 << 20
+PASSES = (
+    SPREAD + 4
+)  # one warms up, one is measured, some more where the device waited for the host, the last follows a plan
 
 
 @pytest.fixture
@@ -37,11 +43,15 @@ def peak_bytes(model):
     return torch.cuda.max_memory_allocated() - before
 
 
-def planned(model, handle):
+def planned(model, handle, before=lambda: None, after=lambda: None):
     """Steps until one has followed a plan."""
-    for _ in range(3):
+    for _ in range(PASSES):
+        before()
         read(model).backward()
+        after()
         torch.cuda.synchronize()
+        if handle.plan() is not None:
+            break
     assert handle.plan() is not None
     return handle.plan()
 
@@ -50,7 +60,7 @@ def planned(model, handle):
 def test_gradients_are_those_of_plain_autograd_before_and_after_the_plan(toys, enable, decoder, budget):
     expected = toys.grade(copy.deepcopy(decoder), read)
     handle = enable(decoder, True, save="auto", max_device_bytes=budget)
-    for _ in range(5):
+    for _ in range(PASSES + 1):
         expected.assert_equal(toys.grade(decoder, read))
         torch.cuda.synchronize()
         assert handle.stats().held_bytes == 0
@@ -85,11 +95,8 @@ def test_what_is_reserved_counts_as_taken(enable, decoder):
     """Optimizer states that do not exist yet: here as large as the device."""
     handle = enable(decoder, True, save="auto")
     total = torch.cuda.get_device_properties(0).total_memory
-    for _ in range(3):
-        handle.agree(reserve_bytes=total)
-        read(decoder).backward()
-        torch.cuda.synchronize()
-    assert not any(layer.keep or layer.on_device for layer in handle.plan().layers[:-1])
+    plan = planned(decoder, handle, before=lambda: handle.agree(reserve_bytes=total))
+    assert not any(layer.keep or layer.on_device for layer in plan.layers[:-1])
 
 
 def test_gradients_that_do_not_exist_yet_count_as_taken(enable, decoder):
@@ -99,10 +106,7 @@ def test_gradients_that_do_not_exist_yet_count_as_taken(enable, decoder):
         read(decoder).backward()
         decoder.zero_grad(set_to_none=set_to_none)
         handle = enable(decoder, True, save="auto")
-        for _ in range(3):
-            read(decoder).backward()
-            decoder.zero_grad(set_to_none=set_to_none)
-            torch.cuda.synchronize()
+        planned(decoder, handle, after=partial(decoder.zero_grad, set_to_none=set_to_none))
         found.append(handle.engine.orders.__self__._room_bytes)
         handle.disable()
     gradients = sum(p.numel() * p.element_size() for p in decoder.parameters())
@@ -127,7 +131,7 @@ def test_a_second_run_plans_from_files_and_keeps_to_its_budget(toys, enable, dec
     lean.disable()
     expected = toys.grade(copy.deepcopy(decoder), read)
     for budget in (int(least + 0.3 * (plain - least)), "auto"):
-        for passes in (3, 2) if budget != "auto" else (2,):  # a budget is no part of what is kept
+        for passes in (PASSES, 2) if budget != "auto" else (2,):  # a budget is no part of what is kept
             handle = enable(decoder, True, save="auto", max_device_bytes=budget)
             for _ in range(passes):
                 expected.assert_equal(toys.grade(decoder, read))
@@ -145,10 +149,11 @@ def test_nothing_waits_for_the_device(enable, decoder):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(6):
+        for _ in range(2 * PASSES):
             decoder(x).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    decoder(x).backward()
+    for _ in range(PASSES):
+        torch.cuda.synchronize()
+        decoder(x).backward()
     assert handle.plan() is not None
