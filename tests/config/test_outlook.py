@@ -83,11 +83,12 @@ def test_an_update_is_the_sum_of_its_parts(outlook):
     assert update.host == update.disk == 0
 
 
-def test_the_optimizers_step_makes_one_more_tensor_for_each_weight(outlook):
+def test_the_optimizers_step_is_the_peak_only_where_its_state_comes_for_it(outlook):
     short = ("data.max_prompt_length=1", "data.max_response_length=1", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1")
-    step = outlook(*short).phase("update_actor")
+    assert outlook(*short).phase("update_actor").where == "head"  # which has FSDP's gathered weights beside the state
+    step = outlook(*short, f"{ACTOR}.fsdp_config.optimizer_offload=True").phase("update_actor")
     assert step.where == "optimizer step"
-    assert step.peak == (2 + 4 + 4 + 8 + 4) * N
+    assert step.peak == (2 + 4 + 4 + 8) * N
     assert step.parts["gathered"] == 0
 
 
@@ -211,8 +212,8 @@ def test_what_waits_on_the_host_is_not_on_the_device(outlook):
     assert (ref.parts["others"], ref.host) == (2 * N, 12 * N)
     assert update.parts["others"] == (2 + 4) * N  # the reference rests on the device
     assert update.host == 8 * N
-    # A state smaller than the pieces in which it comes is there whole, with what the step makes.
-    assert (update.where, update.peak) == ("optimizer step", (6 + 4 + 4 + 12) * N)
+    # A state smaller than the pieces in which it comes is there whole.
+    assert (update.where, update.peak) == ("optimizer step", (6 + 4 + 4 + 8) * N)
     policy = outlook(f"{fsdp}.offload_policy=True", KL)
     assert parts(policy.phase("update_actor"))["working"] == INPUTS + WORKING
     assert set(parts(policy.phase("update_actor"))) == {"others", "gathered", "working"}

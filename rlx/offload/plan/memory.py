@@ -11,7 +11,7 @@ product is taken apart 2 e f more (three gradients for one result); the MLP's 4 
 *In tiles* of t < T tokens MLP and norms save their inputs: with norms' results 3 e h, of norms of q and k e (a + c); a norm is
 whole up to longer sequences than the MLP, and then saves what it does without tiles. While the MLP's backward runs there are on
 top the gradient of its input e h, six tensors of a tile 6 e f t, and the sums of the weights' gradients in fp32, 12 h f; after it
-the gradients of q, k, v and of attention's result e (2 a + 2 c). Experts are not tiled.
+the gradients of q, k, v and of attention's result e (2 a + 2 c), and of q its sum in fp32, 4 a. Experts are not tiled.
 *Sequences shared* by u processes: T is a process's own part; where u exceeds the key heads, k and v are repeated to u heads.
 *Head*, log-probs without logits: a chunk of 2^28 logits, or all of them: 4 bytes each, 2 e for two chunks' and their gradients'
 common place, and e for the last chunk's where there are several; hidden states and their gradient 2 e h T; the gradient of the
@@ -20,8 +20,7 @@ weight in fp32, 4 h V, where there are more than two chunks, else e h V.
 k (3 f + 2 h), or k 4 h where their results are put back in order); while attention is at work 2 h, 4 a (rotary embedding) and
 2 c. The head: e + 8 bytes for each logit of a chunk, and e h.
 *Adapters* of rank r (LoRA) on all linear maps: they alone have gradients and optimizer states, and the head has no gradient.
-*Optimizer's step*: AdamW makes a tensor of its own of each weight; a state on the host comes in pieces of 1 GiB, 3.5 at once. That
-is torch's default; the fused kernel makes none, so where it steps, on accelerators, this is an upper bound.
+*Optimizer's step*: AdamW's fused kernel makes no tensor of its own; a state on the host comes in pieces of 1 GiB, 3.5 at once.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def layer_bytes(
     if at_once < tokens and not decoder.sparse[layer]:
         assert tile is not None
         saved = (_norms(decoder, tokens, e, tile, max(decoder.kv_heads, shared_by)) + attention) * tokens
-        late = saved + (3 * e * h + 2 * e * (a + c)) * tokens
+        late = saved + (3 * e * h + 2 * e * (a + c) + 4 * a) * tokens
         mlp = saved + 4 * e * h * tokens + 6 * e * f * at_once + 12 * h * f
         return LayerBytes(e * h * tokens, saved, max(mlp, late), late)
     mlp, apart = _mlp(decoder, layer, e)
@@ -194,6 +193,5 @@ def state_bytes(
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:
-    """What the optimizer's step holds beside weights and gradients."""
-    of_its_own = states.optimizer / 2
-    return min(STEP_BYTES, states.optimizer + of_its_own) if optimizer_on_host else states.optimizer + of_its_own
+    """What the optimizer's step holds beside weights and gradients: AdamW's fused kernel needs nothing of its own."""
+    return min(STEP_BYTES, states.optimizer) if optimizer_on_host else states.optimizer

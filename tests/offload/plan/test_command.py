@@ -121,7 +121,7 @@ def test_a_folder_of_transformers(plan, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "qwen2-7b", "--device-gb", "70", "--weight-bytes", "2"), ("not even 1024 tokens", "--tile auto")),
+        (("--model", "qwen2-7b", "--device-gb", "65", "--weight-bytes", "2"), ("not even 1024 tokens", "--tile auto")),
         (("--model", "llama3-70b", "--tokens", "1024"), ("no room for activations", "more --gpus")),
         (("--model", "/nowhere", "--tokens", "1024"), ("/nowhere",)),
         (("--model", "tiny", "--tokens", "0"), ("got '0'", "at least 1")),

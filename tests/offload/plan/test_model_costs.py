@@ -189,9 +189,10 @@ def test_tiles_bound_what_grows_with_the_mlp():
     hidden = 2 * decoder.width * tokens
     whole, tiled = layer_bytes(decoder, 0, tokens), layer_bytes(decoder, 0, tokens, tile=0)
     assert whole.working > 40 * hidden
-    # Three results of norms and sums, q and attention's result, k and v; with their gradients, the input and two more.
+    # Three results of norms and sums, q and attention's result, k and v; with their gradients, that of q in fp32 too, the input
+    # and two more.
     assert tiled.saved == pytest.approx((5 + 2 / 7) * hidden, rel=0.01)
-    assert tiled.working == tiled.late == pytest.approx((10 + 4 / 7) * hidden, rel=0.01)
+    assert tiled.working == tiled.late == pytest.approx((12 + 4 / 7) * hidden, rel=0.01)
     assert layer_bytes(decoder, 0, 8192, tile=0) == layer_bytes(decoder, 0, 8192)
     # Of an MLP of 2 tiles the norms are whole: copies in fp32, and results before and after the weight.
     chosen, both = layer_bytes(decoder, 0, 32_768, tile=0), layer_bytes(decoder, 0, 32_768, tile=16_384)
@@ -223,7 +224,7 @@ def test_constants_are_those_of_whom_they_are_about():
 
 def test_the_optimizers_step():
     states = state_bytes(read_decoder(SHAPES["qwen2-7b"]), 1, weight_bytes=2)
-    assert step_bytes(states, optimizer_on_host=False) == 3 * states.weights
+    assert step_bytes(states, optimizer_on_host=False) == 2 * states.weights
     assert step_bytes(states, optimizer_on_host=True) == 3.5 * 2**30
 
 
