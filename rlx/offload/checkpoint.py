@@ -36,6 +36,7 @@ from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, replace_leaves
 from rlx.offload.flow import fingerprints
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_length
+from rlx.offload.measuring import MeasuringReplay
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.orders import Orders
 from rlx.offload.replay import LeftOutError, Replay
@@ -370,7 +371,8 @@ class RecomputedCall(LayerCall):
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
             how = self._answers, self._call_count, answer, self._ambient.skip_to, self._fail
             sample = self._orders.sample
-            contexts.append(Replay(*how, leaves_out, poisons) if sample is None else sample.replay(*how))
+            is_measured = sample is not None and sample.sees_calls
+            contexts.append(MeasuringReplay(sample, *how) if is_measured else Replay(*how, leaves_out, poisons))
         try:
             if contexts:
                 with contextlib.ExitStack() as stack:

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlx.offload.checkpoint import RecomputedCall, Repeatable
 from rlx.offload.engine import Engine, Layer
 from rlx.offload.kept import run_kept
+from rlx.offload.measuring import MeasuringWatch
 from rlx.offload.watch import AttentionWatch, PlannedWatch, Watch
 
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
@@ -38,7 +39,7 @@ def run_recomputed(
     if engine.save == "attention":
         watch = AttentionWatch(call, layer.attention_count)
     elif sample is not None:
-        watch = sample.watch(call)
+        watch = MeasuringWatch(call, sample) if sample.sees_calls else None
     elif orders is not None and orders.has_calls:
         watch = PlannedWatch(call, orders)
     try:

@@ -14,20 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlx.offload.answers import Recording, sources_of, why_no_answer
-from rlx.offload.engine import tensors_in
-from rlx.offload.flow import CALL, Flow, FlowRecorder, known_name
-from rlx.offload.identity import is_parameter, is_plain, size_bytes, storage_address
-from rlx.offload.orders import Orders
-from rlx.offload.replay import Replay
+from rlx.offload.flow import Flow
+from rlx.offload.identity import is_parameter, is_plain
 from rlx.offload.stats import Mark, mark
-from rlx.offload.stored import Stored
-from rlx.offload.watch import PlannedWatch, attention_variant, call_name, versions_of
 
 
 @dataclass
@@ -117,7 +110,8 @@ class Sample:
         memory: of the device; None: what torch says.
         inputs: address and bytes of these inputs' memory.
         gradient_bytes: how much memory gradients of the layer's parameters take at the moment it is called.
-        sees_calls: look at each operation; else at where the layer begins and ends, which takes the host no time.
+        sees_calls: look at each operation (`rlx.offload.measuring`); else at where the layer begins and ends, which takes the
+            host no time.
     """
 
     def __init__(
@@ -165,10 +159,6 @@ class Sample:
             0  # of gradients, when backward came to the layer; made until the last border
         )
 
-    def watch(self, recording: Recording) -> MeasuringWatch | None:
-        """What the layer's forward runs under; None: nothing, between `begin_forward` and `pass_forward`."""
-        return MeasuringWatch(recording, self) if self.sees_calls else None
-
     def mark(self) -> Mark:
         """A point in time on the device."""
         return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
@@ -195,12 +185,18 @@ class Sample:
         # waited for the host unless it was busy with the very last operations; which of the two cannot be told.
         self.is_starved = self.is_starved or is_passed(self._marks[begin])
 
-    def end_forward(self, saved: Sequence[Tensor], watch: MeasuringWatch) -> None:
-        """The same of one whose operations were seen, in which autograd saved some tensors."""
+    def end_forward(self, saved: Sequence[Tensor], can_be_answered: Sequence[bool], flow: Flow | None) -> None:
+        """The same of one whose operations were seen.
+
+        Args:
+            saved: what autograd has saved in it.
+            can_be_answered: of each of `calls`.
+            flow: what reads what.
+        """
         self.pass_forward()
-        for place, call in enumerate(self.calls):
-            call.can_be_answered = watch.answers[place] is not None
-        self.flow = watch.flow.flow(saved)
+        for call, can_be in zip(self.calls, can_be_answered, strict=True):
+            call.can_be_answered = can_be
+        self.flow = flow
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in saved
@@ -240,10 +236,6 @@ class Sample:
         shared.open = self
         self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
         self._memory.reset()
-
-    def replay(self, *how: Any) -> Replay:
-        """What recomputation runs under; `how` as `Replay` takes it."""
-        return MeasuringReplay(self, *how) if self.sees_calls else Replay(*how)
 
     def end_recompute(self) -> None:
         """The layer has been recomputed; its backward follows."""
@@ -346,126 +338,6 @@ class Sample:
     def _held(self, peak: int) -> int:
         """What is above what was there when backward came to the layer, and beside layers; gradients count elsewhere."""
         return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes
-
-
-class MeasuringWatch(PlannedWatch):
-    """Times each operation and finds out what an answer to it would hold, and who reads its result; nothing is answered."""
-
-    def __init__(self, recording: Recording, sample: Sample) -> None:
-        super().__init__(recording, Orders())
-        self.sees_all = True
-        self.flow = FlowRecorder(sample.inputs)
-        self._sample = sample
-        self._seen: set[tuple[int, int]] = set()
-        self._waiting: list[Call] = []  # others whose results may leave when the next call begins
-
-    def __enter__(self) -> Any:
-        self._sample.begin_forward()
-        return super().__enter__()
-
-    def end_forward(self, outputs: Any) -> None:
-        """Close the forward: note what could be answered."""
-        super().end_forward(outputs)
-        self._let_leave()
-        self._sample.end_forward(self._recording.saved_since(0), self)
-        self.answers = {}
-
-    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        variant = attention_variant(args, kwargs) if is_attention else ""
-        call = Call(call_name(function, args, is_attention), variant, self._sample.mark())
-        self._let_leave()
-        place = len(self._sample.calls)
-        self._sample.calls.append(call)
-        try:
-            result = super()._run(function, args, kwargs, is_attention)
-        finally:
-            call.stop = self._sample.mark()
-            call.slots = self._recording.slot_count
-        is_answered = self.answers[place] is not None and not is_attention
-        self.flow.step(place, CALL, tensors_in((args, kwargs)), tensors_in(result), is_answered)
-        return result
-
-    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """See `Watcher.run_other`."""
-        arguments, name = tensors_in((args, kwargs)), known_name(function, kwargs)
-        versions = versions_of(arguments)
-        if name is None:
-            result = function(*args, **kwargs)
-            self.flow.pass_by(function, arguments, versions != versions_of(arguments), tensors_in(result))
-            return result
-        sample, first_slot = self._sample, self._recording.slot_count
-        call = Call(name, "", sample.mark())
-        sample.others.append(call)
-        result = function(*args, **kwargs)
-        call.stop = sample.mark()
-        seen, results = self._recording.saved_since(first_slot), tensors_in(result)
-        may_be_left_out = why_no_answer((*arguments, *results)) is None and all(map(is_plain, seen))
-        if may_be_left_out:
-            may_be_left_out = sources_of(seen, arguments, [], lambda tensor: None, is_attention=False) is not None
-        # When a result may be stored follows from the graph behind it (Note [when a result is stored]).
-        call.can_be_answered = may_be_left_out and all(tensor.grad_fn is not None for tensor in results)
-        for tensor in results:
-            call.nbytes += size_bytes(tensor)
-            call.stays_bytes += size_bytes(tensor) if size_bytes(tensor) < sample.min_bytes else 0
-            call.storages[storage_address(tensor)] = size_bytes(tensor)
-        self._waiting.append(call)
-        self.flow.step(-len(sample.others), name, arguments, results, may_be_left_out)
-        return result
-
-    def _let_leave(self) -> None:
-        if self._waiting:
-            now = self._sample.mark()
-            for call in self._waiting:
-                call.stored = now
-            self._waiting.clear()
-
-    def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
-        return True
-
-    def _save(self, place: int, tensor: Tensor) -> Stored:
-        storage, call, nbytes = tensor.untyped_storage(), self._sample.calls[place], size_bytes(tensor)
-        address = (place, storage.data_ptr())
-        if address not in self._seen:  # attention saves its own result as well
-            self._seen.add(address)
-            call.nbytes += nbytes
-            call.stays_bytes += nbytes if nbytes < self._sample.min_bytes else 0
-            call.storages[storage.data_ptr()] = storage.nbytes()
-            call.stored = self._sample.mark()
-        return Stored(tensor, None)
-
-
-class MeasuringReplay(Replay):
-    """Times each call as it runs again.
-
-    Args:
-        sample: whose calls.
-        how: as `Replay` takes them.
-    """
-
-    def __init__(self, sample: Sample, *how: Any) -> None:
-        super().__init__(*how)
-        self._sample = sample
-        self._again = {False: iter(sample.calls), True: iter(sample.others)}
-        self.sees_all = True
-
-    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        start = self._sample.mark()
-        result = super()._run(function, args, kwargs, is_attention)
-        self._note(start, False)
-        return result
-
-    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """See `Watcher.run_other`."""
-        start = self._sample.mark()
-        result = super().run_other(function, args, kwargs)
-        if known_name(function, kwargs) is not None:
-            self._note(start, True)
-        return result
-
-    def _note(self, start: Mark, is_other: bool) -> None:
-        call = next(self._again[is_other], None)
-        if call is not None and call.again is None:
-            call.again = start, self._sample.mark()
 
 
 def is_passed(mark: Mark) -> bool:
