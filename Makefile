@@ -15,7 +15,10 @@ endif
 # Without a GPU vLLM has wheels for Linux alone; elsewhere rlx samples with transformers, and tests of vLLM skip themselves.
 MACHINE := $(shell uname -s)-$(shell uname -m)
 HAS_VLLM := $(filter Linux-x86_64 Linux-aarch64,$(MACHINE))
-INSTALL := $(PY) -m pip install --disable-pip-version-check -q
+# pip would compile one file after the other; the target below has all processors do it.
+INSTALL := $(PY) -m pip install --disable-pip-version-check -q --no-compile
+# Where it is set, each of the many processes of a run or test compiles rlx anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test docs setup
 
@@ -53,4 +56,5 @@ else
 	@echo "Without vLLM: it has no wheel for $(MACHINE)."
 	@$(INSTALL) -r requirements/cpu.txt
 endif
+	@$(PY) -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true  # packages have templates among their files that are no Python
 	@touch $@
