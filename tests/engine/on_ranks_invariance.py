@@ -1,5 +1,6 @@
 """Gradients as the engine computes them, and as the formulas say."""
 
+import itertools
 from functools import partial
 from typing import NamedTuple
 
@@ -56,7 +57,14 @@ def changed(batch, change):
 
 
 def cut_gradients(folder, kinds, strategy, cases, together=1, offload=False):
-    """For each kind, mode and case (shares, cut, change) the gradient and the metrics, from one engine that stays where it is."""
+    """The gradients and the metrics of kinds, modes and cases (shares, cut, change), from one engine that stays where it is.
+
+    With FSDP2 each case is computed in every mode; with FSDP1 in one, the modes taking turns: a mode only decides which
+    number a micro-batch's backward starts from, and what shards the model is not told of it.
+
+    Returns:
+        gradients, metrics, and for each which entry of `naive` it must equal.
+    """
     model = {
         "enable_activation_offload": True,
         "activation_offload": ActivationOffloadConfig(save="attention", min_bytes=0),
@@ -66,13 +74,14 @@ def cut_gradients(folder, kinds, strategy, cases, together=1, offload=False):
         folder, strategy=strategy, head=head, lr=0.0, model=model if offload else None, sequence_parallel=together
     )
     gradients = Gradients(engine)
-    metrics = []
-    for kind in kinds:
-        for mode in AGGREGATIONS:
-            for shares, cut, change in cases:
-                batch = own_share(changed(make_batch(), change), shares, together)
-                metrics.append(engine.update(batch, cut, KINDS[kind].objective(mode)))
-    return torch.stack(gradients.seen), metrics
+    metrics, equal = [], []
+    for number, (kind, mode) in enumerate(itertools.product(kinds, AGGREGATIONS)):
+        step = 1 if strategy == "fsdp2" else len(AGGREGATIONS)
+        for shares, cut, change in cases[number % step :: step]:
+            batch = own_share(changed(make_batch(), change), shares, together)
+            metrics.append(engine.update(batch, cut, KINDS[kind].objective(mode)))
+            equal.append(number)
+    return torch.stack(gradients.seen), metrics, equal
 
 
 def several(calls):

@@ -17,13 +17,14 @@ LOSSES = ("cispo", "geo_mean", "gspo", "sapo")
 TOLERANCE = 1e-10
 
 
-def agree(got, metrics, want, per_mode):
-    for number, (gradient, figures) in enumerate(zip(got, metrics, strict=True)):
-        loss, expected = want[number // per_mode]
+def agree(results, want):
+    for number, (gradient, figures, equal) in enumerate(zip(*results, strict=True)):
+        loss, expected = want[equal]
         assert (gradient - expected).norm() <= TOLERANCE * expected.norm(), (number, figures)
         assert figures["loss"] == pytest.approx(loss, rel=TOLERANCE)
         assert figures["grad_norm"] == pytest.approx(expected.norm().item(), rel=TOLERANCE)
-        for name, figure in metrics[number - number % per_mode].items():
+        _, metrics, equals = results
+        for name, figure in metrics[equals.index(equal)].items():
             assert figures[name] == pytest.approx(figure, rel=1e-9, abs=1e-12), name
 
 
@@ -44,26 +45,26 @@ def expected_of_losses(model_folder, one_rank):
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_one_process_by_any_cut(strategy, kind, expected, model_folder, one_rank):
-    ((gradients, metrics),) = one_rank("invariance", "cut_gradients", model_folder, (kind,), strategy, ONE_PROCESS)
-    agree(gradients, metrics, expected, len(ONE_PROCESS))
+    (results,) = one_rank("invariance", "cut_gradients", model_folder, (kind,), strategy, ONE_PROCESS)
+    agree(results, expected)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_two_processes_with_any_shares(strategy, kind, expected, model_folder, two_ranks):
-    for gradients, metrics in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, TWO_PROCESSES):
-        agree(gradients, metrics, expected, len(TWO_PROCESSES))
+    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, TWO_PROCESSES):
+        agree(results, expected)
 
 
 def test_every_policy_loss_in_one_process(expected_of_losses, model_folder, one_rank):
     cases = [((8,), ROWS[0], None), ((8,), TOKENS[0], None), *CHANGES]
-    ((gradients, metrics),) = one_rank("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases)
-    agree(gradients, metrics, expected_of_losses, len(cases))
+    (results,) = one_rank("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases)
+    agree(results, expected_of_losses)
 
 
 def test_every_policy_loss_in_two_processes(expected_of_losses, model_folder, two_ranks):
     cases = TWO_PROCESSES[-2:]
-    for gradients, metrics in two_ranks("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases):
-        agree(gradients, metrics, expected_of_losses, len(cases))
+    for results in two_ranks("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases):
+        agree(results, expected_of_losses)
 
 
 def test_four_processes_of_which_some_have_no_rows_or_the_same(model_folder, one_rank, four_ranks):
@@ -77,8 +78,8 @@ def test_four_processes_of_which_some_have_no_rows_or_the_same(model_folder, one
     ]
     expected = one_rank("invariance", "naive", model_folder, kinds)[0]
     for of_rank in four_ranks("invariance", "several", calls):
-        for gradients, metrics in of_rank:
-            agree(gradients, metrics, expected, 1)
+        for results in of_rank:
+            agree(results, expected)
 
 
 SHARED = [((8,), ROWS[2], None), ((8,), TOKENS[1], "reordered")]
@@ -86,7 +87,5 @@ SHARED = [((8,), ROWS[2], None), ((8,), TOKENS[1], "reordered")]
 
 @pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", False), ("fsdp2", True), ("fsdp", True)])
 def test_two_processes_that_share_every_sequence(strategy, offload, kind, expected, model_folder, two_ranks):
-    for gradients, metrics in two_ranks(
-        "invariance", "cut_gradients", model_folder, (kind,), strategy, SHARED, 2, offload
-    ):
-        agree(gradients, metrics, expected, len(SHARED))
+    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, SHARED, 2, offload):
+        agree(results, expected)
