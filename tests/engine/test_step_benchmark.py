@@ -94,6 +94,7 @@ def test_on_a_gpu_the_peaks_are_those_of_the_phases(save, tmp_path):
     arguments = ["--shape=tiny", "--tokens=4096", "--modes=rlx", f"--save={save}", "--steps=2"]
     step_benchmark.write_shape(tmp_path, "tiny", None, 4096, torch.device("cuda"))
     found = in_own_process([*arguments, f"--folder={tmp_path}"])
+    assert "error" not in found, found["error"]
     assert min(found["peaks"].values()) > found["static"]["weights"] > 0
     assert sum(found["times"][name] for name in TIMES) == pytest.approx(found["seconds"], rel=0.2)
     assert max(found["peaks"].values()) == max(found["peaks"][name] for name in ("head", "backward", "step"))
