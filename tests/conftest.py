@@ -30,11 +30,26 @@ TIMEOUT_S = 120
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of rank processes and of vLLM come first, one after the other also where two tests run at a time.
+    """Where two tests run at a time, one side begins with those of rank processes and of vLLM, the other with those of Ray.
 
-    So only one side starts such processes, and no two engines start at once, which on CPU take the same names in shared memory.
+    So each side starts such processes once, what takes longest comes first, and no two engines of vLLM start at once, which
+    on CPU take the same names in shared memory. Each side begins with one half of the list.
     """
-    items.sort(key=lambda item: not any("rank" in f or f == "cpu_vllm" for f in getattr(item, "fixturenames", ())))
+
+    def of_ranks(item: pytest.Item) -> bool:
+        return any("rank" in name or name == "cpu_vllm" for name in getattr(item, "fixturenames", ()))
+
+    def of_ray(item: pytest.Item) -> bool:
+        names = getattr(item, "fixturenames", ())
+        return (
+            "ray_session" in names or item.get_closest_marker("e2e") is not None or item.path.parent.name == "cluster"
+        )
+
+    ranks = [item for item in items if of_ranks(item)]
+    rays = [item for item in items if of_ray(item) and not of_ranks(item)]
+    rest = [item for item in items if not (of_ranks(item) or of_ray(item))]
+    first = max(0, len(items) // 2 - len(ranks))
+    items[:] = [*ranks, *rest[:first], *rays, *rest[first:]]
 
 
 class Ranks:
@@ -107,6 +122,16 @@ def vllm_ranks(cpu_vllm: None) -> Iterator[Ranks]:
     """Two ranks of their own for tests that import vLLM, which takes seconds."""
     with Ranks(2) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """Ray, started once in this process; each run uses a Ray that is already there."""
+    from rlx.cluster.runtime import session
+    from rlx.config.schema import PPOConfig
+
+    with session(PPOConfig()):
+        yield
 
 
 @pytest.fixture(scope="session")

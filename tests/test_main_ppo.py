@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -14,8 +13,7 @@ import pytest
 
 from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.machine import Machine
-from rlx.config.schema import PPOConfig
-from rlx.main_ppo import join_cluster, main
+from rlx.main_ppo import main
 from rlx.offload.benchmark.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
@@ -205,23 +203,41 @@ def test_a_cluster_that_does_not_answer_is_a_fault(tmp_path: Path):
     assert "the Ray cluster cannot be joined" in by_key.stderr
 
 
-@pytest.mark.e2e
-def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import ray
+# In a process of its own: this one may have joined a cluster already.
+THREE_GPUS = """
+import json, os, ray, subprocess, sys
+from contextlib import ExitStack
+from rlx.config.schema import PPOConfig
+from rlx.main_ppo import join_cluster
 
-    ray.init(address="local", num_cpus=1, num_gpus=3, include_dashboard=False, log_to_driver=False)
-    try:
-        monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        with ExitStack() as stack:
-            cluster = join_cluster(PPOConfig(), stack)
-        assert cluster is not None
-        assert (cluster.node_gpus, cluster.error) == ((3,), None)
-        done = started("--check", "trainer.n_gpus_per_node=4", folder=tmp_path)
-        assert done.returncode == 2
-        assert "has 3 GPU(s)" in done.stderr
-        assert started("--check", "trainer.n_gpus_per_node=3", folder=tmp_path).returncode == 0
-    finally:
-        ray.shutdown()
+ray.init(address="local", num_cpus=1, num_gpus=3, include_dashboard=False, log_to_driver=False)
+os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+with ExitStack() as stack:
+    cluster = join_cluster(PPOConfig(), stack)
+ends = []
+for asked in (4, 3):
+    command = [sys.executable, "-m", "rlx.main_ppo", "--check", f"trainer.n_gpus_per_node={asked}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    ends.append((done.returncode, done.stderr))
+print(json.dumps([cluster.node_gpus, cluster.error, ends]))
+"""
+
+
+@pytest.mark.e2e
+def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", THREE_GPUS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    gpus, error, ((code, text), (code_of_three, text_of_three)) = json.loads(done.stdout.splitlines()[-1])
+    assert (gpus, error) == ([3], None)
+    assert code == 2 and "has 3 GPU(s)" in text
+    assert code_of_three == 0, text_of_three
 
 
 # From a wheel

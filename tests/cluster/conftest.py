@@ -2,15 +2,6 @@ import os
 
 import pytest
 
-from rlx.cluster.runtime import session
-from rlx.config.schema import PPOConfig
-
-
-@pytest.fixture(scope="module")
-def ray_session():
-    with session(PPOConfig()):
-        yield
-
 
 @pytest.fixture(scope="session")
 def worker_class():

@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.cluster.runtime import session
 from rlx.config.compose import compose
-from rlx.config.schema import PPOConfig
 from rlx.trainer.run import run
-
-
-@pytest.fixture(scope="module")
-def one_ray():
-    """Ray, started once for all runs of a module; each run uses a Ray that is already there."""
-    with session(PPOConfig()):
-        yield
 
 
 @pytest.fixture
@@ -38,7 +29,7 @@ def short_run(untrained, tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def train(short_run, one_ray):
+def train(short_run, ray_session):
     """train(*overrides) runs the shortened experiment and returns (run folder, metrics by step)."""
 
     def start(*overrides: str) -> tuple[Path, dict[int, dict[str, float]]]:

@@ -249,7 +249,7 @@ def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, cus
     assert list((tmp_path / "runs").glob("*/failed_rewards/*.json"))
 
 
-def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(short_run, one_ray, custom, capfd):
+def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(short_run, ray_session, custom, capfd):
     assert main([*short_run, *custom("kills_a_worker"), "trainer.total_training_steps=2"]) == 1
     errors = capfd.readouterr().err
     assert re.fullmatch(r"rank 0 .*actor.log_probs: .*died.*", errors.strip().splitlines()[-1])

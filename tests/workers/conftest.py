@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlx.cluster.runtime import session
 from rlx.config.roles import critic_settings
 from rlx.config.schema import (
     ActivationOffloadConfig,
@@ -25,12 +24,6 @@ from rlx.data.batch import Batch
 from rlx.models.tiny import make_tiny
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 9, 6
-
-
-@pytest.fixture(scope="module")
-def ray_session():
-    with session(PPOConfig()):
-        yield
 
 
 @pytest.fixture
