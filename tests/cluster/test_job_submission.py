@@ -21,7 +21,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 REWARD = """
     import os
 
-    print("uploaded:", sorted(os.listdir()))
+    print("uploaded:", sorted(set(os.listdir()) - {"__pycache__"}))  # which comes from this import
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return len(set(solution_str)) / 16
