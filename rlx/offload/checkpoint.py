@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from rlx.offload.ambient import Ambient, RandomState
 from rlx.offload.answers import Answer
@@ -41,15 +42,15 @@ from rlx.offload.orders import Orders
 from rlx.offload.replay import LeftOutError, Replay
 from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
-from rlx.offload.stored import Stored, detached, modified_input, without_inputs
+from rlx.offload.stored import Stored, modified_input
 from rlx.offload.watch import Watch
 
 logger = logging.getLogger("rlx.offload")
 
 _NO_ORDERS = Orders()
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
-# What is given for the slots: the recomputed tensors, None where one has been asked for, and their versions.
-Values = tuple[list[Tensor | None], list[int]]
+# What is given for a slot: the recomputed tensor and its version; what watches the tensor that was saved first, and its version.
+Value = tuple[Tensor, int, Tensor, int | None]
 
 
 class RecomputeError(RuntimeError):
@@ -105,7 +106,7 @@ class RecomputedCall(LayerCall):
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
         self._slots = Slots()
-        self._values: Values = [], []  # empty until backward comes here
+        self._values: list[Value | None] = []  # of each slot, once recomputed; None where it has been asked for
         self._prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self._attention_slots: int | None = None
         self._lock = threading.Lock()
@@ -126,21 +127,20 @@ class RecomputedCall(LayerCall):
         """What forward runs under. Both hooks are called for every saved tensor, so they are written for speed."""
 
         def unpack(index: int) -> Tensor:
-            values, versions = self._values  # those of a recomputation on another thread are other lists
-            tensor = values[index] if values else None
-            if tensor is None:
-                tensor, (values, versions) = self._value(index)
+            values = self._values  # those of a recomputation on another thread are another list
+            value = values[index] if values else None
+            if value is None:
+                value, values = self._value(index)
             values[index] = None
+            tensor, version, watch, saved_version = value
             # A backward may have written to memory that slots share, others to what was saved.
-            if tensor._version != versions[index] or watches[index]._version != saved_versions[index]:
-                raise slots.written(index)
+            if tensor._version != version or watch._version != saved_version:
+                raise self._slots.written(index)
             if index < self._prefetch_below:
                 self._pass_middle(index)
             return tensor
 
-        slots = self._slots
-        watches, saved_versions = slots.watches, slots.versions
-        return saved_tensors_hooks(slots.packer(), unpack)
+        return saved_tensors_hooks(self._slots.packer(), unpack)
 
     @property
     def slot_count(self) -> int:
@@ -193,7 +193,7 @@ class RecomputedCall(LayerCall):
             self._ambient.end_forward()
         if self._orders.sample is not None:
             self._orders.sample.leave_forward()
-        self._state.end_forward(self._slots.parameters)
+        self._state.end_forward(self._slots.parameters.values())
         is_written = self._written_constant() is not None
         for stored in self._inputs:
             is_written = is_written or not stored.is_untouched
@@ -205,11 +205,11 @@ class RecomputedCall(LayerCall):
 
     def unload(self, unless_parked_by: LayerCall | None = None) -> None:
         """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
-        self._values = [], []
+        self._values = []
         super().unload(unless_parked_by)
 
-    def _value(self, index: int) -> tuple[Tensor, Values]:
-        """What is to be given for a slot whose value is not there, and for all slots: recomputes the layer."""
+    def _value(self, index: int) -> tuple[Value, list[Value | None]]:
+        """What is to be given for a slot whose value is not there, and those of all slots: recomputes the layer."""
         watches, versions = self._slots.watches, self._slots.versions
         if not watches:
             self._refuse_early()
@@ -217,13 +217,14 @@ class RecomputedCall(LayerCall):
             raise self._slots.written(index)
         with self._lock:
             values = self._values
-            tensor = values[0][index] if values[0] else None
-            if tensor is None:
+            value = values[index] if values else None
+            if value is None:
                 with torch.enable_grad():
                     saved = self._recompute()
-                tensor = saved[index]
-                self._values = values = list[Tensor | None](saved), list(map(_VERSION, saved))
-            return tensor, values
+                self._values = values = list(zip(saved, map(_VERSION, saved), watches, versions, strict=True))
+                value = values[index]
+            assert value is not None
+            return value, values
 
     def _pass_middle(self, index: int) -> None:
         """Backward is through with enough of the layer to fetch what the layer before has sent off, or to be looked at."""
@@ -311,7 +312,7 @@ class RecomputedCall(LayerCall):
         if sample is not None:
             sample.end_recompute()
         super().unload()
-        return saved if self._is_watched else without_inputs(saved, tensors.values())
+        return saved
 
     def _save_what_is_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Run forward again without what nobody reads, where that is known to be right; find out, if nobody has."""
@@ -345,7 +346,7 @@ class RecomputedCall(LayerCall):
     ) -> list[Tensor]:
         """Run forward up to the last tensor that autograd saves; returns these, looked at, on a graph that saves nothing.
 
-        Where answers may have a part in it, without the graph. `leaves_out`, `poisons` as of `Replay`.
+        `leaves_out`, `poisons` as of `Replay`.
         """
         saved: list[Tensor] = []
         answered: set[int] = set()
@@ -380,15 +381,14 @@ class RecomputedCall(LayerCall):
                     self._repeat(collect, args, kwargs)
             else:
                 self._repeat(collect, args, kwargs)
-            if answered or not self._slots.are_repeated(saved):
-                changed = self._slots.changed_parameter(saved, answered)
-                if changed is not None:
-                    self._refuse(changed)
-                difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
-                if difference is not None:
-                    self._fail(difference)
-            # The graph holds answered results, and the layer's inputs: those are taken from it by the caller.
-            return detached(saved) if self._is_watched else saved.copy()
+            changed = self._slots.changed_parameter(saved, answered)
+            if changed is not None:
+                self._refuse(changed)
+            difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
+            if difference is not None:
+                self._fail(difference)
+            # Without their graph, which would keep the layer's inputs and answered results in memory.
+            return [tensor if type(tensor) is Parameter else tensor.detach() for tensor in saved]
         finally:
             saved.clear()  # Note [the work of hooks]
 

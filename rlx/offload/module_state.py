@@ -76,7 +76,7 @@ class ModuleState:
             else:
                 self._large_buffers.append(seen)
 
-    def end_forward(self, saved: Iterable[Tensor]) -> None:
+    def end_forward(self, saved: Iterable[Parameter]) -> None:
         """Close forward, in which autograd has saved the parameters `saved`.
 
         Raises:

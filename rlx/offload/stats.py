@@ -116,14 +116,14 @@ class Timeline:
 
     def add(self, name: str, start: Mark, stop: Mark, *counters: Counters) -> None:
         """Add the time between two marks to the field `name` of some counters."""
-        if isinstance(start, float) and isinstance(stop, float):
-            with self._lock:
-                for counter in counters:
-                    setattr(counter, name, getattr(counter, name) + stop - start)
-        elif isinstance(start, torch.Event) and isinstance(stop, torch.Event):
+        if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
             self._pending.append((counters, name, start, stop))
             if len(self._pending) > 256:
                 self.harvest()
+        elif isinstance(start, float) and isinstance(stop, float):
+            with self._lock:
+                for counter in counters:
+                    setattr(counter, name, getattr(counter, name) + stop - start)
 
     def harvest(self) -> None:
         """Sum up the pairs that the device has passed."""

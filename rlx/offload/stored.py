@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlx.offload.identity import Look, nothing_on
+from rlx.offload.identity import Look
 from rlx.offload.transfer import Parked
 
 
@@ -76,23 +74,3 @@ def modified_input(tensor: Tensor) -> RuntimeError:
         f"a {tensor.dtype} tensor of shape {list(tensor.shape)}, an input of a layer that has to be recomputed, has been "
         "modified by an inplace operation since; write out of place, or clone it before"
     )
-
-
-def without_inputs(saved: list[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
-    """What was saved, so that its graph holds no memory of the layer's inputs: these have to be gone when nobody reads them.
-
-    As a rule an input is a view of a leaf, and it is enough to take the memory from that: one call instead of one for
-    each saved tensor. What was saved of the input looks at the memory by itself.
-    """
-    leaves = [view._base for view in inputs]
-    if not {Tensor}.issuperset(map(type, leaves)) or not set(map(id, leaves)).isdisjoint(map(id, saved)):
-        return detached(saved)
-    for leaf in leaves:
-        assert leaf is not None
-        leaf.data = nothing_on(leaf.device)
-    return saved
-
-
-def detached(saved: list[Tensor]) -> list[Tensor]:
-    """What was saved, without its graph."""
-    return [tensor if type(tensor) is Parameter else tensor.detach() for tensor in saved]

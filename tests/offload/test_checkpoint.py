@@ -83,7 +83,7 @@ def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
     alive = gc.get_objects()
     calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
     assert len(calls) == 3
-    assert all(call.slot_count > 0 and not any(v is not None for v in call._values[0]) for call in calls)
+    assert all(call.slot_count > 0 and not any(v is not None for v in call._values) for call in calls)
     assert all(parked()._arrival is None for call in calls for parked in call.parked)
 
 
