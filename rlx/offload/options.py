@@ -158,7 +158,7 @@ class OffloadOptions:
             for name, is_used in (
                 ("directory", self.uses_disk),
                 ("max_device_bytes", self.save == "auto"),
-                ("cache_directory", self.save == "auto" or self.cache_directory is None),
+                ("cache_directory", self.save == "auto"),
             )
             if not is_used
         ]

@@ -94,6 +94,8 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
         if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:
             raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
         chosen[name] = _value(value)
+    if kind != "auto":
+        defaults = {name: value for name, value in defaults.items() if name != "cache_directory"}  # it would say so
     return Mode(text, kind, OffloadOptions(**{**defaults, **chosen}, save=kind), tile)
 
 
