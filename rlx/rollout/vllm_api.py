@@ -128,9 +128,7 @@ class Engine:
         """Completes requests, in their order; EngineError if the engine fails on the way."""
         call = self.direct(requests, seeded)
         try:
-            # What has no seed of its own is drawn from one stream, the same in all processes of a tensor-parallel group.
-            with own_random_state(requests[0].seed):
-                answers = call()
+            answers = call()
         except Exception as error:
             raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
         return [_completion(answer.outputs[0]) for answer in answers]
@@ -141,7 +139,9 @@ class Engine:
         params = [_sampling_params(request, seeded) for request in requests]
 
         def call() -> list[Any]:
-            with torch.compiler.set_stance(self._stance):
+            # What has no seed of its own is drawn from one stream, the same in all processes of a tensor-parallel group:
+            # where they differ, one has finished while the others wait for it.
+            with own_random_state(requests[0].seed), torch.compiler.set_stance(self._stance):
                 return self._engine.generate(prompts, params, use_tqdm=False)
 
         return call

@@ -109,12 +109,24 @@ def write_shape(folder: Path, name: str) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         dtype="bfloat16",
     )
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     torch.manual_seed(0)
-    with torch.device(accelerator.type if accelerator else "cpu"):
+    with own_device():
         model = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
+    del model
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()  # vLLM takes its memory from the device, not from torch
     make_tiny_tokenizer().save_pretrained(folder)
+
+
+def own_device() -> torch.device:
+    """The accelerator that is this rank's, set as the current one; without any the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    index = int(os.environ["LOCAL_RANK"])
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
 
 
 def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figures:
