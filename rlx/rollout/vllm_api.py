@@ -177,16 +177,22 @@ class Engine:
     def close(self) -> None:
         """Ends the engine and frees what it held, without ending the process group as vLLM's own shutdown does."""
         if self._llm is not None:
-            core = self._client.engine_core
-            with contextlib.suppress(Exception):  # one that has failed may not even end well
-                core.model_executor.shutdown()
-                core.scheduler.shutdown()
-                destroy_model_parallel()  # another engine makes its own
+            _end(self._client.engine_core)
             self._llm = None
         gc.unfreeze()  # vLLM freezes what is alive at its start, itself too
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+def _end(core: Any) -> None:
+    """Ends the parts of an engine; one that has failed may not even end well, which is no reason to leave the others."""
+    # Another engine makes groups of its own.
+    for part in (core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
+        try:
+            part()
+        except Exception as error:
+            logger.info("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Each method is called on all ranks together, with the rank's share of the rows w
 """
 
 import logging
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, get_args
 
@@ -243,7 +244,15 @@ class RolloutRole:
         try:
             return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length), None
         except EngineError as error:
+            _clear_frames(error)
             return None, error
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Lets go of what the frames of an error hold, which is the engine with its device memory; their lines stay."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _on_any_rank(flag: bool) -> bool:

@@ -1,5 +1,6 @@
 """The sampler's role with a vLLM engine that fails on demand: what the tests let each rank do."""
 
+import gc
 import logging
 
 import torch
@@ -10,6 +11,7 @@ from rlx.workers.roles import ActorRole, RolloutRole
 
 CPU = torch.device("cpu")
 ROLES: dict[str, ActorRole | RolloutRole] = {}
+ENGINES_BEFORE_A_RESTART: list[int] = []
 
 
 def start(config):
@@ -17,6 +19,20 @@ def start(config):
     actor = ROLES["actor"] = ActorRole(config, CPU, tokenizer)
     rollout = ROLES["rollout"] = RolloutRole(config, CPU, tokenizer, actor)
     rollout.sync(0)
+    build = rollout._build
+
+    def note_and_build():
+        ENGINES_BEFORE_A_RESTART.append(sum(type(thing).__name__ == "EngineCore" for thing in gc.get_objects()))
+        return build()
+
+    rollout._build = note_and_build
+
+
+def engines_before_a_restart():
+    """How many engines were in memory when a new one was built, since the last call."""
+    counts = list(ENGINES_BEFORE_A_RESTART)
+    ENGINES_BEFORE_A_RESTART.clear()
+    return counts
 
 
 def stop():
