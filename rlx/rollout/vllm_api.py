@@ -177,22 +177,42 @@ class Engine:
     def close(self) -> None:
         """Ends the engine and frees what it held, without ending the process group as vLLM's own shutdown does."""
         if self._llm is not None:
-            _end(self._client.engine_core)
-            self._llm = None
-        gc.unfreeze()  # vLLM freezes what is alive at its start, itself too
-        gc.collect()
+            core, self._llm = self._client.engine_core, None
+            # Its outer parts hold the model, and let go of it when they go. That comes first: with the engine ends the
+            # allocator through which the model's memory is given back.
+            _collect()
+            _end(core)
+            del core
+        _collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
 
 def _end(core: Any) -> None:
     """Ends the parts of an engine; one that has failed may not even end well, which is no reason to leave the others."""
-    # Another engine makes groups of its own.
-    for part in (core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
+
+    def forget() -> None:
+        core.model_executor.collective_rpc(_forget_layers)
+
+    # The last: another engine makes groups of its own.
+    for part in (forget, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
         try:
             part()
         except Exception as error:
             logger.info("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
+
+
+def _forget_layers(worker: Any) -> None:
+    """What vLLM notes of each layer for reloading leads back to the layer, which so lived on, its weights and cache with it."""
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    for layer in worker.get_model().modules():
+        LAYERWISE_INFO.pop(layer, None)
+
+
+def _collect() -> None:
+    gc.unfreeze()  # vLLM freezes what is alive at its start, itself too
+    gc.collect()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from rlx.workers.roles import ActorRole, RolloutRole
 
 CPU = torch.device("cpu")
 ROLES: dict[str, ActorRole | RolloutRole] = {}
-ENGINES_BEFORE_A_RESTART: list[int] = []
+LEFT_AT_A_RESTART: list[set[str]] = []
 
 
 def start(config):
@@ -22,17 +22,23 @@ def start(config):
     build = rollout._build
 
     def note_and_build():
-        ENGINES_BEFORE_A_RESTART.append(sum(type(thing).__name__ == "EngineCore" for thing in gc.get_objects()))
+        kinds = map(type, gc.get_objects())
+        LEFT_AT_A_RESTART.append({kind.__name__ for kind in kinds if is_of_vllm(kind)})
         return build()
 
     rollout._build = note_and_build
 
 
-def engines_before_a_restart():
-    """How many engines were in memory when a new one was built, since the last call."""
-    counts = list(ENGINES_BEFORE_A_RESTART)
-    ENGINES_BEFORE_A_RESTART.clear()
-    return counts
+def is_of_vllm(kind):
+    """Whether it is vLLM's engine or one of its layers."""
+    return kind.__name__ == "EngineCore" or (issubclass(kind, torch.nn.Module) and kind.__module__.startswith("vllm"))
+
+
+def left_at_a_restart():
+    """Which parts of an engine were in memory when a new one was built, for each restart since the last call."""
+    left = list(LEFT_AT_A_RESTART)
+    LEFT_AT_A_RESTART.clear()
+    return left
 
 
 def stop():
