@@ -130,6 +130,8 @@ def _kind(members: Sequence[Sample]) -> Kind:
     saved = round(fmean(sample.saved_bytes for sample in members))
     working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
     late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
+    working_bytes = max(working) if late else saved + 2 * boundary
+    points = _points(members, timed, len(names), working_bytes) if late else ()
     # Without an allocator's figures: what is saved, and a gradient or two.
     cost = LayerCost(
         forward_s=forward_s,
@@ -137,13 +139,14 @@ def _kind(members: Sequence[Sample]) -> Kind:
         recompute_s=max(0.0, fmean(sample.recompute_s for sample in timed) - saved_s),
         boundary_bytes=boundary,
         saved_bytes=saved,
-        working_bytes=max(working) if late else saved + 2 * boundary,
+        working_bytes=working_bytes,
         late_bytes=max(late) if late else saved // 2 + 2 * boundary,
         operations=tuple(operations.values()),
         late_at=fmean(middles) if middles else 0.5,
         forward_bytes=max(sample.forward_bytes for sample in members),
-        points=_points(members, timed, len(names), max(working)) if late else (),
+        points=points,
         extra_bytes=max(sample.extra_bytes for sample in members),
+        kept_bytes=_kept_bytes(members, points, working_bytes) if late else 0,
     )
     members_ = tuple(sample.index for sample in members)
     return Kind(members_, tuple(names), cost, tuple(operations), flow if others else None, small)
@@ -218,6 +221,16 @@ def _points(members: Sequence[Sample], timed: Sequence[Sample], calls: int, work
             ends_at = fmean(sample.ends_at(sample.calls[place]) for sample in timed)  # as an operation's
             points.append(Point(at, nbytes, call.name, place, border, ends_at))
     return tuple(points)
+
+
+def _kept_bytes(members: Sequence[Sample], points: Sequence[Point], working_bytes: int) -> int:
+    """What backward of the layer holds at most where it was kept: `Call.summed_bytes` come to what is held at that call."""
+    most, held = working_bytes, {point.call: point.nbytes for point in points}
+    at_call = working_bytes
+    for place in reversed(range(max(len(sample.calls) for sample in members))):
+        at_call = held.get(place, at_call)
+        most = max(most, at_call + max(s.calls[place].summed_bytes for s in members if place < len(s.calls)))
+    return most
 
 
 def _same_points(ranks: Sequence[LayerCost], calls: int) -> tuple[Point, ...]:

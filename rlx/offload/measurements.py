@@ -24,7 +24,7 @@ from rlx.offload.measured import Measurement
 
 logger = logging.getLogger("rlx.offload")
 
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 
 T = TypeVar("T")
 

@@ -53,6 +53,7 @@ class MeasuringWatch(PlannedWatch):
         finally:
             call.stop = self._sample.mark()
             call.slots = self._recording.slot_count
+        call.summed_bytes = 0 if is_attention else _summed_bytes(tensors_in((args, kwargs)))
         is_answered = self.answers[place] is not None and not is_attention
         self.flow.step(place, CALL, tensors_in((args, kwargs)), tensors_in(result), is_answered)
         return result
@@ -104,6 +105,16 @@ class MeasuringWatch(PlannedWatch):
             call.storages[storage.data_ptr()] = storage.nbytes()
             call.stored = self._sample.mark()
         return Stored(tensor, None)
+
+
+def _summed_bytes(arguments: list[Tensor]) -> int:
+    """Of the input of a linear map with a bias that wants a gradient: what autograd lets go of only when that is summed up.
+
+    A layer that is recomputed has let go of it before, so that it holds less in that moment than one that was kept.
+    """
+    if not any(tensor.requires_grad and tensor.dim() == 1 for tensor in arguments):
+        return 0
+    return max((size_bytes(tensor) for tensor in arguments if tensor.dim() > 1 and not tensor.is_leaf), default=0)
 
 
 class MeasuringReplay(Replay):

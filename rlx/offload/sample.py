@@ -37,6 +37,7 @@ class Call:
     nbytes: int = 0
     stays_bytes: int = 0  # of these what is too small to leave
     extra_bytes: int = 0  # of these what autograd does not save
+    summed_bytes: int = 0  # of its input, if a bias wants a gradient
     can_be_answered: bool = False
     slots: int = -1  # how many tensors autograd had saved after it
     again: tuple[Mark, Mark] | None = None  # begin and end in recomputation

@@ -15,9 +15,8 @@ pytestmark = [
 ]
 
 WIDTH, LAYERS, MIB = 1024, 10, 1 << 20
-PASSES = (
-    SPREAD + 4
-)  # one warms up, one is measured, some more where the device waited for the host, the last follows a plan
+# One warms up, one is measured, some more where the device waited for the host; the last follows a plan.
+PASSES = SPREAD + 4
 
 
 @pytest.fixture

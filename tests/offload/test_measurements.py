@@ -14,7 +14,7 @@ import pytest
 
 from rlx.offload import OffloadOptions
 from rlx.offload.measured import Measurement
-from rlx.offload.measurements import MeasurementFolder, from_json, to_json
+from rlx.offload.measurements import FORMAT, MeasurementFolder, from_json, to_json
 
 ABOUT = {"layers": ["a", 1], "machine": {"device": "CPU", "threads": 2}}
 
@@ -115,7 +115,7 @@ def test_other_descriptions_and_lengths_are_other_measurements(folder, file):
         lambda text: "",
         lambda text: "[1, 2]",
         lambda text: text.replace('"outside_bytes": ', '"outside_bytes": 1'),
-        lambda text: text.replace('"format": 1', '"format": 0'),
+        lambda text: text.replace(f'"format": {FORMAT}', '"format": 0'),
         lambda text: text.replace('"device": "CPU"', '"device": "TPU"'),
         lambda text: "[" * 100_000,
         lambda text: "\0\x80",

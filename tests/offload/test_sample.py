@@ -115,6 +115,48 @@ def test_what_is_held_once_backward_has_come_to_a_call(samples):
     assert 0 <= cost.points[0].at <= cost.points[1].at <= 1
 
 
+WIDEST = INPUT + SAVED + 100
+
+
+@pytest.mark.parametrize(
+    ("call", "nbytes", "most"),
+    [("m", 50, WIDEST + 50), ("o", 350, SAVED // 2 + INPUT + 30 + 350), ("o", 50, WIDEST), ("a", 50, WIDEST)],
+)
+def test_a_layer_that_is_kept_holds_an_input_until_the_gradient_of_a_bias_is_summed(samples, call, nbytes, most):
+    """Of the widest part it comes on top; elsewhere only if it is more than what has been given back by then."""
+    found, backward = samples
+    for sample in found:
+        (biased,) = (one for one in sample.calls if one.name == call)
+        biased.summed_bytes = nbytes
+    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    assert cost.kept_bytes == most + backward.beside_bytes
+    machine = Machine(1e12, 1e12, 1 << 40)
+    kept, again = (predict([cost] * 3, [LayerPlan(keep=keep)] * 3, machine).peaks.last for keep in (True, False))
+    assert kept - 2 * SAVED == cost.kept_bytes, "what the layers before the last one keep comes on top"
+    assert again == cost.working_bytes + INPUT, "with that of the layer before, which has come back"
+
+
+def test_a_bias_that_wants_a_gradient_is_seen(toys, enable):
+    """Queries, keys, values and the MLP have one, the map behind attention has none; of what goes in 2 x 6 x 16 floats."""
+    model = toys.decoder()
+    model.layers[1].q.bias.requires_grad_(False)
+    handle, found = enable(model, True, save="auto", max_device_bytes=0), {}
+    follow = handle.engine.orders
+
+    def note(layer, module, tensors):
+        orders = follow(layer, module, tensors)
+        if orders is not None and orders.sample is not None:
+            found[layer.index] = orders.sample
+        return orders
+
+    handle.engine.orders = note
+    for _ in range(2):
+        toys.read(model).backward()
+    size = 2 * 6 * 16 * 4
+    assert [call.summed_bytes for call in found[0].calls] == [size, size, size, 0, 0, size, 2 * size]
+    assert [call.summed_bytes for call in found[1].calls] == [0, size, size, 0, 0, size, 2 * size]
+
+
 def test_of_several_ranks_those_points_count_that_all_have_seen(samples):
     found, backward = samples
     own = measured(found, backward.outside_bytes)

@@ -70,6 +70,7 @@ class LayerCost:
             say nothing.
         extra_bytes: of its inputs what autograd does not save, and `working_bytes` and the like do not count therefore: where
             the inputs stay they are there until backward is through with the layer.
+        kept_bytes: that its backward holds at most where all was kept; never less than `working_bytes`, which 0 stands for.
     """
 
     forward_s: float
@@ -84,6 +85,7 @@ class LayerCost:
     forward_bytes: int = 0
     points: tuple[Point, ...] = ()
     extra_bytes: int = 0
+    kept_bytes: int = 0
 
     @property
     def fetch_points(self) -> tuple[Point, ...]:

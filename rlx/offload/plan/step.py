@@ -172,9 +172,13 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         held_bytes=held_bytes(cost, plan),
         sent_bytes=sent_bytes(cost, plan),
         forward_bytes=_forward_bytes(cost, plan),
-        working_bytes=max(cost.working_bytes + stays, cost.saved_bytes * plan.keep),
+        working_bytes=_working_bytes(cost, plan) + stays,
         points=tuple((cost.backward_s * point.at, point.nbytes + stays + kept(point)) for point in cost.fetch_points),
     )
+
+
+def _working_bytes(cost: LayerCost, plan: LayerPlan) -> int:
+    return max(cost.working_bytes, cost.saved_bytes, cost.kept_bytes) if plan.keep else cost.working_bytes
 
 
 def _forward_bytes(cost: LayerCost, plan: LayerPlan) -> int:
