@@ -7,7 +7,7 @@ already divided by the totals of the whole mini-batch, so they are simply added 
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -89,6 +89,40 @@ def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     return function
 
 
+def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a policy loss returned, which a user's may return in any form.
+
+    Raises:
+        ValueError: it is not one loss per token and statistics per token.
+    """
+    shape, where = tuple(mask_BR.shape), f"{config.name} in {config.path}"
+    match answer:
+        case (Tensor() as loss_BR, dict() as stats):
+            pass
+        case _:
+            parts = answer if isinstance(answer, tuple) else [answer]
+            got = ", ".join(type(part).__name__ for part in parts)
+            raise ValueError(
+                f"{where}: returned {got}, expected (loss, statistics): a tensor and a dict of tensors, all of shape {shape}"
+            )
+    faults = []
+    if loss_BR.shape != shape:
+        faults.append(
+            f"got a loss of shape {tuple(loss_BR.shape)}, expected {shape}: one number per token, which rlx sums up as "
+            "actor.loss_agg_mode says"
+        )
+    for name, x in stats.items():
+        if not isinstance(x, Tensor) or x.shape != shape:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            faults.append(
+                f"got a statistic {name!r} of {got}, expected a tensor of shape {shape}: one number per token, whose mean "
+                f"over the mini-batch rlx logs as actor/{name}"
+            )
+    if faults:
+        raise ValueError(f"{where}: {'; '.join(faults)}")
+    return loss_BR, stats
+
+
 class PolicyObjective:
     """A policy loss, an entropy bonus and the KL to the reference, as the configuration weighs them.
 
@@ -149,12 +183,8 @@ class PolicyObjective:
         log_probs, entropy = outputs["log_probs"], outputs.get("entropy")
         weights = token_weights(mask_BR, actor.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
         old_log_probs = batch["old_log_probs"]
-        loss_BR, stats = self.policy_loss(log_probs, old_log_probs, batch["advantages"], mask_BR, self.settings)
-        if loss_BR.shape != mask_BR.shape:
-            raise ValueError(
-                f"{actor.policy_loss.name} in {actor.policy_loss.path}: got a loss of shape {tuple(loss_BR.shape)}, expected "
-                f"{tuple(mask_BR.shape)}: one number per token, which rlx sums up as actor.loss_agg_mode says"
-            )
+        answer = self.policy_loss(log_probs, old_log_probs, batch["advantages"], mask_BR, self.settings)
+        loss_BR, stats = _checked(answer, mask_BR, actor.policy_loss)
         if self.correction.rollout_is is not None:
             loss_BR = loss_BR * batch["rollout_is_weights"]
         loss = (weights * loss_BR).sum()

@@ -148,6 +148,15 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, settings):
 def scalar(log_probs, old_log_probs, advantages, mask, settings):
     return -(advantages * log_probs).sum(), {}
 
+def tensor_alone(log_probs, old_log_probs, advantages, mask, settings):
+    return -advantages * log_probs
+
+def no_statistics(log_probs, old_log_probs, advantages, mask, settings):
+    return -advantages * log_probs, None
+
+def statistics_of_the_batch(log_probs, old_log_probs, advantages, mask, settings):
+    return -advantages * log_probs, {"mean": log_probs.mean(), "share": 0.5}
+
 def as_in_verl(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
     return 0.0, {}
 
@@ -189,6 +198,22 @@ def test_a_users_policy_loss_is_checked_when_it_is_loaded(own, name):
 def test_a_users_policy_loss_is_one_number_per_token(batch, logits, own):
     with pytest.raises(ValueError, match=r"scalar in .*own\.py: got a loss of shape \(\), expected \(2, 3\)"):
         share_of(PolicyObjective(own("scalar"), 1.0, horizon=3), logits, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("tensor_alone", [r"returned Tensor, expected \(loss, statistics\): .* shape \(2, 3\)"]),
+        ("no_statistics", [r"returned Tensor, NoneType, expected \(loss, statistics\)"]),
+        (
+            "statistics_of_the_batch",
+            [r"statistic 'mean' of shape \(\), expected a tensor of shape \(2, 3\)", r"statistic 'share' of 0.5"],
+        ),
+    ],
+)
+def test_a_users_policy_loss_that_returns_something_else_is_told_what_is_expected(batch, logits, own, name, faults):
+    with pytest.raises(ValueError, match=rf"^{name} in .*own\.py: .*" + ".*".join(faults)):
+        share_of(PolicyObjective(own(name), 1.0, horizon=3), logits, batch)
 
 
 def test_every_policy_loss_reads_its_settings(batch, logits):
