@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from statistics import mean
 
 import pytest
 
@@ -16,8 +17,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
-def test_held_out_accuracy_rises_from_half_to_two_thirds(estimator, tmp_path):
-    """Seeds are fixed. All runs in docs/benchmarks.md end well above the threshold, whatever their seed and algorithm."""
+def test_held_out_accuracy_rises_by_ten_points(estimator, tmp_path):
+    """Seeds are fixed. By rounding alone warm starts on two kinds of processor led to 61 and to 75 % in the end, so it counts what is
+    learned: 12 points or more in the runs of docs/benchmarks.md at this difficulty, whatever their seed and algorithm.
+    """
     overrides = [f"algorithm.adv_estimator={estimator}", f"trainer.default_local_dir={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "-m", "rlx.main_ppo", "experiment=arithmetic", *overrides],
@@ -28,5 +31,6 @@ def test_held_out_accuracy_rises_from_half_to_two_thirds(estimator, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = read_metrics(next(tmp_path.glob("*/metrics.jsonl")))
     assert metrics[0]["val/accuracy"] < 0.55, "the warm start leaves something to learn"
-    assert metrics[50]["val/accuracy"] >= 0.66
-    assert metrics[50]["reward/mean"] > metrics[1]["reward/mean"] + 0.1
+    assert metrics[50]["val/accuracy"] >= metrics[0]["val/accuracy"] + 0.10
+    first, last = (mean(metrics[step]["reward/mean"] for step in steps) for steps in (range(1, 6), range(46, 51)))
+    assert last >= first + 0.08
