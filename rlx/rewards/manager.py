@@ -27,6 +27,7 @@ MATH_SOURCES = (
     *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "HuggingFaceH4/aime_2024"),
     *("math", "math_dapo", "math_dapo_reasoning", "aime24", "aime25"),
 )
+MATHS = "rlx.rewards.math"
 MATH_LIMIT_S = 5.0
 FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
@@ -97,7 +98,7 @@ class RewardManager:
         self._pool = Pool(size, reward.memory_limit_gb, reward.max_concurrent)
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
-        grade_maths = Function("rlx.rewards.math", "compute_score", min(MATH_LIMIT_S, limit_s))
+        grade_maths = Function(MATHS, "compute_score", min(MATH_LIMIT_S, limit_s))
         self._known = dict.fromkeys(gsm8k.SOURCES, grade_number) | dict.fromkeys(MATH_SOURCES, grade_maths)
         # A rule that always takes microseconds is called in this process.
         self._here: dict[Function, Callable[..., Any]] = {grade_number: gsm8k.compute_score}
@@ -263,7 +264,9 @@ class RewardManager:
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:
     """Of each sample of a call."""
     if outcome.kind:
-        limit = f"took longer than {function.limit_s:g} s (reward.timeout_s)"
+        is_fixed = function.source == MATHS and function.limit_s == MATH_LIMIT_S
+        whose = "math-verify's limit, which reward.timeout_s does not raise" if is_fixed else "reward.timeout_s"
+        limit = f"took longer than {function.limit_s:g} s ({whose})"
         what = {"timeout": limit, "crash": f"{outcome.fault}, twice"}.get(outcome.kind, outcome.fault)
         return [Failure(outcome.kind, function, what, outcome.traceback)] * samples
     return [Failure("error", function, each, "") if isinstance(each, str) else each for each in outcome.answers]

@@ -1,6 +1,7 @@
 import json
 import math
 import pickle
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -140,12 +141,20 @@ def test_no_score_at_all_is_no_result(manager, make_batch, write_module, tmp_pat
         rewards.score(make_batch(["raise", "raise"], [0, 0]), tmp_path)
 
 
-def test_a_grading_of_mathematics_without_end_is_ended(manager, make_batch, tmp_path):
+@pytest.mark.parametrize(
+    ("timeout_s", "limit"),
+    [
+        (1.0, r"1 s \(reward\.timeout_s\)"),
+        (30.0, r"5 s \(math-verify's limit, which reward\.timeout_s does not raise\)"),
+    ],
+)
+def test_a_grading_of_mathematics_without_end_is_ended(manager, make_batch, tmp_path, caplog, timeout_s, limit):
     endless = "\\int_0^1 9^{9^{9^{9}}} dx"
     batch = make_batch(["\\boxed{2}", "\\boxed{9^{9^{9^{9}}} + 10^{10^{10}}!}"], ["2", endless], "math")
-    rewards = manager(timeout_s=1.0)
+    rewards = manager(timeout_s=timeout_s)
     assert rewards.score(batch, tmp_path).scores.tolist() == [1.0, 0.0]
     assert rewards.usage()["reward/timeouts"] == 1
+    assert re.search(f"took longer than {limit}", caplog.messages[0])
 
 
 def test_a_function_of_lists_gets_its_samples_in_one_call_beside_other_sources(
