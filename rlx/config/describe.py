@@ -64,8 +64,9 @@ Keys and meanings are verl's wherever both have the feature. The differences:
   log-probs follow the actor where theirs are null.
 - `trainer.n_gpus_per_node` counts processes; on CPU the number is free.
 - Null keys of the critic mean the actor's value. With `critic.model.path=null` the critic also takes the actor's
-  `trust_remote_code`, `override_config` and `attn_implementation` where its own are the defaults. Its sharding is
-  `critic.fsdp`.
+  `trust_remote_code`, `override_config` and `attn_implementation` where its own are the defaults. How it
+  is run stays its own, as in verl: a critic of a policy with `tiled_mlp`, `use_liger`, `enable_activation_offload`,
+  `use_remove_padding=False` or adapters has none of them unless `critic.model` sets them too. Its sharding is `critic.fsdp`.
 - `model.enable_activation_offload` has options, `model.activation_offload`, and works with gradient checkpointing on or
   off. It cannot be combined with `actor.use_torch_compile`. The actor's model keys are the reference's too, which has no
   backward and so nothing to offload. What exceeds `max_host_bytes` stays on the device, or goes to `directory` where one is

@@ -99,7 +99,7 @@ class Engine:
         self.root = self.sharded.root
         self._sequences = None
         if sequence_parallel > 1:
-            self._sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config().num_attention_heads)
+            self._sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config())
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
         together = self._sequences and self._sequences.processes
         self._forward = Forward(self.root, plain, device, attention, together)

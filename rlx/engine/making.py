@@ -1,5 +1,6 @@
 """A role's model as it is before it is sharded: loaded, with adapters, fused kernels, tiles and recomputation as configured."""
 
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,12 +11,14 @@ from rlx.config.schema import ModelConfig
 from rlx.engine.forward import Head
 from rlx.engine.sharding import transformer_layers
 from rlx.models.liger import apply_liger
-from rlx.models.loading import load_model, load_skeleton
+from rlx.models.loading import load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora
 from rlx.offload import enable_tiling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 class Made(NamedTuple):
@@ -37,6 +40,14 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
         trains: it gets gradients.
     """
     plain = _load(model, head, dtype, seed)
+    if dist.get_rank() == 0 and (kind := rope_by_length(plain.config.get_text_config())):
+        logger.warning(
+            "%s: with rope_type %s the longest sequence of a micro-batch decides on the frequencies of all: beyond the length from "
+            "which these change, what is said of a sequence depends on its neighbours; give each a micro-batch of its own "
+            "(ppo_micro_batch_size_per_gpu=1, log_prob_micro_batch_size_per_gpu=1)",
+            type(plain).__name__,
+            kind,
+        )
     if model.use_liger:
         apply_liger(plain)
     adapters: dict[str, Adapter] = {}

@@ -1,12 +1,17 @@
 """The processes that work on the same rows together: each on its part of the tokens, outside attention."""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from rlx.engine.micro_batch import Packed
+from rlx.models.loading import rope_by_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class SequenceGroup:
@@ -14,14 +19,21 @@ class SequenceGroup:
 
     Args:
         size: processes that share a row; divides their number.
-        heads: query heads of the model's attention.
+        config: of the model that reads the row.
 
     Raises:
-        ValueError: `size` does not divide the number of processes and that of heads.
+        ValueError: `size` does not divide the number of processes and that of query heads, or the frequencies of the model's
+            rotary embedding depend on the longest sequence, of which each process would see its own part alone.
     """
 
-    def __init__(self, size: int, heads: int):
-        processes = dist.get_world_size()
+    def __init__(self, size: int, config: "PreTrainedConfig"):
+        if kind := rope_by_length(config):
+            raise ValueError(
+                f"ulysses_sequence_parallel_size is {size}, and the model's rope_type {kind}; expected one whose frequencies do "
+                "not depend on the longest sequence, of which each process has a part only: set "
+                "ulysses_sequence_parallel_size=1"
+            )
+        heads, processes = config.num_attention_heads, dist.get_world_size()
         common = math.gcd(processes, heads)
         if common % size:
             allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)

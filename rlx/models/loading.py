@@ -167,6 +167,14 @@ def _class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrained
     return classes[head], loaded
 
 
+def rope_by_length(config: "PreTrainedConfig") -> str | None:
+    """The rope_type of a text model if its frequencies follow the longest sequence of a batch; else None."""
+    given = getattr(config, "rope_parameters", None) or {}
+    # Models with layers of several types have parameters for each type.
+    kinds = (str(each.get("rope_type")) for each in (given, *given.values()) if isinstance(each, dict))
+    return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
+
+
 def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
     """Refuses a model that does not give one number per sequence, or would not know where a padded one ends."""
     if loaded.num_labels != 1:

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 
+from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
 from rlx.engine.forward import Distribution, Forward
+from rlx.engine.making import make_model
 from rlx.engine.micro_batch import pack, row_lengths, take
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.models.packed_attention import PACKED, packed_attention
@@ -161,7 +163,52 @@ OTHER_MODELS = {
 @pytest.mark.usefixtures("one_process")
 def test_a_group_that_divides_not_all_names_the_sizes_that_do():
     with pytest.raises(ValueError, match=r"is 2, with 1 processes and 4 attention heads; .* set it to 1$"):
-        SequenceGroup(2, 4)
+        SequenceGroup(2, hf.Qwen2Config(**SHAPE))
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+BY_LENGTH = {
+    "longrope": lambda: hf.Phi3Config(
+        **SHAPE,
+        pad_token_id=0,
+        max_position_embeddings=64,
+        original_max_position_embeddings=P,
+        rope_parameters={**LONGROPE, "original_max_position_embeddings": P},
+    ),
+    "dynamic": lambda: hf.LlamaConfig(
+        **SHAPE,
+        max_position_embeddings=P,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "dynamic, of one type of layer": lambda: hf.Gemma3TextConfig(
+        **SHAPE,
+        layer_types=LAYERS,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+        },
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_frequencies_that_follow_the_longest_sequence_are_told_and_not_shared(name, tmp_path, caplog):
+    config, kind = BY_LENGTH[name](), name.split(",")[0]
+    with pytest.raises(ValueError, match=rf"rope_type {kind}; .* set ulysses_sequence_parallel_size=1$"):
+        SequenceGroup(1, config)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, seed=0, trains=False)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.making"]
+    assert f"rope_type {kind}" in message and "ppo_micro_batch_size_per_gpu=1" in message
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3"])
+def test_frequencies_of_their_own_are_shared(kind):
+    more = {"original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}
+    SequenceGroup(1, hf.LlamaConfig(**SHAPE, rope_parameters=rope))
 
 
 @pytest.mark.usefixtures("one_process")
