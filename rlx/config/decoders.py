@@ -37,12 +37,30 @@ def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
     if file is None:
         return f"the config.json of {path} is not on this machine"
     try:
-        whole: dict[str, Any] = json.loads(file.read_text())
-        found = read_decoder({**whole, **whole.get("text_config", {}), **model.override_config})
+        found = read_decoder(_keys_of_text(file, model))
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         # Loading the model will say what is wrong with it, if anything is; here only the prediction is missing.
         return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
     return found if has_head else found.without_head
+
+
+def positions_of(model: ModelConfig) -> int | None:
+    """The longest sequence that a model's config.json provides for, stretched rotary embeddings included; None if not known."""
+    try:
+        file = config_file(model.path or "")
+        keys = {} if file is None else _keys_of_text(file, model)
+        own = next((int(keys[name]) for name in ("max_position_embeddings", "n_positions") if keys.get(name)), None)
+        rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+        if own is None or not rope.get("factor"):
+            return own
+        return max(own, int(rope["factor"] * (rope.get("original_max_position_embeddings") or own)))
+    except (AttributeError, OSError, TypeError, ValueError):
+        return None  # loading the model says what is wrong
+
+
+def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:
+    whole: dict[str, Any] = json.loads(file.read_text())
+    return {**whole, **whole.get("text_config", {}), **model.override_config}
 
 
 def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rlx.config.decoders import positions_of
 from rlx.config.faults import Fault
 from rlx.config.machine import Setting, processes
 from rlx.config.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
@@ -84,6 +85,23 @@ def tokens_hold_the_longest_row(s: Setting) -> Faults:
                 f"at least {longest}",
                 f"set {tokens}={-(-longest // together.get(key, 1))}, or lower data.max_prompt_length or data.max_response_length",
                 (tokens, f"{key}.{flag}", "data.max_prompt_length", "data.max_response_length"),
+            )
+
+
+def context_warnings(s: Setting) -> Iterator[str]:
+    """Sequences longer than a model knows positions: a table of them has no more, rotary embeddings were not trained for them."""
+    data = s.config.data
+    longest = data.max_prompt_length + data.max_response_length
+    told = set()
+    for role in trained_roles(s.config):
+        known = positions_of(role.model)
+        model = role.model.path, known  # a critic often is the actor's
+        if known is not None and known < longest and model not in told:
+            told.add(model)
+            yield (
+                f"sequences of up to {longest:,} tokens are longer than the {known:,} positions of the {role.name}'s model "
+                "(max_position_embeddings in its config.json): lower data.max_response_length, or stretch its rotary embeddings by "
+                f"{role.model_key}.override_config (rope_parameters with rope_type yarn, say)"
             )
 
 

@@ -15,7 +15,7 @@ from rlx.config.rules_memory import memory_suffices, memory_warnings
 from rlx.config.rules_offload import OFFLOAD_RULES, disk_warnings, offload_warnings
 from rlx.config.rules_reward import REWARD_RULES
 from rlx.config.rules_rollout import ROLLOUT_RULES, rollout_warnings
-from rlx.config.rules_training import TRAINING_RULES
+from rlx.config.rules_training import TRAINING_RULES, context_warnings
 
 RULES = (
     *(*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
@@ -52,6 +52,7 @@ def _warnings(s: Setting, broken: frozenset[str]) -> Iterator[str]:
     yield from algorithm_warnings(s)
     yield from offload_warnings(s)
     yield from rollout_warnings(s)
+    yield from context_warnings(s)
     if not s.config.actor_rollout_ref.rollout.calculate_log_probs:
         yield "the sampler's mismatch with the trainer is not measured: actor_rollout_ref.rollout.calculate_log_probs=False"
     if s.config.actor_rollout_ref.actor.use_kl_loss and s.config.algorithm.use_kl_in_reward:

@@ -1,5 +1,6 @@
 """Every rule: the commands that break it, and what the user is told."""
 
+import json
 import os
 from dataclasses import replace
 
@@ -482,6 +483,27 @@ def test_a_run_that_cannot_see_the_mismatch_says_so_once(verdict):
     blind = verdict([f"{ROLLOUT}.calculate_log_probs=False"]).warnings
     assert [text for text in blind if "mismatch with the trainer is not measured" in text] == list(blind)
     assert len(blind) == 1 and not verdict([]).warnings
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "positions"),
+    [
+        ({"max_position_embeddings": 64}, [], "64"),
+        ({"max_position_embeddings": 4096}, [], None),
+        ({"n_positions": 64}, [], "64"),
+        ({"text_config": {"max_position_embeddings": 64}}, [], "64"),
+        ({}, [], None),
+        ({"max_position_embeddings": 64}, [f"+{MODEL}.override_config.max_position_embeddings=4096"], None),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 1.5}}, [], "96"),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 64.0}}, [], None),
+    ],
+)
+def test_sequences_beyond_the_models_positions_are_warned_of(verdict, tmp_path, config, overrides, positions):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [f"{MODEL}.path={tmp_path}", "trainer.memory_check=off", "data.max_prompt_length=100", *overrides]
+    warned = [text for text in verdict(command).warnings if "max_position_embeddings" in text]
+    assert len(warned) == (positions is not None)
+    assert all(f"the {positions} positions of the actor's model" in text for text in warned)
 
 
 # The machine
