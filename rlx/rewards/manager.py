@@ -31,6 +31,8 @@ MATHS = "rlx.rewards.math"
 MATH_LIMIT_S = 5.0
 FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
+SMALLEST_PART = 8
+"""A list that fails is asked again in halves; while no part of it has been answered, down to this share of it."""
 INFO = ("data_source", "response_text", "ground_truth", "extra_info")
 """What of a batch's info becomes the arguments SINGLE of a reward function."""
 
@@ -207,17 +209,38 @@ class RewardManager:
                 calls.append((rows, Call(function, lists, len(rows))))
             else:
                 calls += [([row], Call(function, samples[row])) for row in rows]
+        answered: set[Function] = set()  # at least in part
+        smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls}
+        while calls:
+            outcomes = self._run([call for _, call in calls])
+            answered.update(
+                call.function for (_, call), outcome in zip(calls, outcomes, strict=True) if not outcome.kind
+            )
+            again: list[tuple[list[int], Call]] = []
+            for (rows, call), outcome in zip(calls, outcomes, strict=True):
+                may_be_cut = call.function in answered or len(rows) > smallest[call.function]
+                if outcome.kind and len(rows) > 1 and may_be_cut and not self._stops_at(outcome.kind):
+                    again += _halves(rows, call)
+                else:
+                    reports |= dict(zip(rows, _reports(call.function, outcome, len(rows)), strict=True))
+            self._taken["retries"] += len(again)
+            calls = again
+        return [reports[row] for row in range(len(samples))]
+
+    def _run(self, calls: list[Call]) -> list[Outcome]:
         try:
-            outcomes, counts = self._pool.run([call for _, call in calls])
+            outcomes, counts = self._pool.run(calls)
         except NotSendable as fault:
             raise RewardError(
                 f"ground_truth or extra_info of a sample cannot be sent to the reward processes ({fault}); keep numbers, "
                 "text, lists and dicts in them"
             ) from fault
-        for (rows, call), outcome in zip(calls, outcomes, strict=True):
-            reports |= dict(zip(rows, _reports(call.function, outcome, len(rows)), strict=True))
         self._taken.update(counts._asdict())
-        return [reports[row] for row in range(len(samples))]
+        return outcomes
+
+    def _stops_at(self, kind: str) -> bool:
+        """Whether the run is to stop at an error, a timeout or a crash."""
+        return (self._config.on_error if kind == "error" else self._config.on_crash) == "stop"
 
     def _call_here(self, function: Function, sample: Sample) -> Report:
         try:
@@ -236,8 +259,7 @@ class RewardManager:
 
     def _judge(self, failures: dict[int, Failure], samples: list[Sample], dump_dir: Path) -> None:
         """Stops the run where it is configured so, or where there is no score at all; else says what scores 0."""
-        stops = {"error": self._config.on_error, "timeout": self._config.on_crash, "crash": self._config.on_crash}
-        stopping = [row for row, failure in failures.items() if stops[failure.kind] == "stop"]
+        stopping = [row for row, failure in failures.items() if self._stops_at(failure.kind)]
         row = (stopping or list(failures))[0]
         failure, sample = failures[row], samples[row]
         source, index = sample["data_source"], (sample["extra_info"] or {}).get("index", row)
@@ -259,6 +281,15 @@ class RewardManager:
             {"error": "errors", "timeout": "timeouts", "crash": "crashes"}[f.kind] for f in failures.values()
         )
         logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)
+
+
+def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
+    """A list's call as two."""
+    middle, found = len(rows) // 2, []
+    for part in (slice(None, middle), slice(middle, None)):
+        lists = {name: values[part] for name, values in call.arguments.items()}
+        found.append((rows[part], Call(call.function, lists, len(rows[part]))))
+    return found
 
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:

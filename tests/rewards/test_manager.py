@@ -175,6 +175,45 @@ def test_a_function_of_lists_gets_its_samples_in_one_call_beside_other_sources(
         rewards.score(make_batch(["a"], [0], "other"), tmp_path)
 
 
+LISTS = """
+import os, time
+
+def rank(data_sources, solution_strs, ground_truths, extra_infos):
+    with open({log!r}, "a") as log:
+        log.write(f"{{len(solution_strs)}} ")
+    for solution in solution_strs:
+        if solution == "raise":
+            raise KeyError("x")
+        if solution == "exit":
+            os._exit(3)
+        if solution == "slow":
+            time.sleep(60)
+    return [float(len(solution)) for solution in solution_strs]
+"""
+
+
+@pytest.mark.parametrize(("bad", "figure"), [("raise", "errors"), ("exit", "crashes"), ("slow", "timeouts")])
+def test_of_a_list_only_the_sample_that_is_to_blame_scores_zero(
+    manager, make_batch, write_module, tmp_path, bad, figure
+):
+    path = write_module(LISTS.format(log=str(tmp_path / "log")))
+    keys = {"reward_manager": RewardManagerConfig(name="batch"), "on_error": "zero", "timeout_s": 1.0}
+    rewards = manager(path, "rank", **keys)
+    scores = rewards.score(make_batch(["a", "bb", bad, "cc", "dd", "e"], [0] * 6, "my/data"), tmp_path)
+    assert scores.scores.tolist() == [1, 2, 0, 2, 2, 1]
+    usage = rewards.usage()
+    assert usage[f"reward/{figure}"] == 1
+    assert set((tmp_path / "log").read_text().split()) == {"6", "3", "2", "1"}
+
+
+def test_a_list_of_which_no_part_is_answered_is_given_up_at_its_eighths(manager, make_batch, write_module, tmp_path):
+    path = write_module(LISTS.format(log=str(tmp_path / "log")))
+    rewards = manager(path, "rank", reward_manager=RewardManagerConfig(name="batch"), on_error="zero")
+    with pytest.raises(RewardError, match=r"raised KeyError: 'x'.*no sample of the batch got a score"):
+        rewards.score(make_batch(["raise"] * 16, [0] * 16, "my/data"), tmp_path)
+    assert (tmp_path / "log").read_text().split() == ["16", *["8"] * 2, *["4"] * 4, *["2"] * 8]
+
+
 def test_the_form_is_scored_on_top_and_does_not_count_as_right(manager, make_batch, tmp_path):
     rewards = manager(format="hashes", format_weight=1.0)
     scores = rewards.score(make_batch(["#### 7", "#### 8", "7", "#### 7\nDone."], ["7"] * 4), tmp_path)
