@@ -272,7 +272,14 @@ def test_ctrl_c_ends_a_run_cleanly(untrained, tmp_path):
         "data.val_max_samples=8",
         f"trainer.default_local_dir={tmp_path}/runs",
     ]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # What a shell starts in the background ignores the signal, and so would this run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not any(tmp_path.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
         assert process.poll() is None, process.stdout.read()
