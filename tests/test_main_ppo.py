@@ -44,8 +44,12 @@ def fails(error: BaseException) -> Callable[..., object]:
 
 
 def started(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "rlx.main_ppo", *arguments, folder=folder, **environment)
+
+
+def python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rlx.main_ppo", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
@@ -225,14 +229,7 @@ print(json.dumps([cluster.node_gpus, cluster.error, ends]))
 
 @pytest.mark.e2e
 def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-c", THREE_GPUS],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = python("-c", THREE_GPUS, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     gpus, error, ((code, text), (code_of_three, text_of_three)) = json.loads(done.stdout.splitlines()[-1])
     assert (gpus, error) == ([3], None)
@@ -273,13 +270,7 @@ def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout
     place = "import rlx.config.compose as c; print(c.config_folder())"
-    where = subprocess.run(
-        [sys.executable, "-c", place],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-    )
+    where = python("-c", place, folder=tmp_path, PYTHONPATH=str(installed))
     assert Path(where.stdout.strip()) == installed / "rlx" / "configs"
 
 

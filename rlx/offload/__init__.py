@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlx.offload.arena import Account, Block, HostArena, host_arena
-    from rlx.offload.checkpoint import RecomputeError
     from rlx.offload.disk import DiskError
     from rlx.offload.handle import ActivationOffloading, enable_activation_offloading, offload_activations
     from rlx.offload.options import OffloadOptions
     from rlx.offload.places import trim
+    from rlx.offload.recompute_error import RecomputeError
     from rlx.offload.replay import register_attention
     from rlx.offload.stats import LayerStats, OffloadStats
     from rlx.offload.tiling import Tiling, enable_tiling
@@ -42,7 +42,7 @@ _HOMES = {
     "Block": "arena",
     "HostArena": "arena",
     "host_arena": "arena",
-    "RecomputeError": "checkpoint",
+    "RecomputeError": "recompute_error",
     "DiskError": "disk",
     "ActivationOffloading": "handle",
     "enable_activation_offloading": "handle",

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _SEVERAL_THREADS = (
@@ -214,6 +215,11 @@ def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
         (_is_autocast("cpu"), _autocast_dtype("cpu")),
         *([(_is_autocast(kind), _autocast_dtype(kind)) for kind in kinds] if kinds else ()),
     )
+
+
+def accelerators_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    """The devices of tensors, without the CPU and what has no memory."""
+    return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta))
 
 
 @functools.cache

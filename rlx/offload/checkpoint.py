@@ -23,7 +23,7 @@ import contextlib
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from rlx.offload.ambient import Ambient, RandomState
+from rlx.offload.ambient import Ambient, RandomState, accelerators_of
 from rlx.offload.answers import Answer
 from rlx.offload.engine import Engine, Layer, LayerCall, replace_leaves
 from rlx.offload.flow import fingerprints
@@ -39,6 +39,7 @@ from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_length
 from rlx.offload.measuring import MeasuringReplay
 from rlx.offload.module_state import ModuleState, Places
 from rlx.offload.orders import Orders
+from rlx.offload.recompute_error import changed, not_the_same, other_mode, too_early
 from rlx.offload.replay import LeftOutError, Replay
 from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
@@ -51,10 +52,6 @@ _NO_ORDERS = Orders()
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
 # What is given for a slot: the recomputed tensor and its version; what watches the tensor that was saved first, and its version.
 Value = tuple[Tensor, int, Tensor, int | None]
-
-
-class RecomputeError(RuntimeError):
-    """Recomputing a layer did not do what its forward did."""
 
 
 class _EnoughRecomputedError(BaseException):
@@ -113,7 +110,7 @@ class RecomputedCall(LayerCall):
         self._constants: list[tuple[Tensor, int]] = []  # aliases of inputs that want no gradient, and their versions
         self._answers: dict[int, Answer | None] = {}
         self._call_count = 0
-        accelerators = () if all(map(_IS_CPU, tensors)) else _accelerators(tensors)
+        accelerators = () if all(map(_IS_CPU, tensors)) else accelerators_of(tensors)
         self._device = accelerators[0] if accelerators else None
         self._inputs: list[Stored] = []
         inputs: dict[int, Stored | Tensor] = {}  # the same object stays the same object: layers ask `query is key`
@@ -212,7 +209,7 @@ class RecomputedCall(LayerCall):
         """What is to be given for a slot whose value is not there, and those of all slots: recomputes the layer."""
         watches, versions = self._slots.watches, self._slots.versions
         if not watches:
-            self._refuse_early()
+            raise too_early(self.layer.name)
         if watches[index]._version != versions[index]:
             raise self._slots.written(index)
         with self._lock:
@@ -277,13 +274,9 @@ class RecomputedCall(LayerCall):
 
     def _recompute(self) -> list[Tensor]:
         if self._repeatable.module.training != self._was_training:
-            raise RecomputeError(
-                f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
-                "and is not in backward, which has to recompute it; switch modes between steps only"
-            )
-        changed = self._state.changed()
-        if changed is not None:
-            self._refuse(changed)
+            raise other_mode(self.layer.name, self._was_training)
+        if what := self._state.changed():
+            raise changed(self.layer.name, what)
         written = self._written_constant()
         if written is not None:
             raise modified_input(written)
@@ -365,8 +358,8 @@ class RecomputedCall(LayerCall):
             if len(saved) >= count:
                 raise _EnoughRecomputedError
 
-        found = (self._repeatable.context(), self._ambient.restored(), self._state.restored())
-        contexts: list[Any] = list(filter(None, found))
+        around = self._repeatable.context(), self._ambient.restored(), self._state.restored()
+        contexts: list[Any] = list(filter(None, around))
         if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
             how = self._answers, self._call_count, answer, self._ambient.skip_to, self._fail
@@ -381,9 +374,8 @@ class RecomputedCall(LayerCall):
                     self._repeat(collect, args, kwargs)
             else:
                 self._repeat(collect, args, kwargs)
-            changed = self._slots.changed_parameter(saved, answered)
-            if changed is not None:
-                self._refuse(changed)
+            if what := self._slots.changed_parameter(saved, answered):
+                raise changed(self.layer.name, what)
             difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
             if difference is not None:
                 self._fail(difference)
@@ -399,28 +391,8 @@ class RecomputedCall(LayerCall):
             except _EnoughRecomputedError:
                 return
 
-    def _refuse_early(self) -> NoReturn:
-        raise RecomputeError(
-            f"layer {self.layer.name} runs a backward pass inside its own forward, of which not everything is "
-            "known yet that has to be recomputed; use enable_ckpt=False, or leave the layer out of layers="
-        )
-
-    def _refuse(self, changed: str) -> NoReturn:
-        raise RecomputeError(
-            f"layer {self.layer.name} has to be recomputed, but since its forward {changed}, so that gradients would be "
-            "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
-        )
-
     def _fail(self, how: str) -> NoReturn:
-        raise RecomputeError(
-            f"recomputing layer {self.layer.name} did not save the tensors that its forward saved: {how}; a layer that is "
-            "recomputed must do the same each time: look for state that it changes, or randomness of its own"
-        )
-
-
-def _accelerators(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """The devices of tensors, without the CPU and what has no memory."""
-    return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta))
+        raise not_the_same(self.layer.name, how)
 
 
 def _unused(packed: None) -> Tensor:

@@ -209,23 +209,26 @@ class RewardManager:
                 calls.append((rows, Call(function, lists, len(rows))))
             else:
                 calls += [([row], Call(function, samples[row])) for row in rows]
+        reports |= self._reports_of(calls)
+        return [reports[row] for row in range(len(samples))]
+
+    def _reports_of(self, calls: list[tuple[list[int], Call]]) -> dict[int, Report]:
+        """What calls say of their rows. A list that fails is asked again in halves, if what fails is to score 0."""
+        reports: dict[int, Report] = {}
         answered: set[Function] = set()  # at least in part
         smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls}
         while calls:
-            outcomes = self._run([call for _, call in calls])
-            answered.update(
-                call.function for (_, call), outcome in zip(calls, outcomes, strict=True) if not outcome.kind
-            )
-            again: list[tuple[list[int], Call]] = []
-            for (rows, call), outcome in zip(calls, outcomes, strict=True):
+            asked, calls = calls, []
+            outcomes = self._run([call for _, call in asked])
+            answered |= {call.function for (_, call), outcome in zip(asked, outcomes, strict=True) if not outcome.kind}
+            for (rows, call), outcome in zip(asked, outcomes, strict=True):
                 may_be_cut = call.function in answered or len(rows) > smallest[call.function]
                 if outcome.kind and len(rows) > 1 and may_be_cut and not self._stops_at(outcome.kind):
-                    again += _halves(rows, call)
+                    calls += _halves(rows, call)
                 else:
                     reports |= dict(zip(rows, _reports(call.function, outcome, len(rows)), strict=True))
-            self._taken["retries"] += len(again)
-            calls = again
-        return [reports[row] for row in range(len(samples))]
+            self._taken["retries"] += len(calls)
+        return reports
 
     def _run(self, calls: list[Call]) -> list[Outcome]:
         try:
