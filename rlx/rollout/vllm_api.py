@@ -199,7 +199,7 @@ def _end(core: Any) -> None:
         try:
             part()
         except Exception as error:
-            logger.info("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
+            logger.warning("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
 
 
 def _forget_layers(worker: Any) -> None:
