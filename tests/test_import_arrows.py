@@ -42,9 +42,11 @@ MAY_IMPORT_OF = {"config": {"rlx.offload.plan"}}
 # What these may import at all beside the standard library.
 ONLY = {
     "rlx.config.schema": {
-        *("rlx.config.keys", "rlx.config.schema_algorithm", "rlx.config.schema_reward", "rlx.config.schema_rollout"),
+        *("rlx.config.keys", "rlx.config.schema_algorithm", "rlx.config.schema_data", "rlx.config.schema_reward"),
+        "rlx.config.schema_rollout",
     },
     "rlx.config.schema_algorithm": {"rlx.config.keys"},
+    "rlx.config.schema_data": {"rlx.config.keys"},
     "rlx.config.schema_reward": {"rlx.config.keys", "rlx.config.schema_algorithm"},
     "rlx.config.schema_rollout": {"rlx.config.keys"},
     "rlx.config.keys": set(),
