@@ -10,11 +10,11 @@ The idea of filling numbered holders by a second forward that stops early is tha
 write to a saved tensor is an error as in plain autograd, and that one without randomness repeats no random state.
 
 Note [writes to saved tensors]
-Each slot watches the version counter of the tensor it stands for, of whose memory nothing is left when forward has ended:
-by a parameter itself, else by an alias without memory. So a write after the
-save raises whether it is done inside the layer, behind the operation with which recomputation stops, or outside on the
-layer's output. The layer's inputs are watched too: a layer that writes to its own input cannot be run twice, and says so
-at the end of forward. An input written to after the layer has ended is harmless if its bytes have left before.
+Each slot watches the version counter of the tensor it stands for, of whose memory nothing is left when forward has ended
+(`rlx.offload.slots`, Note [who may write to a saved tensor]). So a write after the save raises whether it is done inside the
+layer, behind the operation with which recomputation stops, or outside on the layer's output. The layer's inputs are
+watched too: a layer that writes to its own input cannot be run twice, and says so at the end of forward. An input written
+to after the layer has ended is harmless if its bytes have left before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import contextlib
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -51,7 +52,7 @@ logger = logging.getLogger("rlx.offload")
 _NO_ORDERS = Orders()
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
 # What is given for a slot: the recomputed tensor and its version; what watches the tensor that was saved first, and its version.
-Value = tuple[Tensor, int, Tensor, int | None]
+Value = tuple[Tensor, int, weakref.ref[Tensor], int | None]
 
 
 class _EnoughRecomputedError(BaseException):
@@ -131,7 +132,8 @@ class RecomputedCall(LayerCall):
             values[index] = None
             tensor, version, watch, saved_version = value
             # A backward may have written to memory that slots share, others to what was saved.
-            if tensor._version != version or watch._version != saved_version:
+            watched = watch()
+            if tensor._version != version or (watched is not None and watched._version != saved_version):
                 raise self._slots.written(index)
             if index < self._prefetch_below:
                 self._pass_middle(index)
@@ -191,10 +193,7 @@ class RecomputedCall(LayerCall):
         if self._orders.sample is not None:
             self._orders.sample.leave_forward()
         self._state.end_forward(self._slots.parameters.values())
-        is_written = self._written_constant() is not None
-        for stored in self._inputs:
-            is_written = is_written or not stored.is_untouched
-        if is_written:
+        if self._written_constant() is not None or not all(stored.is_untouched for stored in self._inputs):
             raise RuntimeError(
                 f"layer {self.layer.name} modifies one of its inputs by an inplace operation and can therefore not be "
                 "recomputed; write out of place in the layer, or use enable_ckpt=False"
@@ -210,7 +209,7 @@ class RecomputedCall(LayerCall):
         watches, versions = self._slots.watches, self._slots.versions
         if not watches:
             raise too_early(self.layer.name)
-        if watches[index]._version != versions[index]:
+        if self._slots.is_written(index):
             raise self._slots.written(index)
         with self._lock:
             values = self._values
@@ -232,7 +231,7 @@ class RecomputedCall(LayerCall):
 
     def _keep(self, tensor: Tensor) -> Tensor:
         # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
-        self.layer.counters.kept_bytes += tensor.numel() * tensor.element_size()
+        self.layer.counters.kept_bytes += size_bytes(tensor)
         if tensor.is_inference():
             return tensor
         kept = tensor

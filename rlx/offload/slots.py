@@ -6,11 +6,19 @@ layer take turns with it. So the hooks only note tensors, and what there is to l
 recomputation, has ended. Until then a layer's saved tensors stay alive, as without the engine: in forward this is less
 than what recomputing the layer needs later. The lists of tensors are emptied at the end in any case, for the graph holds
 the hooks, the hooks the lists, and the tensors the graph.
+
+Note [who may write to a saved tensor]
+What an operation in the layer gave is computed anew before backward reads it, so that writes to what is left of the first
+one spoil nothing. They are errors in plain autograd, and are here: while forward runs the version tells, after that a weak
+reference, for a tensor of which neither it nor a view is left can be written to by nobody, but through an alias without
+a graph (`detach`). What was there before the layer (a constant, a mask) is read again by the recomputation. It may be
+written to through any alias; so one is kept, without memory, that shares its version counter.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
@@ -18,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlx.offload.identity import modified_in_place, nothing_on
+from rlx.offload.identity import modified_in_place, without_memory
 
-_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
-_UNWATCHED = torch.empty(0, device="cpu")  # stands for what has no version counter; nobody writes to it
+_DTYPE, _SHAPE, _BASE = operator.attrgetter("dtype"), operator.attrgetter("shape"), operator.attrgetter("_base")
+_NOBODYS = torch.empty(0, device="cpu")
+_UNWATCHED = weakref.ref(_NOBODYS)  # stands for what has no version counter; nobody writes to it
 
 
 class Kinds(NamedTuple):
@@ -49,9 +58,10 @@ class Slots:
     def __init__(self) -> None:
         self.saved: list[Tensor] = []  # while forward runs
         self.versions: list[int | None] = []  # of the tensors when they were saved; None for those that have none
-        # Known when forward has ended. What shares the version counter: a parameter itself, else a tensor without memory;
-        # for what has no counter, one to which nobody writes.
-        self.watches: list[Tensor] = []
+        # Known when forward has ended. What shares the version counter, for as long as there is somebody who may write to it
+        # (Note [who may write to a saved tensor]); for what has no counter, a tensor to which nobody writes.
+        self.watches: list[weakref.ref[Tensor]] = []
+        self._aliases: list[Tensor] = []  # of those that must be watched for as long as this lives
         self.parameters: dict[int, Parameter] = {}  # those that slots look at
         self._others: list[int] = []  # the slots that look at none
         self._kinds = Kinds([], [])  # of what these look at
@@ -80,28 +90,34 @@ class Slots:
             expected: what this returned for the layer's last forward. As a rule it is the same: one object for all steps.
         """
         versions, by_base = self.versions, self.watch_by_base
-        watches: list[Tensor] = []
+        watches: list[weakref.ref[Tensor]] = []
         others: list[Tensor] = []
         for index, tensor in enumerate(self.saved):
             base = tensor._base  # all views of a tensor share its version counter
             if base is None:
                 base = tensor
-            if type(base) is Parameter and versions[index] is not None:
+            version = versions[index]
+            if type(base) is Parameter and version is not None:
                 self.parameters[index] = base
-                watches.append(base)
+                watches.append(weakref.ref(base))
                 continue
             self._others.append(index)
             others.append(tensor)
-            watch = by_base.get(id(base)) if type(tensor) is Tensor and versions[index] is not None else _UNWATCHED
+            if type(tensor) is not Tensor or version is None:
+                watch = None
+            elif base.is_leaf:
+                alias = by_base.get(id(base))
+                if alias is None:
+                    alias = by_base[id(base)] = _alias(tensor)
+                    self._aliases.append(alias)
+                watch = None if alias is _NOBODYS else weakref.ref(alias)
+            elif base._version == version:
+                watch = weakref.ref(base)
+            else:
+                watch, versions[index] = _UNWATCHED, ~version  # known to have been written to, also when it is gone
             if watch is None:
-                try:
-                    watch = tensor.detach()  # as `without_memory` does
-                    watch.data = nothing_on(tensor.device)
-                    by_base[id(base)] = watch
-                except RuntimeError:  # sparse and nested layouts
-                    watch = _UNWATCHED
-            if watch is _UNWATCHED:
-                versions[index] = watch._version
+                watch = _UNWATCHED
+                versions[index] = _NOBODYS._version
             watches.append(watch)
         self._kinds = expected if expected is not None and expected.are_of(others) else Kinds.of(others)
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
@@ -112,10 +128,17 @@ class Slots:
         self.saved.clear()
         self.watch_by_base.clear()
 
+    def is_written(self, index: int) -> bool:
+        """Whether the tensor of a slot has been written to after it was saved, by anyone who may."""
+        watched = self.watches[index]()
+        return watched is not None and watched._version != self.versions[index]
+
     def written(self, index: int) -> RuntimeError:
         """The error for a write to the tensor of a slot after it was saved."""
         version = self.versions[index]
         assert version is not None
+        if version < 0:
+            version = ~version
         parameter = self.parameters.get(index)
         if parameter is not None:
             shape, dtype = parameter.shape, parameter.dtype
@@ -141,21 +164,30 @@ class Slots:
 
     def changed_parameter(self, saved: Sequence[Tensor], answered: Set[int]) -> str | None:
         """What has been done to a parameter that was saved; None for nothing. Slots in `answered` hold results only."""
-        bases = [tensor if (base := tensor._base) is None else base for tensor in saved]
-        versions, others = self.versions, list(map(type, bases)).count(Parameter)
+        bases, versions = list(map(_BASE, saved)), self.versions
+        others = list(map(type, saved)).count(Parameter) + list(map(type, bases)).count(Parameter)
         for index, parameter in self.parameters.items():
             if index >= len(bases):
                 break
-            if bases[index] is parameter:
+            if saved[index] is parameter or bases[index] is parameter:
                 others -= 1
                 if parameter._version != versions[index]:
                     return f"a parameter of shape {list(parameter.shape)} has been modified by an inplace operation"
             elif index not in answered:
                 return f"a parameter of shape {list(saved[index].shape)} has been replaced"
         if others:
-            index = next(i for i, base in enumerate(bases) if type(base) is Parameter and i not in self.parameters)
+            both = enumerate(zip(saved, bases, strict=True))
+            index = next(i for i, pair in both if Parameter in map(type, pair) and i not in self.parameters)
             return f"a parameter of shape {list(saved[index].shape)} has been replaced"
         return None
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """`without_memory`, where that can be had."""
+    try:
+        return without_memory(tensor)
+    except RuntimeError:  # sparse and nested layouts
+        return _NOBODYS
 
 
 def _shape(tensor: Tensor) -> torch.Size | None:

@@ -51,6 +51,46 @@ def test_a_write_to_a_layers_output_raises(toys, enable):
     raises_as_plain(toys, enable, lambda block, x: block.lin(x).exp(), lambda outputs: outputs[1].mul_(2))
 
 
+def test_a_write_through_a_view_of_what_a_layer_computed_raises(toys, enable):
+    views = []
+
+    def forward(block, x):
+        y = block.lin(x).exp()
+        views.append(y[0])
+        return torch.tanh(y)
+
+    raises_as_plain(toys, enable, forward, lambda outputs: views[-1].mul_(2))
+    views.clear()  # they hold graphs
+
+
+def test_a_write_to_a_tensor_that_a_layer_reads_without_its_graph_raises(toys, enable):
+    """Nobody else holds what was saved; but recomputation reads the tensor anew."""
+    table = torch.full((8,), 2.0)
+
+    raises_as_plain(toys, enable, lambda block, x: block.lin(x) * table.detach(), lambda outputs: table.mul_(3))
+
+
+def test_a_write_through_an_alias_without_graph_spoils_nothing(toys, enable):
+    """Plain autograd raises where nobody but such an alias is left; what is computed anew is right whatever the alias says."""
+    aliases = []
+
+    def forward(block, x):
+        y = block.lin(x).exp()
+        aliases.append(y.detach())
+        return torch.tanh(y)
+
+    model = toys.of(forward)
+    toys.step(model).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    enable(model, True)
+    loss = toys.step(model)
+    aliases[-1].zero_()
+    loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+
+
 def test_a_write_to_an_input_that_was_saved_raises(toys, enable):
     raises_as_plain(toys, enable, lambda block, x: block.lin(x), lambda outputs: outputs[0].mul_(2))
 
