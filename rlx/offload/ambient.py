@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import has_torch_function
 
 _SEVERAL_THREADS = (
     "a layer that is recomputed draws random numbers while another thread runs one: torch has one generator per device, so "
@@ -33,8 +34,10 @@ _KERNELS = (
 
 # Of the CPU's generator, then of accelerators. As bytes, for these compare in no time.
 RandomState = tuple[bytes, ...]
+_latest: RandomState = ()  # mostly the same for all layers and steps that are alive, 5 KB for each that is not
 # Takes a tenth of the time of Tensor.numpy, and is possible under modes that take no other tensors than their own.
 _bytes_at = ctypes.string_at
+_ANYTHING, _CPU = (None,), torch.device("cpu")
 
 # The flags hold for the CPU's kernels as well. These functions carry no types.
 _cuda: Any = torch.backends.cuda
@@ -189,11 +192,14 @@ class Ambient:
 
     def random_state(self) -> RandomState:
         """The state of the generators on this thread now."""
+        global _latest
         state = torch.default_generator.get_state()
-        if not self._devices:
-            return (_bytes_at(state.data_ptr(), state.nbytes),)
         states = (state, *[_backend(device.type).get_rng_state(device) for device in self._devices])
-        return tuple([_bytes_at(state.data_ptr(), state.nbytes) for state in states])
+        found = tuple([_bytes_at(state.data_ptr(), state.nbytes) for state in states])
+        if found == _latest:
+            return _latest
+        _latest = found
+        return found
 
     def _set_random_state(self, random_state: RandomState) -> None:
         states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in random_state]
@@ -209,7 +215,8 @@ def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
     Read twice for each layer and step, hence the plain tuple.
     """
     return (
-        torch.empty(0).device,  # a fifth of the time of torch.get_default_device
+        # Set by a mode only, thread by thread. An empty tensor takes a fifth of the time of torch.get_default_device.
+        torch.empty(0).device if has_torch_function(_ANYTHING) else _CPU,
         (_flash(), _mem_efficient(), _cudnn(), _math()),
         torch.is_autocast_cache_enabled(),
         (_is_autocast("cpu"), _autocast_dtype("cpu")),
