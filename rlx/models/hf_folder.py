@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlx.models.loading import Head, explained
+from rlx.models.value_class import ensure_value_class
 
 # transformers takes seconds to import.
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class ModelCard:
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
         auto_class = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[self.head]
+        if self.head == "value":
+            ensure_value_class(self.config)
         dtype = next(iter(weights.values())).dtype
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(self.config), dtype=dtype, trust_remote_code=trust_remote_code)

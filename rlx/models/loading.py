@@ -13,6 +13,7 @@ from torch import nn
 
 from rlx.config.schema import TOKENIZER_FILES, ModelConfig
 from rlx.errors import ExplainedError
+from rlx.models.value_class import NoValueClassError, ensure_value_class
 
 # transformers takes seconds to import: the driver needs a tokenizer only, and tools that only plan need nothing of it.
 if TYPE_CHECKING:
@@ -157,7 +158,10 @@ def _class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrained
     if head == "value":
         loaded.num_labels = 1
         loaded.classifier_dropout = 0.0
-        _check_value_class(config.path, loaded)
+        try:
+            ensure_value_class(loaded)
+        except NoValueClassError as error:
+            raise ModelError(f"{config.path}: {error}") from None
     if head == "score":
         _check_labels(config.path, loaded)
     classes = {
@@ -174,19 +178,6 @@ def rope_by_length(config: "PreTrainedConfig") -> str | None:
     # Models with layers of several types have parameters for each type.
     kinds = (str(each.get("rope_type")) for each in (given, *given.values()) if isinstance(each, dict))
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
-
-
-def _check_value_class(path: str | None, loaded: "PreTrainedConfig") -> None:
-    """Refuses an architecture that transformers has no model with a number per token for."""
-    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-
-    own = getattr(loaded, "auto_map", None) or {}
-    if type(loaded) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING and "AutoModelForTokenClassification" not in own:
-        raise ModelError(
-            f"{path}: got a model of type {loaded.model_type} for a critic, expected one with a class for token classification, "
-            "which transformers does not have for it; set critic.model.path to a model of another type with the same "
-            "tokenizer, or an algorithm.adv_estimator without critic, as grpo or reinforce_plus_plus"
-        )
 
 
 def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
