@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.algorithms.advantages import (
+    BLOCK_STEPS,
     ESTIMATORS,
     gae,
     grpo,
@@ -101,6 +102,36 @@ def test_gae_like_the_loop(seed, rows, width, gamma, lam):
         assert advantages[b][mask[b]].tolist() == pytest.approx(expected, abs=1e-12)
         got = (returns[b] - advantages[b])[mask[b]]
         assert torch.allclose(got, values[b][mask[b]], rtol=0, atol=1e-12)
+
+
+def stepwise_gae(rewards, values, mask, gamma, lam):
+    """The recursion, one step at a time in fp64, in the order of operations that `gae` must keep."""
+    advantages, known = torch.zeros(mask.shape, dtype=F64), torch.where(mask, values, 0.0).double()
+    next_value = next_advantage = torch.zeros(mask.shape[0], dtype=F64)
+    for t in reversed(range(mask.shape[1])):
+        delta = torch.where(mask[:, t], rewards[:, t], 0.0).double() + gamma * next_value - known[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        next_value = torch.where(mask[:, t], known[:, t], next_value)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    return advantages.to(values.dtype), (advantages + known).to(values.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("width", [0, 1, BLOCK_STEPS - 1, BLOCK_STEPS, 2 * BLOCK_STEPS + 5])
+@pytest.mark.parametrize("holes", [False, True])
+def test_gae_over_several_blocks_is_that_of_single_steps_bit_for_bit(dtype, width, holes):
+    source = torch.Generator().manual_seed(width)
+    rewards, values = (torch.randn(9, width, generator=source, dtype=F64).to(dtype) for _ in range(2))
+    lengths = torch.randint(0, width + 1, (9, 1), generator=source)
+    mask = torch.rand(9, width, generator=source) < 0.5 if holes else torch.arange(width) < lengths
+    if holes and width > BLOCK_STEPS:
+        mask[:, 3 : 3 + BLOCK_STEPS] = False  # longer than a block
+    rewards[~mask], values[~mask] = torch.nan, torch.inf
+    for gamma, lam in ((0.99, 0.95), (1.0, 1.0), (0.9, 0.0)):
+        found, expected = (f(rewards, values, mask, gamma, lam) for f in (gae, stepwise_gae))
+        assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found, expected, strict=True))
+        assert found[0].dtype == found[1].dtype == dtype
 
 
 @given(**shapes)
