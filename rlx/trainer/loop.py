@@ -305,7 +305,7 @@ class Trainer:
         if shown:
             self.progress.generations(shown)
             self.tracker.generations(shown, self.finished_steps)
-        self.last_validation = validation.summarise(batch, scores)
+        self.last_validation = validation.summarise(batch, scores) | validation.over_samples(batch, scores, samples)
         self.first_validation = self.first_validation or self.last_validation
         return self.last_validation
 

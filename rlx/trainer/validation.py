@@ -1,4 +1,4 @@
-"""Scoring the policy on held-out prompts, and keeping what it wrote."""
+"""Scoring the policy on held-out prompts, and keeping what it wrote. Shape letters: B samples, P prompts, N samples of each."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
@@ -30,13 +31,76 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
         "val/reward": scores.scores.mean().item(),
         "val/response_length": lengths.mean().item(),
     }
-    rows_of: dict[str, list[int]] = defaultdict(list)
-    for row, source in enumerate(batch.info["data_source"]):
-        rows_of[source].append(row)
+    rows_of = _rows_by_source(batch)
     if len(rows_of) > 1:
         for source, rows in rows_of.items():
             metrics[f"val/accuracy/{source}"] = right[rows].mean().item()
     return metrics
+
+
+def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]:
+    """What several samples of each prompt tell, by data source; nothing for one sample.
+
+    Of the accuracy `acc` (see Scores.right) and of the score `reward`, with n = `samples`, means over the prompts of
+
+        mean@n       the mean of a prompt's samples
+        std@n        their standard deviation, that of the n themselves (divided by n, not n - 1)
+        best@k/mean  the expected best of k samples, for k = 2, 4, ... below n and for n: see `best_of`
+
+    as `<section>/<data source>/<acc or reward>/<name>`. The section is `val-core` for mean@n and best@n/mean of `acc` where a
+    reward function reports one, else of `reward`; the rest is `val-aux`.
+
+    Args:
+        batch: samples of a prompt in a row, with info data_source.
+        scores: of its rows.
+        samples: n, the same for every prompt.
+
+    Source: names and sections as in verl-project/verl@018f23b, which draws the k samples a thousand times with replacement,
+    so that its best@k is a little lower and its best@n is not the best of all n. Its worst@k, the deviations of its draws,
+    and maj@k, which needs an answer as text where rlx keeps numbers, are left out.
+    """
+    if samples == 1:
+        return {}
+    sizes = [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples]
+    numbers = {"acc": scores.right(), "reward": scores.scores.double()}
+    own = scores.extra.get("acc", [math.nan] * len(batch))
+    metrics = {}
+    for source, rows in _rows_by_source(batch).items():
+        core = "reward" if all(math.isnan(own[row]) for row in rows) else "acc"
+        for name, of_row_B in numbers.items():
+            values_PN = of_row_B[rows].view(-1, samples)
+            found = {f"mean@{samples}": values_PN.mean(), f"std@{samples}": values_PN.std(dim=1, correction=0).mean()}
+            found |= {f"best@{k}/mean": best_of(values_PN, k).mean() for k in sizes}
+            heads = (f"mean@{samples}", f"best@{samples}/mean") if name == core else ()
+            for what, value in found.items():
+                metrics[f"{'val-core' if what in heads else 'val-aux'}/{source}/{name}/{what}"] = value.item()
+    return metrics
+
+
+def best_of(values_PN: Tensor, k: int) -> Tensor:
+    """The mean of the largest value over all choices of k of a row's n values: unbiased for the expected best of k samples.
+
+    With x_1 <= ... <= x_n it is the sum over i of C(i - 1, k - 1) / C(n, k) x_i, as x_i is the largest of so many choices.
+
+    Args:
+        values_PN: (P, n) float.
+        k: 1 to n.
+
+    Returns:
+        (P,) of the same dtype.
+
+    Source: for values 0 and 1 this is pass@k of arXiv:2107.03374, equation 1, 1 - C(n - c, k) / C(n, k) with c ones.
+    """
+    n = values_PN.shape[1]
+    shares = [math.comb(i - 1, k - 1) / math.comb(n, k) for i in range(1, n + 1)]
+    return values_PN.sort(dim=1).values @ torch.tensor(shares, dtype=values_PN.dtype)
+
+
+def _rows_by_source(batch: Batch) -> dict[str, list[int]]:
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, source in enumerate(batch.info["data_source"]):
+        rows_of[source].append(row)
+    return rows_of
 
 
 def extras(scores: Scores, prefix: str) -> dict[str, float]:

@@ -107,7 +107,11 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
 
     monkeypatch.setattr(trainer, "generate", generate)
     monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.ones(len(batch)), {}))
-    assert trainer.validate()["val/accuracy"] == 1.0
+    metrics = trainer.validate()
+    assert metrics["val/accuracy"] == 1.0
+    assert [name for name in metrics if "@" in name and "core" in name] == [
+        f"val-core/x/reward/{what}" for what in ("mean@4", "best@4/mean") if samples == 4
+    ]
     assert len((tmp_path / "validation/0.jsonl").read_text().splitlines()) == 3 * samples
 
 

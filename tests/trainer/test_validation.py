@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -61,3 +62,54 @@ def test_generations_are_dumped_one_a_line(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "new/7.jsonl").read_text().splitlines()]
     assert [line["score"] for line in lines] == [1.0, 0.0]
     assert lines[1]["response"] == "response_text1" and lines[1]["steps"] == 5.0
+
+
+def test_several_samples_by_hand():
+    """Source a: prompts with scores 0 0 1 3 and 1 1 1 1; source b, whose function reports acc: 0 2 0 0 with acc 1 0 0 0."""
+    parts = [
+        part(5, 8, "a", [0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0], {}),
+        part(5, 4, "b", [0.0, 2.0, 0.0, 0.0], {"acc": [1.0, 0.0, 0.0, 0.0]}),
+    ]
+    expected = {
+        # Of the six pairs of 0 0 1 3 the best are 0 1 3 1 3 3: 11/6. Deviations: (0 0 1 3) of mean 1 has variance 6/4.
+        "val-core/a/reward/mean@4": 1.0,
+        "val-core/a/reward/best@4/mean": (3 + 1) / 2,
+        "val-aux/a/reward/best@2/mean": (11 / 6 + 1) / 2,
+        "val-aux/a/reward/std@4": math.sqrt(1.5) / 2,
+        # Right are the scores of 1 or more: 0 0 1 1, of whose six pairs five hold a right one.
+        "val-aux/a/acc/mean@4": 0.75,
+        "val-aux/a/acc/best@4/mean": 1.0,
+        "val-aux/a/acc/best@2/mean": (5 / 6 + 1) / 2,
+        "val-aux/a/acc/std@4": 0.25,
+        "val-core/b/acc/mean@4": 0.25,
+        "val-core/b/acc/best@4/mean": 1.0,
+        "val-aux/b/acc/best@2/mean": 0.5,
+        "val-aux/b/acc/std@4": math.sqrt(3) / 4,
+        "val-aux/b/reward/mean@4": 0.5,
+        "val-aux/b/reward/best@4/mean": 2.0,
+        "val-aux/b/reward/best@2/mean": 1.0,
+        "val-aux/b/reward/std@4": math.sqrt(3) / 2,
+    }
+    assert validation.over_samples(*join(parts), 4) == pytest.approx(expected)
+
+
+def test_one_sample_of_each_prompt_gives_no_further_metric():
+    assert validation.over_samples(*part(5, 2, "a", [1.0, 0.0], {}), 1) == {}
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(2, {2}), (3, {2, 3}), (8, {2, 4, 8}), (12, {2, 4, 8, 12})])
+def test_the_best_is_of_powers_of_two_and_of_all(samples, sizes):
+    metrics = validation.over_samples(*part(5, samples, "a", [1.0] * samples, {}), samples)
+    assert {name for name in metrics if "/reward/best" in name} == {
+        f"val-{'core' if k == samples else 'aux'}/a/reward/best@{k}/mean" for k in sizes
+    }
+    assert f"val-core/a/reward/mean@{samples}" in metrics and f"val-aux/a/acc/std@{samples}" in metrics
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_the_best_of_k_is_the_mean_over_all_choices(k):
+    values_PN = torch.tensor([[0.5, -2.0, 0.5, 3.0, 1.0], [0.0, 1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    expected = [sum(best) / len(best) for row in values_PN.tolist() for best in [[*map(max, combinations(row, k))]]]
+    assert validation.best_of(values_PN, k).tolist() == pytest.approx(expected, abs=1e-15)
+    right, of, among = 2, 5, math.comb
+    assert validation.best_of(values_PN, k)[1].item() == pytest.approx(1 - among(of - right, k) / among(of, k))
