@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.faults import Fault
+from rlx.config.folders import runs_folder, warm_starts_folder, why_not_writable
 from rlx.config.machine import Setting, on_accelerator
 from rlx.config.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.config.schema import ARITHMETIC
@@ -173,23 +174,40 @@ def checkpoint_exists(s: Setting) -> Faults:
     trainer, key = s.config.trainer, "trainer.resume_from_path"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
         folder = Path(trainer.resume_from_path).expanduser()
-        if not folder.is_dir() or not re.fullmatch(r"global_step_\d+", folder.name):
+        if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "driver.json").is_file():
             remedy = f"correct {key}; checkpoints lie in <run folder>/checkpoints"
-            got, expected = f"{key}={trainer.resume_from_path}", "a folder named global_step_N"
-            yield Fault("the checkpoint to resume from does not exist", got, expected, remedy, (key,))
+            got = f"{key}={trainer.resume_from_path}"
+            expected = "a folder named global_step_N with a driver.json, which is written last"
+            what = "does not exist" if not folder.is_dir() else "is none, or not finished"
+            yield Fault(f"the checkpoint to resume from {what}", got, expected, remedy, (key,))
 
 
 def folders_can_be_written(s: Setting) -> Faults:
-    """Where a folder is to be made there is no file."""
-    for key in (
-        "trainer.default_local_dir",
-        "trainer.rollout_data_dir",
-        "trainer.validation_data_dir",
-        "warm_start.cache_dir",
-    ):
-        path = s.value(key)
-        if path is not None and Path(path).expanduser().is_file():
-            yield Fault("a folder is needed where a file is", f"{key}={path}", "a folder", f"change {key}", (key,))
+    """Folders that the driver writes to are writable, or can be made."""
+    for key, folder in _written_folders(s):
+        wrong = why_not_writable(folder)
+        if wrong is not None:
+            value = s.value(key) or f"null, which stands for {folder}"
+            got, expected = f"{key}={value}: {wrong}", "a folder that is writable, or can be made"
+            remedy = f"change {key}, or let this user write there"
+            yield Fault("a folder that is written to cannot be", got, expected, remedy, (key,))
+
+
+def _written_folders(s: Setting) -> Iterator[tuple[str, Path]]:
+    """Each with the key that names it."""
+    trainer = s.config.trainer
+    for name in ("rollout_data_dir", "validation_data_dir"):
+        if s.value(f"trainer.{name}") is not None:
+            yield f"trainer.{name}", Path(s.value(f"trainer.{name}")).expanduser().absolute()
+    checkpoint = Path(trainer.resume_from_path or "").expanduser().absolute()
+    if trainer.resume_mode != "resume_path":
+        yield "trainer.default_local_dir", runs_folder(s.config)
+    elif checkpoint.is_dir():  # its run goes on in the folder that it has
+        yield "trainer.resume_from_path", checkpoint.parent.parent
+    made = warm_starts_folder(s.config)
+    # A cache that is only read will do; whether what it has is what is wanted only the warm start knows.
+    if is_tiny(s.config) and not any(made.glob("warm_start_*")):
+        yield "warm_start.cache_dir", made
 
 
 MACHINE_RULES = (

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 import rlx.models.tiny
+from rlx.config.folders import warm_starts_folder
 from rlx.config.schema import ArithmeticConfig, PPOConfig
 from rlx.data import arithmetic
 from rlx.data.seeding import seed_for
@@ -64,17 +65,18 @@ def warm_start(config: PPOConfig) -> Path:
         ValueError: the generator cannot make so many problems.
         OSError: the cache directory cannot be written.
     """
-    folder = _cache_dir(config) / f"warm_start_{_fingerprint(config)}"
+    folder = warm_starts_folder(config) / f"warm_start_{_fingerprint(config)}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = rlx.models.tiny.make_tiny(config.actor_rollout_ref.model.tiny)
-    device = _device(config)
-    with _one_thread():
-        accuracy, steps = _Training(config, model.to(device), tokenizer, device).run()
-    model.to("cpu")
+    # Made first: a folder that cannot be written must not cost a training.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}_", dir=folder.parent))
     try:
+        model, tokenizer = rlx.models.tiny.make_tiny(config.actor_rollout_ref.model.tiny)
+        device = _device(config)
+        with _one_thread():
+            accuracy, steps = _Training(config, model.to(device), tokenizer, device).run()
+        model.to("cpu")
         with _silent_save():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -121,10 +123,6 @@ def _silent_save() -> Iterator[None]:
     finally:
         if had_bar:
             hf_logging.enable_progress_bar()
-
-
-def _cache_dir(config: PPOConfig) -> Path:
-    return Path(config.warm_start.cache_dir or "~/.cache/rlx").expanduser()
 
 
 def _fingerprint(config: PPOConfig) -> str:

@@ -2,7 +2,10 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from omegaconf import OmegaConf
@@ -19,6 +22,8 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
 KL_OF_RLOO = "algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo"
+OTHER_MODEL = ("experiment=arithmetic", f"{MODEL}.path=org/name")
+NOT_WRITTEN = "a folder that is written to cannot be"
 JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 
 # (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
@@ -399,7 +404,14 @@ CASES = [
         ["the checkpoint to resume from"],
         "checkpoints",
     ),
-    ("folders_can_be_written", f"trainer.default_local_dir={__file__}", ["a folder is needed"], "default_local_dir"),
+    ("folders_can_be_written", f"trainer.default_local_dir={__file__}", [NOT_WRITTEN], "default_local_dir"),
+    ("folders_can_be_written", f"trainer.default_local_dir={__file__}/a/b", [NOT_WRITTEN], "default_local_dir"),
+    (
+        "folders_can_be_written",
+        f"trainer.rollout_data_dir={__file__}/a trainer.validation_data_dir={__file__} warm_start.cache_dir={__file__}",
+        [NOT_WRITTEN] * 3,
+        "rollout_data_dir",
+    ),
 ]
 
 
@@ -504,6 +516,50 @@ def test_sequences_beyond_the_models_positions_are_warned_of(verdict, tmp_path, 
     warned = [text for text in verdict(command).warnings if "max_position_embeddings" in text]
     assert len(warned) == (positions is not None)
     assert all(f"the {positions} positions of the actor's model" in text for text in warned)
+
+
+# Files and folders
+
+
+def test_an_unfinished_checkpoint_is_not_resumed_from_and_its_run_must_be_writable(verdict, tmp_path):
+    checkpoint = tmp_path / "checkpoints/global_step_3"
+    checkpoint.mkdir(parents=True)
+    command = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+    assert whats(verdict(command)) == ["the checkpoint to resume from is none, or not finished"]
+    (checkpoint / "driver.json").touch()
+    assert whats(verdict(command)) == []
+    # Where the run goes on in its own folder, that for new ones is not written to.
+    assert whats(verdict([*command, f"trainer.default_local_dir={__file__}"])) == []
+
+
+def test_a_cache_of_warm_starts_may_be_read_only(verdict, read_only: Path):
+    command = [f"trainer.default_local_dir={read_only.parent}/runs", f"warm_start.cache_dir={read_only}"]
+    assert whats(verdict(command)) == [NOT_WRITTEN]
+    assert whats(verdict([*command, *OTHER_MODEL])) == [], "then there is no warm start"
+    os.chmod(read_only, 0o755)
+    (read_only / "warm_start_0123").mkdir()
+    os.chmod(read_only, 0o555)
+    assert whats(verdict(command)) == []
+
+
+@pytest.mark.parametrize("below", ["", "new/folder"])
+def test_a_folder_without_permission_is_a_fault(verdict, read_only: Path, below: str):
+    (fault,) = verdict([f"trainer.default_local_dir={read_only / below}", *OTHER_MODEL]).faults
+    assert fault.got == f"trainer.default_local_dir={read_only / below}: {read_only} is not writable"
+
+
+@pytest.fixture
+def read_only() -> Iterator[Path]:
+    """A folder in which this process may not write, not even as root, who then is nobody for the test."""
+    user = os.geteuid()
+    with TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        if user == 0:
+            os.chown(name, 65534, 65534)
+            os.seteuid(65534)
+        yield Path(name)
+        os.seteuid(user)
+        os.chmod(name, 0o755)
 
 
 # The machine

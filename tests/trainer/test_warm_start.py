@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlx.config.folders import warm_starts_folder
 from rlx.config.schema import (
     ActorRolloutRefConfig,
     ArithmeticConfig,
@@ -113,7 +114,17 @@ def test_a_failure_leaves_nothing_that_looks_finished(config, monkeypatch):
     monkeypatch.setattr("transformers.tokenization_utils_base.PreTrainedTokenizerBase.save_pretrained", full)
     with pytest.raises(OSError, match="disk full"):
         warm_start(config)
-    assert list((module._cache_dir(config)).iterdir()) == []
+    assert list(warm_starts_folder(config).iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_no_training(config, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(module.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(module._Training, "run", lambda self: pytest.fail("it trained"))
+    with pytest.raises(OSError, match="read-only"):
+        warm_start(config)
 
 
 def test_the_slower_of_two_processes_leaves_the_folder_of_the_faster(tmp_path):

@@ -1,0 +1,29 @@
+"""Where the driver writes, as far as the configuration says, and what stands in the way."""
+
+import os
+from pathlib import Path
+
+from rlx.config.schema import PPOConfig
+
+
+def runs_folder(config: PPOConfig) -> Path:
+    """The folder that holds the runs of this experiment."""
+    trainer = config.trainer
+    chosen = trainer.default_local_dir or Path("outputs") / trainer.project_name / trainer.experiment_name
+    return Path(chosen).expanduser().absolute()
+
+
+def warm_starts_folder(config: PPOConfig) -> Path:
+    """The folder that holds finished warm starts."""
+    return Path(config.warm_start.cache_dir or "~/.cache/rlx").expanduser().absolute()
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder, there or still to be made; None if nothing is known against it."""
+    nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    # What counts is who writes, where the system can tell.
+    effective = os.access in os.supports_effective_ids
+    is_open = os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective)
+    return None if is_open else f"{nearest} is not writable"
