@@ -16,6 +16,7 @@ from rlx.config.outlook_text import long_text, short_text
 from rlx.config.schema import PPOConfig
 from rlx.config.validate import check
 from rlx.errors import ExplainedError
+from rlx.trainer.own_code import try_own_code
 
 DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
 
@@ -47,14 +48,16 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
         machine = inspect_machine(join_cluster(composed.partial, until_done))
         if not only_check:
             fetch_configs(composed.partial)
-        verdict = check(composed, machine)
+        checked = check(composed, machine)
+        tried = try_own_code(composed.partial, composed.broken, machine)
+        faults = (*checked.faults, *tried.faults)
         if only_check and not composed.faults:
             print(composed.yaml)
             print(long_text(Outlook.of(composed.config, machine)))
-        for warning in verdict.warnings:
+        for warning in (*checked.warnings, *tried.warnings):
             print(f"warning: {warning}", file=sys.stderr)
-        if verdict.faults:
-            print(f"{len(verdict.faults)} fault(s) in the configuration:\n{numbered(verdict.faults)}", file=sys.stderr)
+        if faults:
+            print(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}", file=sys.stderr)
             return FAULTY
         if only_check:
             return DONE

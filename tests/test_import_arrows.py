@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "rollout": {"models"},
     "workers": {"engine", "models", "rollout"},
     "cluster": set(),
-    "trainer": {"algorithms", "cluster", "config", "data", "models", "rewards", "rollout", "workers"},
+    "trainer": {"algorithms", "cluster", "config", "data", "models", "rewards", "rollout", "user_code", "workers"},
 }
 # Modules that every part may import, but for those that are libraries of their own.
 LEAVES = {

@@ -87,6 +87,23 @@ def test_faults_are_numbered_and_exit_with_2(capsys: pytest.CaptureFixture[str],
     )
 
 
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_code_of_the_users_own_is_tried_before_anything_starts(capsys, run_is, check: list[str], tmp_path: Path):
+    run_is(fails(AssertionError("must not run")))
+    (tmp_path / "mine.py").write_text("def policy_loss(log_probs, old_log_probs, advantages): ...")
+    keys = ("actor_rollout_ref.actor.policy_loss", "custom_reward_function")
+    command = [f"{key}.path={tmp_path}/mine.py" for key in keys]
+    assert main([*check, *command, "trainer.device=cpu", "trainer.sed=1", "data.val_files=/none.jsonl"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err
+    assert printed.err.startswith("4 fault(s)") and "1. unknown key trainer.sed" in printed.err
+    assert "3. the reward function of your own cannot be used" in printed.err and "no 'compute_score'" in printed.err
+    assert "4. the policy loss of your own cannot be used" in printed.err
+    (tmp_path / "mine.py").write_text("def policy_loss(*tensors): ...\n\ndef compute_score(**of_sample): ...")
+    run_is(lambda config, yaml: None)
+    assert main([*check, *command, "trainer.device=cpu"]) == 0
+
+
 def test_check_shows_the_tree_beside_faults_of_the_machine(capsys: pytest.CaptureFixture[str]):
     assert main(["--check", "data.val_files=/none.jsonl"]) == 2
     printed = capsys.readouterr()

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from rlx.user_code import UserCodeError, load_name
+from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, UserCodeError, load_callable, load_name, misfit
 
 
 def test_loads_what_is_named(tmp_path):
@@ -30,11 +30,17 @@ def test_no_such_file(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "text, what", [("import nowhere_at_all", "ModuleNotFoundError: No module"), ("x = (", "SyntaxError")]
+    "text, what",
+    [
+        ("import nowhere_at_all", r"ModuleNotFoundError: No module .* \(line 1\)$"),
+        ("\n\ndef f():\n    return json\n\nf()\n", r"NameError: name 'json' is not defined.* \(line 4\)$"),
+        ("x = (", "SyntaxError"),
+        ("import sys\nsys.exit('done')", r"SystemExit: done \(line 2\)$"),
+    ],
 )
 def test_import_fails(tmp_path, text, what):
     (tmp_path / "bad.py").write_text(text)
-    with pytest.raises(UserCodeError, match=rf"group\.path: importing .*bad\.py failed with {what}"):
+    with pytest.raises(ImportFailed, match=rf"group\.path: importing .*bad\.py failed with {what}"):
         load_name(str(tmp_path / "bad.py"), "x", "group")
 
 
@@ -42,3 +48,46 @@ def test_no_such_name(tmp_path):
     (tmp_path / "good.py").write_text("x = 1\n_y = 2\n")
     with pytest.raises(UserCodeError, match=r"group\.name: .*good\.py has no 'z', it has \['x'\]"):
         load_name(str(tmp_path / "good.py"), "z", "group")
+
+
+def test_a_name_that_is_nearly_right(tmp_path):
+    (tmp_path / "good.py").write_text("def policy_loss(): ...")
+    with pytest.raises(
+        UserCodeError, match=r"has no 'polcy_loss', it has \['policy_loss'\]; did you mean policy_loss\?"
+    ):
+        load_name(str(tmp_path / "good.py"), "polcy_loss", "group")
+
+
+CALLABLES = """
+class Data:
+    def __init__(self, files, config, tokenizer, split): ...
+
+class Poor: ...
+
+class Loss:
+    def __call__(self, *tensors): ...
+
+loss, number = Loss(), 5
+late = globals()["made"] = lambda log_probs, old_log_probs, advantages, mask, settings=None: None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "interface"), [("Data", DATASET), ("loss", POLICY_LOSS), ("late", POLICY_LOSS), ("made", POLICY_LOSS)]
+)
+def test_what_can_be_called(tmp_path, name, interface):
+    (tmp_path / "mine.py").write_text(CALLABLES)
+    assert callable(load_callable(str(tmp_path / "mine.py"), name, interface))
+
+
+@pytest.mark.parametrize(("name", "why"), [("Poor", "too many positional"), ("number", "5 is not a callable object")])
+def test_what_cannot_be_called(tmp_path, name, why):
+    (tmp_path / "mine.py").write_text(CALLABLES)
+    with pytest.raises(
+        UserCodeError, match=rf"^data\.custom_cls: {name} in .* f\(files, config, tokenizer, split\) \({why}"
+    ):
+        load_callable(str(tmp_path / "mine.py"), name, DATASET)
+
+
+def test_a_function_that_python_knows_no_signature_of_is_taken():
+    assert misfit(type, ("a", "b")) is None and misfit(len, ()) is not None

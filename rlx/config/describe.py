@@ -46,8 +46,14 @@ run that needs nothing but this package. Values are written as Hydra writes them
 
 `python -m rlx.main_ppo --check ...` composes, validates, prints the tree and a prediction of memory, and stops. All
 faults are listed at once before any worker starts, with what was found, what was expected and what to do, and exit code
-2: unknown keys with the nearest known name, wrong types, values out of range, combinations that cannot work, and what
-this machine or cluster lacks. Keys that have no effect under the other options give one warning.
+2: unknown keys with the nearest known name, wrong types, values out of range, combinations that cannot work, what
+this machine or cluster lacks, folders that cannot be written, and code of your own that cannot be imported or called.
+Keys that have no effect under the other options give one warning.
+
+A run then reads what takes longer to look at, still before a warm start and before Ray, and again says at once what is
+wrong, with exit code 1: the checkpoint to resume from, the configs of models and the names in `override_config`,
+`attn_implementation` and `target_modules`, tokenizers, every prompt, whether each data source has a reward function, and
+the names in `ray_kwargs.ray_init`. The weights of models and the options of vLLM are looked at by the workers.
 """
 
 DIFFERENCES = """\

@@ -1,5 +1,6 @@
 """Prompts from files: read, checked and tokenised once at the start, handed out by index."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,7 @@ from rlx.data import gsm8k
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch
 from rlx.data.files import DataError, ListRows, Rows, open_rows
-from rlx.user_code import UserCodeError, load_name
+from rlx.user_code import DATASET, UserCodeError, load_callable
 
 INTERFACE = ("__len__", "batch", "report")
 """What a data set of the user's own class must have."""
@@ -48,7 +49,7 @@ class PromptDataset:
         tokenizer: with a chat template where prompts are chats.
         split: "train" or "val": which generated problems, and which max_samples.
 
-    `report` says what was dropped or cut, and is empty when nothing was.
+    `report` says what was dropped or cut, and is empty when nothing was. `data_sources` are those of the rows that are left.
 
     Raises:
         DataError: names file, row, got, expected, remedy.
@@ -59,10 +60,11 @@ class PromptDataset:
         self._pad_token_id = _pad_token_id(tokenizer)
         self._files = [self._open(file) for file in files]
         self._ends = np.cumsum([len(file.rows) for file in self._files])
-        self._lengths = self._measure()
+        self._lengths, sources = self._measure()
         overlong = self._lengths > config.max_prompt_length
         self._kept = np.flatnonzero(~overlong) if config.filter_overlong_prompts else np.arange(len(overlong))
         self.report = self._describe(int(overlong.sum()))
+        self.data_sources = frozenset(sources[row] for row in self._kept.tolist())
         if not len(self._kept):
             few = f"data.{split}_max_samples and the files give 0 rows; raise the one, or name other files"
             why = f"{self.report}; raise data.max_prompt_length" if len(overlong) else few
@@ -132,8 +134,9 @@ class PromptDataset:
                 raise DataError(f"{file.name}, row {number}: {fault}") from fault
         return prompts
 
-    def _measure(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """The length in tokens of each row that may be used; faults of rows show up here, before anything is trained."""
+    def _measure(self) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", list[str]]:
+        """Length in tokens and data source of each row that may be used; faults of rows show up here, before anything is
+        trained."""
         most = {"train": self._config.train_max_samples, "val": self._config.val_max_samples}[self._split]
         room = int(self._ends[-1]) if most < 0 else min(most, int(self._ends[-1]))
         chunks, left = [], room
@@ -142,12 +145,15 @@ class PromptDataset:
             chunks += [(file, start, min(start + CHUNK_ROWS, stop)) for start in range(0, stop, CHUNK_ROWS)]
             left -= stop
         lengths: list[int] = []
+        sources: list[str] = []
         for file, start, stop in track(chunks, f"{self._split} prompts", disable=room < BAR_FROM_ROWS):
-            contents = [prompt.content for prompt in self._read(file, start, stop)]
+            prompts = self._read(file, start, stop)
+            sources += [sys.intern(prompt.data_source) for prompt in prompts]
+            contents = [prompt.content for prompt in prompts]
             for row, tokens in enumerate(self._tokenise_of(file, start, contents), start):
                 self._check_length(file, row, len(tokens))
                 lengths.append(len(tokens))
-        return np.array(lengths, dtype=np.int64)
+        return np.array(lengths, dtype=np.int64), sources
 
     def _check_length(self, file: _File, row: int, length: int) -> None:
         limit = self._config.max_prompt_length
@@ -261,12 +267,12 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
     custom = config.custom_cls
     if custom.path is None:
         return PromptDataset(files, config, tokenizer, split)
-    key = "data.custom_cls"
+    key = DATASET.key
     if custom.name is None:
         raise UserCodeError(
             f"{key}.path is {custom.path!r}, but {key}.name is not set; expected the name of the class in it"
         )
-    dataset: PromptDataset = load_name(custom.path, custom.name, key)(files, config, tokenizer, split)
+    dataset: PromptDataset = load_callable(custom.path, custom.name, DATASET)(files, config, tokenizer, split)
     missing = [name for name in INTERFACE if not hasattr(dataset, name)]
     if missing:
         raise UserCodeError(

@@ -4,7 +4,6 @@ An objective turns the model's outputs on one micro-batch into its share of the 
 already divided by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
 """
 
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +17,7 @@ from rlx.algorithms.rollout_correction import mismatch_sums
 from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
 from rlx.engine.forward import Distribution
-from rlx.user_code import UserCodeError, load_name
+from rlx.user_code import POLICY_LOSS, load_callable
 
 NO_CORRECTION = RolloutCorrectionConfig()
 
@@ -77,16 +76,7 @@ def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     """
     if config.path is None:
         return POLICY_LOSSES[config.loss_mode]
-    key = "actor_rollout_ref.actor.policy_loss"
-    function: PolicyLoss = load_name(config.path, config.name, key)
-    try:
-        inspect.signature(function).bind(*[None] * 5)
-    except TypeError as fault:
-        raise UserCodeError(
-            f"{key}: {config.name} in {config.path} is {function!r}, expected a function "
-            f"f(log_probs, old_log_probs, advantages, mask, settings) ({fault})"
-        ) from fault
-    return function
+    return load_callable(config.path, config.name, POLICY_LOSS)
 
 
 def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,12 +8,16 @@ import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from rlx.user_code import UserCodeError, load_name
+from rlx.user_code import UserCodeError, load_name, misfit
+
+if TYPE_CHECKING:
+    from rlx.config.schema import CustomRewardConfig, RewardConfig
 
 KEY = "custom_reward_function"
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -26,6 +30,19 @@ LONGEST_TEXT = 10_000
 """Of what is said of a failure [characters]; what a function says may be of any length."""
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
+
+
+class Loadable(Protocol):
+    """What a reward process can try to load: it comes to it pickled."""
+
+    @property
+    def source(self) -> str:
+        """Whose import it is, in messages."""
+        ...
+
+    def load(self) -> Callable[..., Any]:
+        """Imports it. Raises UserCodeError."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,32 +84,31 @@ class Function:
                 f"f({', '.join(BATCHED if self.batched else SINGLE)})"
             )
         own, other = (BATCHED, SINGLE) if self.batched else (SINGLE, BATCHED)
-        signature = inspect.signature(function)
-        fault = _misfit(signature, (*own, *self.options))
+        fault = misfit(function, named=(*own, *self.options))
         if fault is not None:
             remedy = f"rename its parameters or add **kwargs; {KEY}.reward_kwargs are {self.options}"
-            if _misfit(signature, (*other, *self.options)) is None:
+            if misfit(function, named=(*other, *self.options)) is None:
                 remedy = (
                     f"set reward.reward_manager.name={'naive' if self.batched else 'batch'}, whose parameters it has"
                 )
             raise UserCodeError(
-                f"{KEY}: {self.name}{signature} in {self.source} cannot take the arguments "
+                f"{KEY}: {self.name}{inspect.signature(function)} in {self.source} cannot take the arguments "
                 f"{', '.join((*own, *self.options))} ({fault}); {remedy}"
             )
         return function  # type: ignore[no-any-return]
 
 
+def own_function(reward: "RewardConfig", custom: "CustomRewardConfig") -> Function | None:
+    """The function that the user wrote; None where there is none."""
+    if custom.path is None:
+        return None
+    path = str(Path(custom.path).expanduser().absolute())
+    return Function(path, custom.name, reward.timeout_s, reward.reward_manager.name == "batch", custom.reward_kwargs)
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives something to await, an object's call too."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _misfit(signature: inspect.Signature, names: Sequence[str]) -> TypeError | None:
-    try:
-        signature.bind(**dict.fromkeys(names))
-    except TypeError as fault:
-        return fault
-    return None
 
 
 Numbers = dict[str, float]

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from rlx.data.batch import Batch
 from rlx.errors import ExplainedError
 from rlx.rewards import gsm8k
 from rlx.rewards.conversations import Conversations
-from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, raised
+from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
 from rlx.rewards.pool import Call, InProcess, NotSendable, Pool
 
 logger = logging.getLogger(__name__)
@@ -108,10 +108,8 @@ class RewardManager:
         self._taken: Counter[str] = Counter()
         if reward.format is not None:
             self._form = Function("rlx.rewards.form", "compute_score", limit_s, options={"form": reward.format})
-        if custom.path is not None:
-            path = str(Path(custom.path).expanduser().absolute())
-            batched = reward.reward_manager.name == "batch"
-            own = Function(path, custom.name, limit_s, batched, custom.reward_kwargs)
+        own = own_function(reward, custom)
+        if own is not None:
             self._pool.check(own)
             self._known |= dict.fromkeys(custom.data_sources, own)
             self._all = None if custom.data_sources else own
@@ -121,6 +119,17 @@ class RewardManager:
 
     def __exit__(self, *_: object) -> None:
         self._pool.close()
+
+    def check_sources(self, data_sources: Iterable[str]) -> None:
+        """Sees before the first sample comes that each of these data sources has a reward function.
+
+        Raises:
+            RewardError: some have none; names them all.
+        """
+        asks_none = self._model is not None and self._model.rule_weight == 0
+        unknown = [] if asks_none or self._all is not None else sorted(set(data_sources) - self._known.keys())
+        if unknown:
+            raise RewardError(self._no_function_for(unknown))
 
     def sequences(self, batch: Batch) -> Batch:
         """What the reward model reads of the batch. Raises ConversationError."""
@@ -188,11 +197,15 @@ class RewardManager:
         if self._all is not None:
             return self._all
         if data_source not in self._known:
-            raise RewardError(
-                f"no reward function for data source {data_source!r}; known: {', '.join(sorted(self._known))}; "
-                "set custom_reward_function.path and .name, or name the right column in data.reward_fn_key"
-            )
+            raise RewardError(self._no_function_for([data_source]))
         return self._known[data_source]
+
+    def _no_function_for(self, data_sources: list[Any]) -> str:
+        return (
+            f"no reward function for data source {', '.join(map(repr, data_sources))}; known: "
+            f"{', '.join(sorted(self._known))}; set custom_reward_function.path and .name, or name the right column in "
+            "data.reward_fn_key"
+        )
 
     def _ask(self, samples: list[Sample], functions: list[Function]) -> list[Report]:
         """What each sample's function says of it."""

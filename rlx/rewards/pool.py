@@ -26,7 +26,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from rlx.rewards.function import Function, Outcome
+from rlx.rewards.function import Function, Loadable, Outcome
 from rlx.rewards.process import OUT_OF_MEMORY
 from rlx.user_code import UserCodeError
 
@@ -88,14 +88,14 @@ class _Process:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is the driver's to handle; and what a function starts can be ended too
             )
-        self._loaded: set[Function] = set()
+        self._loaded: set[Loadable] = set()
         self._sent: list[int] = []
         self.unanswered: set[int] = set()
         self.deadline = math.inf
 
-    def load(self, function: Function) -> None:
+    def load(self, function: Loadable) -> None:
         """Asks for a function's import."""
-        self._function = function
+        self._loading = function
         self.deadline = time.monotonic() + LOAD_LIMIT_S
         self._send((id(function), function))
 
@@ -105,15 +105,14 @@ class _Process:
             raise TimeoutError
         answer: tuple[bool, UserCodeError | None, str] = self.connection.recv()
         if answer[1] is None:
-            self._loaded.add(self._function)
+            self._loaded.add(self._loading)
         return answer
 
     def begin(self, places: list[int], function: Function, samples: list[int], payload: bytes) -> None:
         """Sends the calls at these places, once their function is loaded."""
         self._sent, self.unanswered = places, set(places)
-        self._calls = id(function), samples, payload
+        self._calls, self._function = (id(function), samples, payload), function
         if function in self._loaded:
-            self._function = function
             self._send_calls()
         else:
             self.load(function)
@@ -170,7 +169,7 @@ class Pool:
         self.size = size
         self._options = int((memory_limit_gb or 0) * 1e9), at_once
         self._idle: list[_Process] = []
-        self._async: set[Function] = set()
+        self._async: set[Loadable] = set()
 
     def __enter__(self) -> "Pool":
         return self
@@ -183,8 +182,8 @@ class Pool:
         while self._idle:
             self._idle.pop().end()
 
-    def check(self, function: Function) -> None:
-        """Loads a function in one process, so that what is wrong with it shows before the first call.
+    def check(self, function: Loadable) -> None:
+        """Loads a function, or what else a user wrote, in one process, so that what is wrong with it shows before the first call.
 
         Raises:
             UserCodeError: it cannot be loaded.

@@ -1,6 +1,6 @@
 """A reward process: calls reward functions, ends with the driver. Started by `rlx.rewards.pool`.
 
-Messages from the driver: (number, Function) to load one, answered by (is it async, UserCodeError or None, traceback); and
+Messages from the driver: (number, Function) to load one, or what else is Loadable, answered by (is it async, UserCodeError or None, traceback); and
 (number, samples of each call, pickled arguments of the calls), answered by lists of (place of the call, Outcome).
 """
 
@@ -117,7 +117,7 @@ class Process:
             function = spec.load()
         except UserCodeError as fault:
             cause = fault.__cause__
-            return False, UserCodeError(str(fault)), "".join(traceback.format_exception(cause)) if cause else ""
+            return False, type(fault)(str(fault)), "".join(traceback.format_exception(cause)) if cause else ""
         self._functions[number] = spec, function
         return is_async(function), None, ""
 

@@ -57,6 +57,12 @@ def test_batch(tokenizer, write_jsonl):
     }
 
 
+def test_data_sources_are_those_of_the_rows_that_are_left(tokenizer, write_jsonl):
+    rows = [row(data_source="a"), row("long " * 99, data_source="b"), row(data_source="c"), row(data_source="d")]
+    options = {"filter_overlong_prompts": True, "train_max_samples": 3, "max_prompt_length": 64}
+    assert load(tokenizer, write_jsonl(rows), **options).data_sources == {"a", "c"}
+
+
 def test_a_batch_is_as_wide_as_its_own_longest_prompt(tokenizer, write_jsonl):
     dataset = load(tokenizer, write_jsonl([row("x" * 100), row("x"), row("xyz")]))
     assert dataset.batch([1, 2])["prompt_ids"].shape[1] == len("user:xyz;>")

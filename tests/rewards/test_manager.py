@@ -49,6 +49,25 @@ def test_unknown_source_lists_the_known_ones(manager, make_batch, tmp_path):
         assert part in str(caught.value)
 
 
+def test_sources_without_a_function_are_known_before_the_first_sample(manager, write_module):
+    known = ["openai/gsm8k", "math_dapo"]
+    with pytest.raises(RewardError, match="no reward function for data source 'a', 'b'; known: "):
+        manager().check_sources(["b", *known, "a"])
+    path = write_module("def compute_score(**all): return 0")
+    manager().check_sources(known)
+    manager(path).check_sources(["a"])
+    manager(path, custom={"data_sources": ("a",)}).check_sources(["a", *known])
+    with pytest.raises(RewardError, match="data source 'b';"):
+        manager(path, custom={"data_sources": ("a",)}).check_sources(["a", "b"])
+    for weight, is_asked in ((0.0, False), (1.0, True)):
+        with RewardManager(RewardConfig(), CustomRewardConfig(), RewardModel(None, weight)) as rewards:
+            if not is_asked:
+                rewards.check_sources(["a"])
+                continue
+            with pytest.raises(RewardError):
+                rewards.check_sources(["a"])
+
+
 def test_custom_function_scores_every_source(manager, make_batch, write_module, tmp_path):
     path = write_module(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
