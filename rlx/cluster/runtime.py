@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,24 @@ def session(config: PPOConfig) -> Iterator[None]:
             _shutdown()
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_options(config: PPOConfig) -> None:
+    """Sees that `ray_kwargs.ray_init` names what Ray knows, before anything starts.
+
+    Names with an underscore in front are Ray's own affair, which it does not list.
+
+    Raises:
+        ClusterError: Ray knows no such options.
+    """
+    known = [name for name, of in inspect.signature(ray.init).parameters.items() if of.kind is not of.VAR_KEYWORD]
+    faults = []
+    for name in config.ray_kwargs.ray_init:
+        if name not in known and not name.startswith("_"):
+            near = get_close_matches(name, known, n=1)
+            faults.append(f"{name!r} ({f'did you mean {near[0]}?' if near else 'remove it'})")
+    if faults:
+        raise ClusterError(f"ray_kwargs.ray_init: ray.init of Ray {ray.__version__} does not know {', '.join(faults)}")
 
 
 def accelerator() -> str:

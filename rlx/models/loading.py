@@ -109,7 +109,7 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     Raises:
         ModelError: no such model, a checkpoint that lacks weights or has them in other shapes, a kernel that is not there.
     """
-    auto_class, loaded_config = _class_and_config(config, head)
+    auto_class, loaded_config = class_and_config(config, head)
     with (
         explained(f"{config.path} as {head} model"),
         torch.random.fork_rng(devices=[]),
@@ -136,7 +136,7 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
     Raises:
         ModelError: no such model, or a kernel that is not there.
     """
-    auto_class, loaded_config = _class_and_config(config, head)
+    auto_class, loaded_config = class_and_config(config, head)
     with explained(f"{config.path} as {head} model"), torch.device("meta"):
         model = auto_class.from_config(
             loaded_config,
@@ -147,7 +147,12 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
     return model.eval()
 
 
-def _class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedConfig"]:
+def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedConfig"]:
+    """The auto class that makes the model, and its config; no weights are looked at.
+
+    Raises:
+        ModelError: as `load_config`, or no head of that kind can be had for it, or it is none that gives one score.
+    """
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,

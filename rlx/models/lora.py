@@ -51,8 +51,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     except ImportError as error:
         raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'rlx[lora]'") from None
 
-    head = _value_head(model)
-    targets = _targets(model, config.target_modules, head)
+    head, targets = _value_head(model), adapter_targets(model, config.target_modules)
     lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft finds out by itself, layer by layer
@@ -110,10 +109,19 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
     return [name for name, module in beside if any(True for _ in module.parameters())]
 
 
-def _targets(model: "PreTrainedModel", text: str, head: list[str]) -> list[str]:
-    """The full names of the modules that get adapters: all linear ones, or those whose names end as asked for."""
+def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
+    """The full names of the modules that get adapters: all linear ones, or those whose names end as asked for.
+
+    Args:
+        model: as for `add_lora`; one on the meta device will do.
+        text: `all-linear`, or names joined by commas.
+
+    Raises:
+        ModelError: as `add_lora`.
+    """
     from transformers.pytorch_utils import Conv1D
 
+    head = _value_head(model)
     modules = {name: module for name, module in model.named_modules() if name}
     if text == "all-linear":
         output = model.get_output_embeddings()

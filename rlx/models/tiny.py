@@ -26,13 +26,9 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerBase:
     return ByT5Tokenizer(extra_ids=0, additional_special_tokens=markers, chat_template=CHAT_TEMPLATE)
 
 
-def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
-    """A Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer.
-
-    The weights depend on `config` alone; the caller's random state stays as it was.
-    """
-    tokenizer = make_tiny_tokenizer()
-    model_config = Qwen3Config(
+def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
+    """The model's config, for this tokenizer."""
+    return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -46,6 +42,15 @@ def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedToke
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
+    """A Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer.
+
+    The weights depend on `config` alone; the caller's random state stays as it was.
+    """
+    tokenizer = make_tiny_tokenizer()
+    model_config = make_tiny_config(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(model_config)

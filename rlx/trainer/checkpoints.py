@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rlx.config.folders import runs_folder
+from rlx.config.roles import trained_roles
 from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError
 
@@ -36,13 +38,6 @@ class DriverState:
     kl_controller: dict[str, Any]
     skipped_steps: int
     first_validation: dict[str, float]
-
-
-def runs_folder(config: PPOConfig) -> Path:
-    """The folder that holds the runs of this experiment."""
-    trainer = config.trainer
-    chosen = trainer.default_local_dir or Path("outputs") / trainer.project_name / trainer.experiment_name
-    return Path(chosen).expanduser().absolute()
 
 
 def finished(checkpoint: Path) -> bool:
@@ -86,6 +81,37 @@ def starting_checkpoint(config: PPOConfig) -> Path | None:
         return path
     candidates = [c for run in runs_folder(config).glob("*/checkpoints") for c in checkpoints_in(run)]
     return max(candidates, key=lambda c: (c / "driver.json").stat().st_mtime_ns, default=None)
+
+
+def require_parts(config: PPOConfig, checkpoint: Path) -> None:
+    """Sees that a finished checkpoint has what this run goes on from; whether the tensors fit shows when they are loaded.
+
+    Raises:
+        ResumeError: a role's part is missing or holds no model, or one of the two has LoRA adapters and the other has not.
+    """
+    faults = []
+    for role in trained_roles(config):
+        described = checkpoint / role.name / "checkpoint.json"
+        if not described.is_file():
+            held = sorted(part.name for part in checkpoint.iterdir() if (part / "checkpoint.json").is_file())
+            faults.append(
+                f"there is no {role.name} in it, only {held}: resume with the algorithm.adv_estimator it was written with"
+            )
+            continue
+        known = json.loads(described.read_text())
+        if "model" not in known["contents"]:
+            faults.append(
+                f"its {role.name} holds {known['contents']} without the model: only a run with {role.key}.checkpoint."
+                "save_contents=[model,optimizer,extra] can be resumed"
+            )
+        elif bool(known["adapters"]) != (role.model.lora_rank > 0):
+            have = "adapters of LoRA" if known["adapters"] else "no adapters of LoRA"
+            faults.append(
+                f"its {role.name} has {have} and {role.model_key}.lora_rank={role.model.lora_rank}: set it as in the run that "
+                "wrote it"
+            )
+    if faults:
+        raise ResumeError(f"{checkpoint} cannot be resumed from: {'; '.join(faults)}")
 
 
 def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:

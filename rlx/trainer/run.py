@@ -2,29 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.mesh import Mesh
 from rlx.cluster.placement import Pool
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY, critic_settings, has_critic, has_reward_model, sharded_roles
+from rlx.config.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.data.prompts import load_prompts
 from rlx.data.sampler import PromptSampler
-from rlx.models.loading import load_tokenizer
-from rlx.rewards.conversations import Conversations
-from rlx.rewards.manager import RewardManager, RewardModel
-from rlx.trainer.checkpoints import read_driver_state, run_folder, starting_checkpoint
+from rlx.trainer.checkpoints import read_driver_state, run_folder
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.report import write_report
+from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import Tracker
 from rlx.trainer.warm_start import warm_start
 from rlx.workers.worker import Worker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def run(config: PPOConfig, yaml: str) -> Path:
@@ -35,33 +28,29 @@ def run(config: PPOConfig, yaml: str) -> Path:
         yaml: the same as text, kept in the run's folder.
 
     Raises:
-        DataError, RewardError, ResumeError, WorkerFailure: each says what to do about it.
+        what `prepare` raises; RewardError, WorkerFailure: each says what to do about it.
     """
-    checkpoint = starting_checkpoint(config)
-    config = with_models(config)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.trust_remote_code)
-    train = load_prompts(config.data, tokenizer, "train")
-    val = load_prompts(config.data, tokenizer, "val")
-    data = config.data
-    drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation draws none, however few there are
-    sampler = PromptSampler(len(train), drawn, data.shuffle, data.seed)
-    config = with_steps(config, sampler)
-    rewards = RewardManager(config.reward, config.custom_reward_function, reward_model(config, tokenizer))
-    # After all that can fail for a mistake in the command: a run that never began leaves no folder.
+    # The warm start and the folder come after all that can fail for a mistake in the command: it costs no time, and a run
+    # that never began leaves no folder.
+    prepared = prepare(config)
+    with prepared.rewards:
+        return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared)
+
+
+def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
+    checkpoint, tokenizer, train, val, sampler, rewards = prepared
     folder = run_folder(config, checkpoint)
     (folder / "config.yaml").write_text(yaml)
     step = read_driver_state(checkpoint).step if checkpoint else 0
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
-    for report in (train.report, val.report):
-        if report:
-            progress.notice(report)
+    for notice in prepared.notices(config):
+        progress.notice(notice)
     if checkpoint is not None:
         progress.remark(f"resuming from step {step}: {checkpoint}")
     elif config.trainer.resume_mode == "auto":
         progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
     names = config.trainer.project_name, config.trainer.experiment_name
     with (
-        rewards,
         progress,
         Tracker(config.trainer.logger, folder, yaml, *names, resume_step=step if checkpoint else None) as tracker,
         session(config),
@@ -74,12 +63,6 @@ def run(config: PPOConfig, yaml: str) -> Path:
     picture = write_report(folder / "metrics.jsonl", folder / "report.png")
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)
     return folder
-
-
-def prompts_at_once(config: PPOConfig) -> int:
-    """Prompts per generation in training."""
-    filtered = config.algorithm.filter_groups.enable and config.data.gen_batch_size
-    return filtered or config.data.train_batch_size
 
 
 def start_workers(config: PPOConfig) -> WorkerGroup:
@@ -108,15 +91,6 @@ def with_models(config: PPOConfig) -> PPOConfig:
         critic=replace(critic, model=located(critic.model, critic_path)),
         reward_model=replace(judge, model=replace(judge.model, path=absolute(judge.model.path))),
     )
-
-
-def reward_model(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardModel | None:
-    """What the driver knows of the reward model, if there is one."""
-    model = config.reward_model.model
-    if not has_reward_model(config):
-        return None
-    judge = load_tokenizer(model.path, model.trust_remote_code)
-    return RewardModel(Conversations(policy, judge), config.reward_model.rule_weight)
 
 
 def located(model: ModelConfig, path: str | None) -> ModelConfig:

@@ -13,8 +13,9 @@ import psutil
 import pytest
 import ray
 
-from rlx.cluster.runtime import session
-from rlx.config.schema import PPOConfig
+from rlx.cluster.errors import ClusterError
+from rlx.cluster.runtime import check_options, session
+from rlx.config.schema import PPOConfig, RayConfig
 
 STUCK = """
     import ctypes, ray, signal
@@ -183,3 +184,13 @@ def test_an_address_that_cannot_be_joined_is_told_at_once(address):
     """
     done = run(script)
     assert address in done.stdout, done.stderr
+
+
+def test_options_that_ray_does_not_know_are_named_before_it_starts():
+    check_options(
+        PPOConfig(ray_kwargs=RayConfig({"address": "x:1", "num_cpus": 2, "runtime_env": {}, "_temp_dir": "/r"}))
+    )
+    wrong = PPOConfig(ray_kwargs=RayConfig({"num_cpu": 2, "include_dashboard": True, "zzz": 1}))
+    expected = r"does not know 'num_cpu' \(did you mean num_cpus\?\), 'zzz' \(remove it\)$"
+    with pytest.raises(ClusterError, match=expected):
+        check_options(wrong)

@@ -1,10 +1,11 @@
 """Run folders and checkpoints of the driver."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import AlgorithmConfig, PPOConfig
 from rlx.trainer import checkpoints as ck
 
 STATE = ck.DriverState(
@@ -94,3 +95,35 @@ def test_a_checkpoint_being_written_anew_is_not_finished(tmp_path):
     ck.write_driver_state(folder, STATE)
     assert ck.finished(folder)
     ck.reopen(tmp_path / "checkpoints" / "global_step_4")  # of one that is new there is nothing to take
+
+
+def described(run, **roles):
+    """A checkpoint whose roles say so much of themselves: their contents, and whether they have adapters."""
+    folder = make(run, 3, *roles)
+    for role, (contents, adapters) in roles.items():
+        about = {"contents": contents, "adapters": {"layer": [1.0, False]} if adapters else {}}
+        (folder / role / "checkpoint.json").write_text(json.dumps(about))
+    return folder
+
+
+def with_rank(config, rank):
+    policy = config.actor_rollout_ref
+    return replace(config, actor_rollout_ref=replace(policy, model=replace(policy.model, lora_rank=rank)))
+
+
+def test_a_checkpoint_has_what_the_run_goes_on_from(tmp_path):
+    ppo, whole = PPOConfig(), (["model", "optimizer"], False)
+    grpo = replace(ppo, algorithm=AlgorithmConfig(adv_estimator="grpo"))
+    ck.require_parts(ppo, described(tmp_path / "a", actor=whole, critic=whole))
+    alone = described(tmp_path / "b", actor=whole)
+    ck.require_parts(grpo, alone)
+    with pytest.raises(ck.ResumeError, match=r"there is no critic in it, only \['actor'\]"):
+        ck.require_parts(ppo, alone)
+    adapted = described(tmp_path / "c", actor=(["model"], True), critic=(["optimizer"], False))
+    ck.require_parts(with_rank(grpo, 4), adapted)
+    with pytest.raises(ck.ResumeError) as caught:
+        ck.require_parts(ppo, adapted)
+    assert "its actor has adapters of LoRA and actor_rollout_ref.model.lora_rank=0" in str(caught.value)
+    assert "its critic holds ['optimizer'] without the model" in str(caught.value)
+    with pytest.raises(ck.ResumeError, match=r"its actor has no adapters of LoRA and .*lora_rank=4"):
+        ck.require_parts(with_rank(grpo, 4), alone)

@@ -1,0 +1,50 @@
+"""What can be seen of a model before workers load it: no weights are read, none are made."""
+
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from rlx.config.roles import TINY
+from rlx.config.schema import ModelConfig
+from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton
+from rlx.models.lora import adapter_targets
+from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
+
+
+def faults_of(model: ModelConfig, head: Head) -> list[str]:
+    """What is wrong with a model's config, the kernel of attention and the layers that adapters are to go to.
+
+    A kernel that has a name but no package, and a checkpoint that lacks weights, show when the model is loaded.
+
+    Args:
+        model: as configured, `builtin:tiny` too.
+        head: what it is to end in.
+    """
+    if model.path == TINY:  # which has no folder before the warm start
+        with TemporaryDirectory() as folder:
+            make_tiny_config(model.tiny, make_tiny_tokenizer()).save_pretrained(Path(folder))
+            return faults_of(replace(model, path=folder), head)
+    faults = _of_attention(model.attn_implementation)
+    try:
+        class_and_config(model, head)
+        if model.lora_rank > 0 and model.target_modules != "all-linear":
+            # The kernel has no say in what layers there are, and this machine may lack it.
+            skeleton = load_skeleton(replace(model, attn_implementation="eager"), head, torch.float32)
+            adapter_targets(skeleton, model.target_modules)
+    except ModelError as error:
+        faults.append(str(error))
+    return faults
+
+
+def _of_attention(name: str) -> list[str]:
+    from transformers import AttentionInterface
+
+    known = ["eager", *AttentionInterface().valid_keys()]
+    if name in known or "/" in name:  # of the hub's kernels
+        return []
+    near = get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "set it to sdpa"
+    return [f"attn_implementation: got {name!r}, expected one of {', '.join(known)}, or a kernel of the hub; {remedy}"]

@@ -1,0 +1,167 @@
+"""What a run needs before it starts anything: read, loaded and tried here, and all that is wrong with it said at once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from rlx.cluster.runtime import check_options
+from rlx.config.roles import TINY, has_reward_model, is_tiny, sharded_roles
+from rlx.config.schema import PPOConfig
+from rlx.data.prompts import PromptDataset, load_prompts
+from rlx.data.sampler import PromptSampler
+from rlx.errors import ExplainedError
+from rlx.models.foresight import faults_of
+from rlx.models.loading import Head, ModelError, load_tokenizer
+from rlx.models.tiny import make_tiny_tokenizer
+from rlx.rewards.conversations import Conversations
+from rlx.rewards.manager import RewardManager, RewardModel
+from rlx.trainer.checkpoints import read_driver_state, require_parts, starting_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
+"""What the roles' models end in; the reference's is the actor's."""
+T = TypeVar("T")
+
+
+class StartError(ExplainedError, ValueError):
+    """Several things are wrong."""
+
+
+class Prepared(NamedTuple):
+    """What the driver has when nothing is wrong.
+
+    Args:
+        checkpoint: what the run goes on from; None: it starts anew.
+        tokenizer: of the policy.
+        train, val: the prompts.
+        sampler: which of `train` come next.
+        rewards: who scores; a context.
+    """
+
+    checkpoint: Path | None
+    tokenizer: "PreTrainedTokenizerBase"
+    train: PromptDataset
+    val: PromptDataset
+    sampler: PromptSampler
+    rewards: RewardManager
+
+    def notices(self, config: PPOConfig) -> list[str]:
+        """What of the prompts was dropped or cut, and a reward function of which no prompt makes use."""
+        found = [report for report in (self.train.report, self.val.report) if report]
+        sources = _sources(self.train, self.val)
+        unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
+        if unused:
+            found.append(
+                f"custom_reward_function.data_sources: no prompt is of {', '.join(map(repr, unused))}; the prompts are of "
+                f"{', '.join(map(repr, sorted(sources or ())))}"
+            )
+        return found
+
+
+class _Trials:
+    """Runs the parts of the start, and keeps what they raise."""
+
+    def __init__(self) -> None:
+        self.faults: list[ExplainedError] = []
+
+    def __call__(self, part: Callable[..., T], *arguments: Any) -> T | None:
+        """What the part gives; None if it fails."""
+        try:
+            return part(*arguments)
+        except ExplainedError as fault:
+            self.faults.append(fault)
+            return None
+
+    def end(self) -> None:
+        """Raises what was kept: one fault as it is, several as StartError, caused by the first cause there is."""
+        if len(self.faults) == 1:
+            raise self.faults[0]
+        if self.faults:
+            listed = "".join(f"\n{number:3}. {fault}" for number, fault in enumerate(self.faults, start=1))
+            cause = next((fault.__cause__ for fault in self.faults if fault.__cause__ is not None), None)
+            raise StartError(f"{len(self.faults)} faults:{listed}") from cause
+
+
+def prepare(config: PPOConfig) -> Prepared:
+    """All of a run that may be wrong and needs no worker: it comes before the warm start, the run's folder and Ray.
+
+    Args:
+        config: composed and checked.
+
+    Raises:
+        ClusterError, ResumeError, ModelError, DataError, UserCodeError, RewardError: the one thing that is wrong.
+        StartError: several are.
+    """
+    trial = _Trials()
+    trial(check_options, config)
+    checkpoint = trial(_checkpoint, config)
+    trial.faults += map(ModelError, _faults_of_models(config))
+    tokenizer = trial(policy_tokenizer, config)
+    train = val = sampler = rewards = None
+    with ExitStack() as until_it_fails:
+        if tokenizer is not None:
+            train, val = (trial(load_prompts, config.data, tokenizer, split) for split in ("train", "val"))
+            rewards = trial(_rewards, config, tokenizer)
+        if train is not None:
+            sampler = trial(_sampler, config, len(train), checkpoint)
+        if rewards is not None:
+            until_it_fails.enter_context(rewards)
+            trial(rewards.check_sources, _sources(train, val) or ())
+        trial.end()
+        until_it_fails.pop_all()
+    assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"
+    return Prepared(checkpoint, tokenizer, train, val, sampler, rewards)
+
+
+def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer of the policy, which that of `builtin:tiny` is before its warm start too."""
+    model = config.actor_rollout_ref.model
+    return make_tiny_tokenizer() if is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
+
+
+def prompts_at_once(config: PPOConfig) -> int:
+    """Prompts per generation in training."""
+    filtered = config.algorithm.filter_groups.enable and config.data.gen_batch_size
+    return filtered or config.data.train_batch_size
+
+
+def _sampler(config: PPOConfig, size: int, checkpoint: Path | None) -> PromptSampler:
+    drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation draws none, however few there are
+    sampler = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
+    if checkpoint is not None:
+        sampler.load_state_dict(read_driver_state(checkpoint).sampler)  # DataError where it went through other prompts
+    return sampler
+
+
+def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardManager:
+    model, judge = config.reward_model.model, None
+    if has_reward_model(config):
+        own = load_tokenizer(model.path or "", model.trust_remote_code)
+        judge = RewardModel(Conversations(policy, own), config.reward_model.rule_weight)
+    return RewardManager(config.reward, config.custom_reward_function, judge)
+
+
+def _checkpoint(config: PPOConfig) -> Path | None:
+    checkpoint = starting_checkpoint(config)
+    if checkpoint is not None:
+        require_parts(config, checkpoint)
+    return checkpoint
+
+
+def _faults_of_models(config: PPOConfig) -> Iterator[str]:
+    """By role; a critic that is built in has the policy's shape."""
+    policy = config.actor_rollout_ref.model
+    for role in sharded_roles(config):
+        if role.name in HEADS:
+            model = replace(role.model, tiny=policy.tiny) if role.model.path == TINY else role.model
+            yield from (f"{role.model_key}: {fault}" for fault in faults_of(model, HEADS[role.name]))
+
+
+def _sources(*prompts: PromptDataset | None) -> frozenset[str] | None:
+    """The data sources of the prompts; None if they are not known, as a user's class may make its own."""
+    known = [each.data_sources for each in prompts if type(each) is PromptDataset]
+    return frozenset().union(*known) if len(known) == len(prompts) else None

@@ -1,0 +1,44 @@
+"""What is seen of a model before it is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from rlx.config.schema import ModelConfig
+from rlx.models.foresight import faults_of
+
+
+def model(folders, name="qwen3", **options):
+    return ModelConfig(path=folders[name], **options)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn2"])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_what_can_be_loaded_has_no_faults(folders, attention, head):
+    """A kernel whose package is not here too: the workers' machines may have it."""
+    targets = {"lora_rank": 2, "target_modules": "q_proj, down_proj"}
+    assert faults_of(model(folders, attn_implementation=attention, **targets), head) == []
+    assert faults_of(ModelConfig(path="builtin:tiny", attn_implementation=attention, **targets), head) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "starts", "hint"),
+    [
+        ({"attn_implementation": "sdap"}, "attn_implementation: got 'sdap', expected one of eager, ", "mean sdpa?"),
+        ({"attn_implementation": "?"}, "attn_implementation: got '?'", "set it to sdpa"),
+        ({"override_config": {"rope_thet": 1}}, "model.override_config.rope_thet: Qwen3Config has no such key", ""),
+        ({"lora_rank": 2, "target_modules": "q_prj"}, "target_modules: the model has no module 'q_prj'", "q_proj"),
+    ],
+)
+def test_a_name_that_is_mistyped_is_named(folders, options, starts, hint):
+    for path in (folders["qwen3"], "builtin:tiny"):
+        (fault,) = faults_of(ModelConfig(path=path, **options), "lm")
+        assert fault.startswith(starts) and hint in fault
+
+
+def test_several_faults_come_together(folders, tmp_path: Path):
+    options = {"attn_implementation": "sdap", "override_config": {"hiden_size": 8}}
+    assert len(faults_of(model(folders, **options), "lm")) == 2
+    assert len(faults_of(ModelConfig(path=str(tmp_path)), "lm")) == 1, "an empty folder"
+    (fault,) = faults_of(model(folders), "score")
+    assert "expected one for sequence classification with one label" in fault

@@ -1,0 +1,160 @@
+"""What is found wrong before the warm start, the run's folder and Ray; and that they come after it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rlx.config.compose import compose
+from rlx.data.files import DataError
+from rlx.models.tiny import make_tiny_tokenizer
+from rlx.rewards.manager import RewardError
+from rlx.trainer import checkpoints as ck
+from rlx.trainer import run as module
+from rlx.trainer.start import StartError, policy_tokenizer, prepare
+from rlx.trainer.warm_start import warm_start
+
+
+def row(source):
+    prompt = [{"role": "user", "content": "1 + 1"}]
+    return {"data_source": source, "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "2"}}
+
+
+@pytest.fixture
+def config(tmp_path, untrained):
+    """config(*overrides) of a small run with an untrained model."""
+
+    def of(*overrides, model=untrained):
+        sizes = ("data.arithmetic.train_size=16", "data.arithmetic.val_size=8", "data.train_batch_size=8")
+        base = ("experiment=arithmetic", f"actor_rollout_ref.model.path={model}", *sizes)
+        folders = (f"trainer.default_local_dir={tmp_path}/runs", f"warm_start.cache_dir={tmp_path}/cache")
+        composed = compose([*base, *folders, *overrides])
+        assert not composed.faults, composed.faults
+        return composed.config
+
+    return of
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """rows(*sources): a file with one prompt of each data source."""
+
+    def write(*sources):
+        path = tmp_path / f"{'_'.join(sources).replace('/', '-')}.jsonl"
+        path.write_text("".join(json.dumps(row(source)) + "\n" for source in sources))
+        return path
+
+    return write
+
+
+def test_nothing_wrong(config):
+    prepared = prepare(config())
+    assert (len(prepared.train), len(prepared.val), prepared.checkpoint) == (16, 8, None)
+    assert len(prepared.sampler.next()) == 8 and prepared.notices(config()) == []
+
+
+def test_all_faults_come_at_once(config, rows):
+    with pytest.raises(StartError) as caught:
+        prepare(
+            config(
+                "+ray_kwargs.ray_init.num_cpu=2",
+                "actor_rollout_ref.model.attn_implementation=sdap",
+                f"data.train_files={rows('my/data', 'your/data')}",
+                "data.train_batch_size=3",
+                "data.max_prompt_length=3",
+                "trainer.resume_mode=resume_path",
+                "trainer.resume_from_path=/none/global_step_3",
+            )
+        )
+    text = str(caught.value)
+    assert text.startswith("5 faults:\n  1. ray_kwargs.ray_init: ")
+    assert "2. trainer.resume_from_path" in text and "3. actor_rollout_ref.model: attn_implementation" in text
+    assert text.count("data.max_prompt_length is 3") == 2, "of both splits"
+
+
+def test_a_single_fault_is_raised_as_it_is(config, rows):
+    with pytest.raises(DataError, match=r"data\.train_batch_size is 17"):
+        prepare(config("data.train_batch_size=17"))
+    with pytest.raises(RewardError, match="no reward function for data source 'my/data', 'your/data';"):
+        prepare(
+            config(
+                f"data.train_files={rows('your/data')}", f"data.val_files={rows('my/data')}", "data.train_batch_size=1"
+            )
+        )
+
+
+def test_a_data_source_that_no_prompt_has_is_told_of(config, tmp_path):
+    (tmp_path / "mine.py").write_text("def compute_score(**all): return 0")
+    own = config(
+        f"custom_reward_function.path={tmp_path}/mine.py", "custom_reward_function.data_sources=[rlx/arithmetics]"
+    )
+    prepared = prepare(own)
+    with prepared.rewards:
+        (notice,) = prepared.notices(own)
+    assert "no prompt is of 'rlx/arithmetics'; the prompts are of 'rlx/arithmetic'" in notice
+
+
+OWN_SOURCES = """
+from rlx.data.prompts import PromptDataset
+
+class Relabelled(PromptDataset):
+    def batch(self, indices):
+        batch = super().batch(indices)
+        return batch.with_(info={"data_source": ["rlx/arithmetic"] * len(indices)})
+"""
+
+
+def test_a_class_of_the_users_own_may_make_its_own_data_sources(config, rows, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_SOURCES)
+    own = (f"data.custom_cls.path={tmp_path}/mine.py", "data.custom_cls.name=Relabelled")
+    prepared = prepare(config(*own, f"data.train_files={rows('my/data')}", "data.train_batch_size=1"))
+    assert prepared.notices(config()) == []
+
+
+def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(config, tmp_path):
+    folder = tmp_path / "runs/a/checkpoints/global_step_2"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor/checkpoint.json").write_text(json.dumps({"contents": ["model"], "adapters": {}}))
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+    prepared = prepare(config())
+    ck.write_driver_state(folder, ck.DriverState(2, 1, 2, prepared.sampler.state_dict(), {}, 0, {}))
+    assert prepare(config(*resume)).checkpoint == folder
+    with pytest.raises(DataError, match="the checkpoint's sampler had"):
+        prepare(config(*resume, "data.arithmetic.train_size=24"))
+    with pytest.raises(ck.ResumeError, match="there is no critic in it"):
+        prepare(config(*resume, "algorithm.adv_estimator=gae"))
+
+
+def test_a_mistake_costs_no_warm_start_and_leaves_no_folder(config, tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError("must not start")
+
+    monkeypatch.setattr(module, "warm_start", never)
+    monkeypatch.setattr(module, "session", never)
+    with pytest.raises(DataError):
+        module.run(config("data.train_batch_size=17", model="builtin:tiny"), "")
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
+
+
+def test_the_tokenizer_before_the_warm_start_is_the_one_after_it(config):
+    small = [f"actor_rollout_ref.model.tiny.{name}=32" for name in ("hidden_size", "intermediate_size")]
+    tiny = config(
+        *small, "actor_rollout_ref.model.tiny.num_hidden_layers=1", "warm_start.max_steps=1", model="builtin:tiny"
+    )
+    before, policy = policy_tokenizer(tiny), tiny.actor_rollout_ref
+    made = replace(tiny, actor_rollout_ref=replace(policy, model=replace(policy.model, path=str(warm_start(tiny)))))
+    after = policy_tokenizer(made)
+    chat = [{"role": "system", "content": "ä"}, {"role": "user", "content": " 1 + 1 .\n"}]
+    for tokenizer in (before, make_tiny_tokenizer()):
+        assert type(tokenizer) is type(after) and len(tokenizer) == len(after)
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (after.pad_token_id, after.eos_token_id)
+        ids = [
+            each.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for each in (tokenizer, after)
+        ]
+        assert ids[0] == ids[1]
+        texts = [
+            each.decode([*ids[0], each.eos_token_id], skip_special_tokens=s)
+            for each in (tokenizer, after)
+            for s in (0, 1)
+        ]
+        assert texts[:2] == texts[2:] and texts[0] != texts[1]
