@@ -176,10 +176,11 @@ def test_overhead_runs(tmp_path, capsys):
     assert main(["--overhead", "--rounds", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "overhead.json").read_text())
-    assert list(results["modes"]) == ["checkpointing", "boundary", "attention", "auto", "all"]
+    own = ["boundary", "attention", "auto", "all"]
+    assert list(results["modes"]) == ["checkpointing", *own, *(f"{name}:min_bytes=0" for name in own)]
     for name, figures in results["modes"].items():
         assert tuple(figures.values()) == overhead_of(name, results["step_cpu_us"], results["no_grad_cpu_us"])
-        assert (figures["no_grad_ratio"] is None) == (name == "checkpointing")
+        assert (figures["no_grad_ratio"] is None) == (name not in own)
         assert f"\n{name} " in printed
 
 
@@ -189,6 +190,8 @@ def test_overhead_is_what_a_plain_step_and_a_forward_leave():
     # Eight layers.
     assert overhead_of("boundary", steps_us, no_grad_us) == (60 / 8, 60 / 8, 1.5)
     assert overhead_of("all", steps_us, no_grad_us) == (70 / 8, 70 / 8, None)
+    sent = {**steps_us, "all:min_bytes=0": steps_us["all"]}
+    assert overhead_of("all:min_bytes=0", sent, no_grad_us) == (70 / 8, 70 / 8, None)
 
 
 # Models and modes
