@@ -47,6 +47,7 @@ HAND_OVER = "hand-over"
 PARTS = ("weights", "gradients", "optimizer", "rest")
 GB = 1e9
 WIDTH = 12
+PROGRESS = "measuring"  # begins the lines in which a child says how far it is
 Figures = dict[str, Any]
 
 
@@ -213,9 +214,13 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
     peaks = PhasePeaks(model, optimizer, device)
     first = min(tokens, options.first_tokens or tokens)
     for number in range(options.steps):
+        ids = ids_T if number == options.steps - 1 else ids_T[:first]
+        print(
+            f"{PROGRESS} {mode}: step {number + 1} of {options.steps}, {len(ids)} tokens", file=sys.stderr, flush=True
+        )
         peaks.begin()
         began = clock(device)
-        step(ids_T if number == options.steps - 1 else ids_T[:first])
+        step(ids)
         seconds = clock(device) - began
     figures = peaks.finish()
     began, host_bytes = clock(device), hand_over and hand_over()
@@ -285,14 +290,23 @@ def header() -> str:
 
 
 def in_own_process(arguments: Sequence[str]) -> Figures:
-    """What a child prints as its last line; its fault where it prints none."""
+    """What a child prints as its last line; its fault where it prints none. What it says of its progress is passed on."""
     command = [sys.executable, "-m", "rlx.engine.step_benchmark", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        found: Figures = json.loads(done.stdout.splitlines()[-1])
+    said: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        for text in child.stderr:
+            if text.startswith(PROGRESS):
+                print(text, end="", file=sys.stderr, flush=True)
+            elif text.strip():
+                said.append(text.strip())
+        printed = child.stdout.read()
+    if child.returncode == 0:
+        found: Figures = json.loads(printed.splitlines()[-1])
         return found
-    last = [text for text in done.stderr.splitlines() if text.strip()][-1:] or [f"exit code {done.returncode}"]
-    return {"error": "out of device memory" if "OutOfMemoryError" in done.stderr else last[0][:200]}
+    out_of_memory = any("OutOfMemoryError" in text for text in said)
+    last = said[-1] if said else f"exit code {child.returncode}"
+    return {"error": "out of device memory" if out_of_memory else last[:200]}
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlx.engine import step_benchmark
-from rlx.engine.step_benchmark import PHASES, TIMES, draw, header, in_own_process, line, parts
+from rlx.engine.step_benchmark import PHASES, PROGRESS, TIMES, draw, header, in_own_process, line, parts
 
 FIGURES = {
     "seconds": 2.0,
@@ -62,12 +62,13 @@ def test_a_picture_shows_every_step(tmp_path):
         ("ValueError: no such file", "no such file"),
     ],
 )
-def test_a_child_that_fails_says_why(printed, said, monkeypatch, tmp_path):
-    child = tmp_path / "python"
-    child.write_text(f"#!/bin/sh\necho '{printed}' >&2\nexit 1\n")
+def test_a_child_that_fails_says_why_and_how_far_it_was(printed, said, monkeypatch, tmp_path, capfd):
+    child, progress = tmp_path / "python", f"{PROGRESS} rlx: step 1 of 2, 64 tokens"
+    child.write_text(f"#!/bin/sh\necho '{progress}' >&2\necho '{printed}' >&2\nexit 1\n")
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
     assert said in in_own_process(["--modes=rlx"])["error"]
+    assert capfd.readouterr().err == f"{progress}\n"
 
 
 def test_longer_sequences_than_one_that_failed_are_not_tried(monkeypatch, tmp_path, capsys):
