@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -118,10 +119,9 @@ def _median_ratio(times: list[float], others: list[float]) -> float:
 def _cpu_us(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """CPU time of each call in each round, all in turn: unlike the clock's it does not count what others do meanwhile [us]."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
+    shuffled = random.Random(0)
     for number in range(-_WARM_UP_ROUNDS, rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:  # each round begins with another one
+        for name in shuffled.sample(list(runs), len(runs)):  # what ran before leaves its mark on the caches
             start = time.process_time()
             for _ in range(_REPEATS):
                 runs[name]()
