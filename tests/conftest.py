@@ -1,11 +1,12 @@
 """What every test may use, among it rank processes for tests that need several of one group.
 
-Run as a script this file is one rank: it joins a gloo group, then answers requests (module, function, arguments) from
-stdin until stdin closes. The modules are the `on_ranks_*.py` in the folders beside this file.
+Run as a script this file is the process that ranks are forked from: each joins a gloo group, then answers requests
+(module, function, arguments) until they end. The modules are the `on_ranks_*.py` in the folders beside this file.
 """
 
 import ctypes
 import datetime
+import gc
 import importlib
 import importlib.metadata
 import os
@@ -15,18 +16,36 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Until all is imported, which stays: garbage collection would look it over again and again.
+gc.disable()
 
 # No deadline: a slow machine is no failure.
 settings.register_profile("rlx", deadline=None)
 settings.load_profile("rlx")
 
 TIMEOUT_S = 120
+
+
+def pytest_collection_finish() -> None:
+    collect_garbage_from_now_on()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or the end of the process would find things left over, and say so
+
+
+def collect_garbage_from_now_on() -> None:
+    """Garbage is collected, but not looked for among what there is now."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,30 +72,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Ranks:
-    """A gloo group of `world` processes that run functions of the modules `on_ranks_*`; a context."""
+    """A gloo group of `world` processes that run functions of the modules `on_ranks_*`; a context.
 
-    def __init__(self, world: int):
+    They are forked from `origin`, a process that has imported already what would take each of them seconds.
+    """
+
+    def __init__(self, origin: subprocess.Popen, world: int, **environment: str):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, **{k: str(v) for k, v in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}},
-            )
-            for rank in range(world)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), **environment}
+        with Listener() as listener:
+            for rank in range(world):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                pickle.dump((listener.address, {**shared, **own}), origin.stdin)
+            origin.stdin.flush()
+            connections = [listener.accept() for _ in range(world)]
+        self.connections = [
+            one for _, one in sorted(((one.recv(), one) for one in connections), key=lambda pair: pair[0])
         ]
 
     def __call__(self, module: str, function: str, *args: Any) -> list[Any]:
         """Runs `on_ranks_<module>.<function>` on every rank; its results in order of rank."""
-        request = (f"on_ranks_{module}", function, args)
-        for process in self.processes:
-            pickle.dump(request, process.stdin)
-            process.stdin.flush()
-        answers = [pickle.load(process.stdout) for process in self.processes]
+        for connection in self.connections:
+            connection.send_bytes(pickle.dumps((f"on_ranks_{module}", function, args)))
+        answers = [pickle.loads(connection.recv_bytes()) for connection in self.connections]
         failures = [text for failed, text in answers if failed]
         assert not failures, "\n".join(failures)
         return [result for _, result in answers]
@@ -85,22 +105,45 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            process.wait(30)
-            process.stdout.close()
+        for connection in self.connections:
+            connection.close()
 
 
 @pytest.fixture(scope="session")
-def one_rank() -> Iterator[Ranks]:
-    with Ranks(1) as ranks:
+def origin() -> Iterator[subprocess.Popen]:
+    """The process that rank processes are forked from."""
+    # torch tells whether there is a GPU without starting the driver, which no forked process could use.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+    )
+    yield process
+    process.stdin.close()
+    process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def one_rank(origin: subprocess.Popen) -> Iterator[Ranks]:
+    with Ranks(origin, 1) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
+def two_ranks(origin: subprocess.Popen) -> Iterator[Ranks]:
+    with Ranks(origin, 2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks_on_cpu(origin: subprocess.Popen) -> Iterator[Ranks]:
+    """Two that see no GPU, also where there is one."""
+    with Ranks(origin, 2, CUDA_VISIBLE_DEVICES="") as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def four_ranks(origin: subprocess.Popen) -> Iterator[Ranks]:
+    with Ranks(origin, 4) as ranks:
         yield ranks
 
 
@@ -118,9 +161,9 @@ def cpu_vllm() -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm_ranks(cpu_vllm: None) -> Iterator[Ranks]:
+def vllm_ranks(cpu_vllm: None, origin: subprocess.Popen) -> Iterator[Ranks]:
     """Two ranks of their own for tests that import vLLM, which takes seconds."""
-    with Ranks(2) as ranks:
+    with Ranks(origin, 2) as ranks:
         yield ranks
 
 
@@ -146,27 +189,46 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def serve() -> None:
-    # What libraries print goes elsewhere: the pipe is for answers.
-    answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
-    os.dup2(2, 1)
+def fork_ranks() -> None:
+    """Forks a rank for each request (where to answer, environment) from stdin, until stdin closes and all have ended."""
     sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
     torch.set_num_threads(1)
+    for name in ("rlx.workers.roles", "transformers.models.qwen3.modeling_qwen3"):
+        importlib.import_module(name)
+    collect_garbage_from_now_on()
+    children = []
+    while True:
+        try:
+            address, environment = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            break
+        child = os.fork()
+        if child == 0:
+            os.environ |= environment
+            serve(Client(address))
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(0)
+
+
+def serve(requests: Connection) -> NoReturn:
+    """One rank: answers requests (module, function, arguments) until they end."""
+    requests.send(int(os.environ["RANK"]))
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     while True:
         try:
-            module, function, args = pickle.load(sys.stdin.buffer)
+            module, function, args = pickle.loads(requests.recv_bytes())
         except EOFError:
             break
         try:
             answer = (False, getattr(importlib.import_module(module), function)(*args))
         except Exception:
             answer = (True, f"rank {os.environ['RANK']}: {traceback.format_exc()}")
-        pickle.dump(answer, answers)
-        answers.flush()
+        requests.send_bytes(pickle.dumps(answer))  # `send` would share the memory of tensors
     torch.distributed.destroy_process_group()
     os._exit(0)  # Python takes seconds to tear down what vLLM has imported
 
 
 if __name__ == "__main__":
-    serve()
+    fork_ranks()

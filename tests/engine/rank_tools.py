@@ -1,7 +1,5 @@
 """What the functions that run on ranks share: engines, a batch, gradients and full weights."""
 
-import importlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,18 +24,6 @@ from rlx.engine.objectives import PolicyObjective, ValueObjective
 P, R = 6, 7
 FP64 = FSDPConfig(model_dtype="fp64", mixed_precision=MixedPrecisionConfig(reduce_dtype="fp64"))
 ROWS = MicroBatchRule(rows=4)
-
-
-def join(rank: int, world: int, port: int, module: str, function: str, args: tuple[Any, ...]) -> Any:
-    """Runs a function as one rank of a new group, in a process of its own."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    try:
-        return getattr(importlib.import_module(module), function)(*args)
-    finally:
-        dist.destroy_process_group()
 
 
 def build(
