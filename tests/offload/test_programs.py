@@ -1,7 +1,7 @@
 """Layers that are drawn at random: chains of linear maps, attention, writes in place, views and randomness, in each mode."""
 
-import copy
 import random
+from functools import cache, partial
 
 import pytest
 import torch
@@ -198,6 +198,25 @@ def program(toys, seed):
     return toys.stack(Drawn, width=16)
 
 
+class Plain:
+    """What plain autograd gives for a program in one step after the other; RuntimeError where it refuses the program."""
+
+    def __init__(self, toys, seed, step):
+        self.toys, self.model, self.step = toys, program(toys, seed), step
+        self.steps = []
+
+    def __getitem__(self, number):
+        while len(self.steps) <= number:
+            self.steps.append(self.toys.grade(self.model, self.step))
+        return self.steps[number]
+
+
+@pytest.fixture(scope="module")
+def plain(toys):
+    """`plain(seed, step)[number]`: computed once for all kinds of saving and budgets."""
+    return cache(partial(Plain, toys))
+
+
 def once(model):
     return model(torch.linspace(-1, 1, 192).sin().view(2, 6, 16))
 
@@ -218,13 +237,13 @@ def some_then_all(model):
 
 
 @pytest.mark.parametrize("step", [once, twice, some_then_all], ids=lambda step: step.__name__)
-def test_gradients_are_those_of_plain_autograd(enable, toys, saving, step):
+def test_gradients_are_those_of_plain_autograd(enable, toys, plain, saving, step):
     compared = 0
     for seed in range(PROGRAMS):
         print("program", seed)  # shown where the test fails
         model, refused = program(toys, seed), None
         try:
-            expected = toys.grade(copy.deepcopy(model), step)
+            expected = plain(seed, step)[0]
         except RuntimeError as error:
             refused = str(error)
         handle = enable(
@@ -247,17 +266,16 @@ def test_gradients_are_those_of_plain_autograd(enable, toys, saving, step):
 
 @pytest.mark.parametrize("budget", [0, 12_000])
 @pytest.mark.parametrize("step", [once, twice, some_then_all], ids=lambda step: step.__name__)
-def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, toys, step, budget):
+def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, toys, plain, step, budget):
     """With operations left out whose results nobody reads: in few programs, and fewest with a budget, which keeps most layers."""
     compared = left_out = proved = 0
     for seed in range(PROGRAMS):
         print("program", seed)  # shown where the test fails
-        model = program(toys, seed)
-        reference = copy.deepcopy(model)
+        model, expected = program(toys, seed), plain(seed, step)
         handle = enable(model, True, save="auto", max_device_bytes=budget, min_bytes=(0, 500)[seed % 2])
         try:
-            for _ in range(6):
-                toys.grade(reference, step).assert_equal(toys.grade(model, step))
+            for number in range(6):
+                expected[number].assert_equal(toys.grade(model, step))
                 assert handle.stats().held_bytes == 0
         except RuntimeError:
             continue  # the other test sees to what is refused
