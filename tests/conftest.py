@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,19 +75,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Ranks:
     """A gloo group of `world` processes that run functions of the modules `on_ranks_*`; a context.
 
-    They are forked from `origin`, a process that has imported already what would take each of them seconds.
+    Args:
+        origins: for each rank the process that it is forked from, or that becomes it: see `started`.
+        environment: of the ranks.
     """
 
-    def __init__(self, origin: subprocess.Popen, world: int, **environment: str):
+    def __init__(self, origins: Sequence[subprocess.Popen], **environment: str):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        world = len(origins)
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), **environment}
         with Listener() as listener:
-            for rank in range(world):
+            for rank, origin in enumerate(origins):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 pickle.dump((listener.address, {**shared, **own}), origin.stdin)
-            origin.stdin.flush()
+                origin.stdin.flush()
             connections = [listener.accept() for _ in range(world)]
         self.connections = [
             one for _, one in sorted(((one.recv(), one) for one in connections), key=lambda pair: pair[0])
@@ -109,41 +113,47 @@ class Ranks:
             connection.close()
 
 
-@pytest.fixture(scope="session")
-def origin() -> Iterator[subprocess.Popen]:
-    """The process that rank processes are forked from."""
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen]:
+    """This file as a process: one that ranks are forked from, or with `--rank` one that becomes a rank."""
     # torch tells whether there is a GPU without starting the driver, which no forked process could use.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
-    )
+    command = [sys.executable, __file__, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
     yield process
     process.stdin.close()
     process.wait(30)
 
 
 @pytest.fixture(scope="session")
+def origin() -> Iterator[subprocess.Popen]:
+    """The process that rank processes are forked from: it has imported what would take each of them seconds."""
+    with started() as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
 def one_rank(origin: subprocess.Popen) -> Iterator[Ranks]:
-    with Ranks(origin, 1) as ranks:
+    with Ranks([origin]) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def two_ranks(origin: subprocess.Popen) -> Iterator[Ranks]:
-    with Ranks(origin, 2) as ranks:
+    with Ranks([origin] * 2) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def two_ranks_on_cpu(origin: subprocess.Popen) -> Iterator[Ranks]:
     """Two that see no GPU, also where there is one."""
-    with Ranks(origin, 2, CUDA_VISIBLE_DEVICES="") as ranks:
+    with Ranks([origin] * 2, CUDA_VISIBLE_DEVICES="") as ranks:
         yield ranks
 
 
 @pytest.fixture
 def four_ranks(origin: subprocess.Popen) -> Iterator[Ranks]:
-    with Ranks(origin, 4) as ranks:
+    with Ranks([origin] * 4) as ranks:
         yield ranks
 
 
@@ -161,9 +171,9 @@ def cpu_vllm() -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm_ranks(cpu_vllm: None, origin: subprocess.Popen) -> Iterator[Ranks]:
-    """Two ranks of their own for tests that import vLLM, which takes seconds."""
-    with Ranks(origin, 2) as ranks:
+def vllm_ranks(cpu_vllm: None) -> Iterator[Ranks]:
+    """Two ranks of their own for tests that import vLLM, which takes seconds; it is not made for a forked process."""
+    with ExitStack() as stack, Ranks([stack.enter_context(started("--rank")) for _ in range(2)]) as ranks:
         yield ranks
 
 
@@ -230,5 +240,15 @@ def serve(requests: Connection) -> NoReturn:
     os._exit(0)  # Python takes seconds to tear down what vLLM has imported
 
 
+def become_rank() -> None:
+    """This process is the rank that stdin asks for."""
+    sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
+    torch.set_num_threads(1)
+    collect_garbage_from_now_on()
+    address, environment = pickle.load(sys.stdin.buffer)
+    os.environ |= environment
+    serve(Client(address))
+
+
 if __name__ == "__main__":
-    fork_ranks()
+    become_rank() if "--rank" in sys.argv else fork_ranks()
