@@ -6,11 +6,10 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, did_you_mean
 
 
 class UserCodeError(ExplainedError, ValueError):
@@ -97,7 +96,6 @@ def load_name(path: str, name: str, key: str) -> Any:
         ) from fault
     if not hasattr(module, name):
         public = sorted(known for known in vars(module) if not known.startswith("_"))
-        near = get_close_matches(name, public, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"correct {key}.name"
+        remedy = did_you_mean(name, public, f"correct {key}.name")
         raise UserCodeError(f"{key}.name: {file} has no {name!r}, it has {public}; {remedy}")
     return getattr(module, name)

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import ray
 
 from rlx.cluster.errors import ClusterError, one_line
 from rlx.config.schema import PPOConfig
+from rlx.errors import did_you_mean
 
 _PROBE_S = 10.0
 
@@ -77,8 +77,7 @@ def check_options(config: PPOConfig) -> None:
     faults = []
     for name in config.ray_kwargs.ray_init:
         if name not in known and not name.startswith("_"):
-            near = get_close_matches(name, known, n=1)
-            faults.append(f"{name!r} ({f'did you mean {near[0]}?' if near else 'remove it'})")
+            faults.append(f"{name!r} ({did_you_mean(name, known, 'remove it')})")
     if faults:
         raise ClusterError(f"ray_kwargs.ray_init: ray.init of Ray {ray.__version__} does not know {', '.join(faults)}")
 

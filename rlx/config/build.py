@@ -10,6 +10,7 @@ from rlx.config.keys import KeyInfo, read_bounds
 from rlx.config.schema import PPOConfig
 from rlx.config.tree import LEAVES, Leaf, children, describe_expected, plain_type
 from rlx.config.verl_keys import remedy_for
+from rlx.errors import did_you_mean
 
 MISSING = "???"  # a YAML file's word for "the user must say this"
 
@@ -94,8 +95,8 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         return leaf.default
     if not _allowed(read, leaf):
         usual = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
-        near = get_close_matches(str(read).lower(), map(str, leaf.info.choices or ()), n=1)
-        remedy = remedy_for(f"{key}={value}") or (f"did you mean {near[0]}?" if near else usual)
+        choices = map(str, leaf.info.choices or ())
+        remedy = remedy_for(f"{key}={value}") or did_you_mean(str(read).lower(), choices, usual)
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
         return read if leaf.info.choices is not None else leaf.default
     return read

@@ -1,7 +1,6 @@
 """What can be seen of a model before workers load it: no weights are read, none are made."""
 
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -9,6 +8,7 @@ import torch
 
 from rlx.config.roles import TINY
 from rlx.config.schema import ModelConfig
+from rlx.errors import did_you_mean
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton
 from rlx.models.lora import adapter_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
@@ -45,6 +45,5 @@ def _of_attention(name: str) -> list[str]:
     known = ["eager", *AttentionInterface().valid_keys()]
     if name in known or "/" in name:  # of the hub's kernels
         return []
-    near = get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]}?" if near else "set it to sdpa"
+    remedy = did_you_mean(name, known, "set it to sdpa")
     return [f"attn_implementation: got {name!r}, expected one of {', '.join(known)}, or a kernel of the hub; {remedy}"]

@@ -1,6 +1,5 @@
 """Tokenizers and models from Hugging Face folders or hub names."""
 
-import difflib
 import logging
 import re
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from rlx.config.schema import TOKENIZER_FILES, ModelConfig
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, did_you_mean
 from rlx.models.value_class import NoValueClassError, ensure_value_class
 
 # transformers takes seconds to import: the driver needs a tokenizer only, and tools that only plan need nothing of it.
@@ -234,8 +233,7 @@ def _override(loaded: "PreTrainedConfig", name: str, value: Any, key: str) -> No
         raise ModelError(f"{key}: cannot be overridden; {NOT_OVERRIDABLE[name]}")
     known = {**loaded.to_dict(), **loaded.attribute_map}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+        hint = did_you_mean(name, known, f"known: {', '.join(sorted(known))}", most=3)
         raise ModelError(f"{key}: {type(loaded).__name__} has no such key; {hint}")
     part = getattr(loaded, name)
     if isinstance(part, PreTrainedConfig) and isinstance(value, dict):

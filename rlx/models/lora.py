@@ -1,6 +1,5 @@
 """LoRA adapters of peft inside a model, and the model's weights with the adapters merged in."""
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlx.config.schema import ModelConfig
+from rlx.errors import did_you_mean
 from rlx.models.loading import ModelError
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     for wanted in (name.strip() for name in text.split(",")):
         matches = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
         if not matches:
-            near = difflib.get_close_matches(wanted, {name.rpartition(".")[2] for name in modules})
-            hint = f"did you mean {' or '.join(near)}?" if near else "expected `all-linear` or names joined by commas"
+            names = {name.rpartition(".")[2] for name in modules}
+            hint = did_you_mean(wanted, names, "expected `all-linear` or names joined by commas", most=3)
             raise ModelError(f"target_modules: the model has no module {wanted!r}; {hint}")
         found.update(dict.fromkeys(matches))
     weights = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
