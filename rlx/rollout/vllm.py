@@ -1,5 +1,6 @@
 """Sampling with vLLM, in the process that trains and on the same device."""
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import Engine, lacking_model, unknown_options
 
+logger = logging.getLogger(__name__)
 # On CPU vLLM's share of memory would be one of the whole machine for each process.
 CPU_KV_CACHE_BYTES = 1 << 30
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -181,6 +183,11 @@ class VLLMRollout:
     def close(self) -> None:
         """Ends the engine."""
         self._version = None
+        try:
+            self._wake("weights", "kv_cache")  # what has been given back cannot be freed, and counts as taken
+        except EngineError as error:
+            logger.warning("%s. The engine ends, and no other can be made in this process", error)
+        self._asleep.clear()
         self.engine.close()
 
     def _wake(self, *parts: str) -> None:

@@ -175,7 +175,7 @@ class Engine:
         self._engine.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Ends the engine and frees what it held, without ending the process group as vLLM's own shutdown does."""
+        """Ends an engine that is awake and frees what it held, without ending the process group as vLLM's own shutdown does."""
         if self._llm is not None:
             core, self._llm = self._client.engine_core, None
             # Its outer parts hold the model, and let go of it when they go. That comes first: with the engine ends the
@@ -191,23 +191,37 @@ class Engine:
 def _end(core: Any) -> None:
     """Ends the parts of an engine; one that has failed may not even end well, which is no reason to leave the others."""
 
-    def forget() -> None:
-        core.model_executor.collective_rpc(_forget_layers)
+    def give_back() -> None:
+        core.model_executor.collective_rpc(_give_back)
 
     # The last: another engine makes groups of its own.
-    for part in (forget, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
+    for part in (give_back, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
         try:
             part()
         except Exception as error:
             logger.warning("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
 
 
-def _forget_layers(worker: Any) -> None:
-    """What vLLM notes of each layer for reloading leads back to the layer, which so lived on, its weights and cache with it."""
+def _give_back(worker: Any) -> None:
+    """Empties weights and cache, whoever else knows them: compiled code keeps its examples, an error its frames.
+
+    vLLM makes no second engine in a process while a byte of them is left.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     for layer in worker.get_model().modules():
-        LAYERWISE_INFO.pop(layer, None)
+        LAYERWISE_INFO.pop(layer, None)  # noted for reloading, and leads back to the layer
+        for value in vars(layer).values():
+            for tensor in _tensors(value):
+                storage = tensor.untyped_storage()
+                if storage.resizable():
+                    storage.resize_(0)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """A tensor, or those of a collection."""
+    members = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return [member for member in members if isinstance(member, Tensor)]
 
 
 def _collect() -> None:

@@ -11,7 +11,8 @@ from rlx.workers.roles import ActorRole, RolloutRole
 
 CPU = torch.device("cpu")
 ROLES: dict[str, ActorRole | RolloutRole] = {}
-LEFT_AT_A_RESTART: list[set[str]] = []
+LEFT_AT_A_RESTART: list[tuple[set[str], int]] = []
+ALIASES: list[torch.Tensor] = []  # of an engine's weights and cache, as compiled code has them
 
 
 def start(config):
@@ -20,13 +21,27 @@ def start(config):
     rollout = ROLES["rollout"] = RolloutRole(config, CPU, tokenizer, actor)
     rollout.sync(0)
     build = rollout._build
+    hold_aliases(rollout.sampler)
 
     def note_and_build():
         kinds = map(type, gc.get_objects())
-        LEFT_AT_A_RESTART.append({kind.__name__ for kind in kinds if is_of_vllm(kind)})
-        return build()
+        left = {kind.__name__ for kind in kinds if is_of_vllm(kind)}
+        LEFT_AT_A_RESTART.append((left, sum(alias.untyped_storage().nbytes() for alias in ALIASES)))
+        sampler = build()
+        hold_aliases(sampler)
+        return sampler
 
     rollout._build = note_and_build
+
+
+def hold_aliases(sampler):
+    def aliases(worker):
+        model = worker.get_model()
+        caches = [layer.kv_cache for layer in model.modules() if hasattr(layer, "kv_cache")]
+        return [x.detach() for x in (*model.parameters(), *model.buffers(), *caches)]
+
+    ALIASES[:] = sampler.engine._engine.collective_rpc(aliases)[0]
+    assert sum(alias.untyped_storage().nbytes() for alias in ALIASES) > 1 << 22, "the cache is among them"
 
 
 def is_of_vllm(kind):
@@ -35,7 +50,7 @@ def is_of_vllm(kind):
 
 
 def left_at_a_restart():
-    """Which parts of an engine were in memory when a new one was built, for each restart since the last call."""
+    """Which parts of an engine were in memory when a new one was built, and the bytes of its tensors, by restart since the last call."""
     left = list(LEFT_AT_A_RESTART)
     LEFT_AT_A_RESTART.clear()
     return left
@@ -44,6 +59,7 @@ def left_at_a_restart():
 def stop():
     ROLES.pop("rollout").sampler.close()
     ROLES.clear()
+    ALIASES.clear()
 
 
 def generate(shares, purpose, fails=None):

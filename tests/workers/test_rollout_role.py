@@ -54,7 +54,7 @@ def test_an_engine_that_fails_on_one_rank_is_started_again_on_all_and_gives_the_
         assert "the sampler failed and is started again" in warning and cause in warning
         assert calls > SECOND
     # What failed is gone by then: on a GPU there is room for one.
-    assert ranks("role", "left_at_a_restart") == [[set()], [set()]]
+    assert ranks("role", "left_at_a_restart") == [[(set(), 0)], [(set(), 0)]]
     again = ranks("role", "generate", shares, "train")
     assert_equal(again, samples)
     assert all(warnings == [] for _, warnings, _ in again)
