@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.engine.micro_batch import MicroBatch
-from rlx.models.log_probs import head_replaced, token_log_probs
+from rlx.models.head_log_probs import head_replaced
+from rlx.models.log_probs import token_log_probs
 from rlx.models.packed_attention import Lengths, use_packed_attention, why_not_packed
 from rlx.models.sequence_parallel import joined
 

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlx.models import log_probs
-from rlx.models.log_probs import head_log_probs, token_log_probs
+from rlx.models import head_log_probs as head_module
+from rlx.models.head_log_probs import head_log_probs
+from rlx.models.log_probs import token_log_probs
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (N, H), weight (V, H), ids (N,) -> a scalar
@@ -103,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=3584, help="that of Qwen2-7B")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--entropy", action="store_true", help="with the entropy and its gradient")
-    parser.add_argument("--chunk-elements", type=int, default=log_probs.HEAD_CHUNK_ELEMENTS, help="logits of a chunk")
+    parser.add_argument("--chunk-bytes", type=int, default=head_module.HEAD_CHUNK_BYTES, help="logits of a chunk")
     parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
     parser.add_argument("--device", help="cpu or cuda; the accelerator if there is one")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.rounds < 1 or min(given.tokens) < 1:
         parser.error(f"got --tokens {given.tokens} --rounds {given.rounds}, expected at least 1")
     device = torch.device(given.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    log_probs.HEAD_CHUNK_ELEMENTS = given.chunk_elements
+    head_module.HEAD_CHUNK_BYTES = given.chunk_bytes
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(
         f"{name}, torch {torch.__version__}: V {given.vocabulary}, H {given.width}, {given.dtype}, forward and backward"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.models import log_probs as module
-from rlx.models.log_probs import head_log_probs, head_replaced, token_log_probs
+from rlx.models.log_probs import token_log_probs
 
 F64 = torch.float64
 
@@ -179,105 +179,3 @@ def test_errors():
     for temperature in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="temperature: got"):
             token_log_probs(logits, ids, temperature, False)
-
-
-# From hidden states and the head's weight ------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=[1, 40, 1 << 24])
-def head_chunk(request, monkeypatch):
-    """One token at a time, a few with a ragged end, and all at once."""
-    monkeypatch.setattr(module, "HEAD_CHUNK_ELEMENTS", request.param)
-
-
-def make_head(dtype=F64, tokens=(2, 4), vocabulary=13, width=6):
-    source = torch.Generator().manual_seed(3)
-    hidden = torch.randn(*tokens, width, generator=source, dtype=F64).to(dtype).requires_grad_()
-    weight = torch.randn(vocabulary, width, generator=source, dtype=F64).to(dtype).requires_grad_()
-    return hidden, weight, torch.randint(vocabulary, tokens, generator=source)
-
-
-@pytest.mark.usefixtures("head_chunk")
-def test_head_gradcheck():
-    hidden, weight, ids = make_head(tokens=(1, 4), vocabulary=11, width=3)
-    for pick in (slice(1, 2), slice(0, 2)):
-        assert torch.autograd.gradcheck(lambda h, w, p=pick: head_log_probs(h, w, ids, 0.8, True)[p], (hidden, weight))
-    assert torch.autograd.gradcheck(lambda h, w: head_log_probs(h, w, ids, 0.8, False)[0], (hidden, weight))
-
-
-@pytest.mark.usefixtures("head_chunk")
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize(
-    ("dtype", "exact", "close"), [(F64, 1e-13, 1e-13), (torch.float32, 2e-6, 1e-5), (torch.bfloat16, 0.1, 0.03)]
-)
-def test_head_like_logits(dtype, exact, close, temperature):
-    """In bf16 as far as logits are that bf16 rounds."""
-    hidden, weight, ids = make_head(dtype)
-    got = head_log_probs(hidden, weight, ids, temperature, True)
-    assert got[0].dtype == got[1].dtype == torch.promote_types(dtype, torch.float32)
-    expected = token_log_probs(hidden @ weight.T, ids, temperature, True)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=exact)
-    loss = [(2 * lp - 3 * h).sum() for lp, h in (got, reference(hidden.to(F64) @ weight.to(F64).T, ids, temperature))]
-    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in loss), strict=True):
-        assert a.dtype == dtype
-        assert (a - b).norm() <= close * b.norm()
-
-
-def test_head_sums_the_gradients_of_its_chunks_in_fp32(monkeypatch):
-    """As far from the exact one as rounding each product once makes it: a sum in bf16 would be ten times as far."""
-    hidden, weight, ids = make_head(torch.bfloat16, tokens=(96,))
-    wide = weight.detach().double().requires_grad_()
-    (exact,) = torch.autograd.grad(head_log_probs(hidden.double(), wide, ids, 1.0, False)[0].sum(), wide)
-    monkeypatch.setattr(module, "HEAD_CHUNK_ELEMENTS", 26)
-    (gradient,) = torch.autograd.grad(head_log_probs(hidden, weight, ids, 1.0, False)[0].sum(), weight)
-    assert (gradient - exact).norm() <= 0.003 * exact.norm()
-
-
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_head_holds_one_chunk_of_logits(monkeypatch, with_entropy):
-    hidden, weight, ids = make_head(torch.bfloat16, tokens=(64,), vocabulary=1000, width=8)
-    monkeypatch.setattr(module, "HEAD_CHUNK_ELEMENTS", 8000)
-    results = []
-
-    def forward():
-        results[:] = [x for x in head_log_probs(hidden, weight, ids, 0.7, with_entropy) if x is not None]
-
-    def backward():
-        torch.autograd.grad(sum(x.sum() for x in results), (hidden, weight))
-
-    assert largest_allocation(forward) == 8000 * 4
-    assert largest_allocation(backward) == 8000 * 4
-
-
-def test_head_frozen_or_without_graph():
-    hidden, weight, ids = make_head()
-    log_probs, _ = head_log_probs(hidden, weight.detach(), ids, 1.0, False)
-    (gradient,) = torch.autograd.grad(log_probs.sum(), hidden)
-    both = torch.autograd.grad(head_log_probs(hidden, weight, ids, 1.0, False)[0].sum(), (hidden, weight))
-    assert torch.equal(gradient, both[0])
-    (of_weight,) = torch.autograd.grad(head_log_probs(hidden.detach(), weight, ids, 1.0, False)[0].sum(), weight)
-    assert torch.equal(of_weight, both[1])
-    with torch.no_grad():
-        assert head_log_probs(hidden, weight, ids, 1.0, True)[1].grad_fn is None
-
-
-def test_head_replaced_gives_log_probs_and_is_itself_again():
-    hidden, weight, ids = make_head()
-    head = torch.nn.Linear(6, 13, bias=False, dtype=F64)
-    head.weight = torch.nn.Parameter(weight.detach())
-    with head_replaced(head, ids, 0.5, with_entropy=True):
-        log_probs, entropy = head(hidden).unbind(-1)
-    expected = token_log_probs(head(hidden), ids, 0.5, True)
-    torch.testing.assert_close((log_probs, entropy), expected, rtol=0, atol=1e-13)
-    with pytest.raises(ValueError, match="head_log_probs: got hidden"), head_replaced(head, ids[:1], 0.5, True):
-        head(hidden)
-    assert head(hidden).shape == (2, 4, 13)
-
-
-def test_head_errors():
-    hidden, weight, ids = make_head()
-    with pytest.raises(ValueError, match=r"got hidden \(2, 4, 6\), weight \(13, 5\) and ids \(2, 4\)"):
-        head_log_probs(hidden, weight[:, :5], ids, 1.0, False)
-    with pytest.raises(ValueError, match="temperature: got"):
-        head_log_probs(hidden, weight, ids, 0.0, False)

@@ -3,16 +3,16 @@ import json
 import pytest
 import torch
 
-from rlx.models import log_probs
+from rlx.models import head_log_probs
 from rlx.models.log_probs_benchmark import forms, main
 
 SMALL = ["--vocabulary", "50", "--width", "8", "--rounds", "1", "--device", "cpu", "--dtype", "fp32"]
 
 
 def test_the_command_prints_a_table_and_writes_the_same_figures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(log_probs, "HEAD_CHUNK_ELEMENTS", log_probs.HEAD_CHUNK_ELEMENTS)
+    monkeypatch.setattr(head_log_probs, "HEAD_CHUNK_BYTES", head_log_probs.HEAD_CHUNK_BYTES)
     path = tmp_path / "figures.json"
-    main([*SMALL, "--tokens", "4", "9", "--chunk-elements", "150", "--json", str(path)])
+    main([*SMALL, "--tokens", "4", "9", "--chunk-bytes", "600", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     assert [(row["tokens"], row["form"]) for row in rows if row["form"] != "liger"] == [
         (tokens, form) for tokens in (4, 9) for form in ("naive", "logits", "chunked")

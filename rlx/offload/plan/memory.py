@@ -33,8 +33,7 @@ from rlx.offload.plan.decoder import Decoder
 # tiles cost time: each is a pass over the sums of the weights' gradients, and a norm in tiles runs once more.
 TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
-HEAD_CHUNK_LOGITS = 1 << 28  # of rlx.models.log_probs
-HEAD_CHUNKS_PER_SUM = 2  # of it, too
+HEAD_CHUNK_BYTES, HEAD_SUM_ELEMENTS = 1 << 31, 1 << 28  # of rlx.models.head_log_probs
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: pieces on the device, times a piece
 _TILE_STEP = 256
 
@@ -144,18 +143,23 @@ def forward_bytes(decoder: Decoder, layer: int, tokens: int, element: int = 2, t
 
 def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool = True) -> int:
     """The head's working set for so many tokens, forward and backward; one that is not trained has no gradient."""
-    chunk = max(1, HEAD_CHUNK_LOGITS // decoder.vocabulary)
-    several = tokens > chunk
-    logits = min(tokens, chunk) * decoder.vocabulary * (2 * element + 4 + element * several)
-    is_summed = tokens > HEAD_CHUNKS_PER_SUM * chunk
-    weight = decoder.width * decoder.vocabulary * (4 if is_summed else element) * is_trained
-    return logits + 2 * element * decoder.width * tokens + weight
+    chunk = head_chunk(decoder, element)
+    weight = decoder.width * decoder.vocabulary
+    # Of several chunks the sum, and with it a part of the next product.
+    summed = 4 * weight + element * min(weight, HEAD_SUM_ELEMENTS)
+    gradient = element * weight if tokens <= chunk else summed
+    logits = min(tokens, chunk) * decoder.vocabulary * element
+    return logits + 2 * element * decoder.width * tokens + gradient * is_trained
 
 
 def head_forward_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
     """The head's working set for log-probs and entropies of so many tokens without a backward."""
-    chunk = max(1, HEAD_CHUNK_LOGITS // decoder.vocabulary)
-    return min(tokens, chunk) * decoder.vocabulary * (element + 8) + element * decoder.width * tokens
+    return element * (min(tokens, head_chunk(decoder, element)) * decoder.vocabulary + decoder.width * tokens)
+
+
+def head_chunk(decoder: Decoder, element: int = 2) -> int:
+    """The most tokens whose logits exist at once."""
+    return max(1, HEAD_CHUNK_BYTES // (element * decoder.vocabulary))
 
 
 def state_bytes(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from rlx.offload.plan.costs import LayerCost, Operation
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import Hardware
-from rlx.offload.plan.memory import HEAD_CHUNK_LOGITS, head_bytes, layer_bytes
+from rlx.offload.plan.memory import head_bytes, head_chunk, layer_bytes
 
 ATTENTION_BACKWARD = 2.5
 ELEMENTWISE_BACKWARD = 1.5
@@ -150,7 +150,7 @@ def head_cost(
     kernels = _Kernels(tokens, hardware, element)
     step = kernels.linear("", decoder.width, decoder.vocabulary)
     moved = kernels.moved(3 * E * decoder.vocabulary)  # written, and read twice for the log-probs
-    again = max(0.0, 1 - HEAD_CHUNK_LOGITS / (tokens * decoder.vocabulary))
+    again = max(0.0, 1 - head_chunk(decoder, element) / tokens)
     memory = head_bytes(decoder, tokens, element, is_trained)
     return LayerCost(
         forward_s=step.forward_s + moved.forward_s,

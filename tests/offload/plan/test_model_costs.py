@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.config.schema import ModelConfig
 from rlx.engine.optimizer_state import ON_DEVICE, PIECE_BYTES
-from rlx.models.log_probs import CHUNKS_PER_SUM, HEAD_CHUNK_ELEMENTS
+from rlx.models import head_log_probs
 from rlx.models.lora import add_lora
 from rlx.offload.benchmark.shapes import SHAPES, Case, build
 from rlx.offload.plan import LayerPlan, Machine, make_plan, predict, sent_bytes
@@ -18,8 +18,8 @@ from rlx.offload.plan.decoder import KINDS as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import (
-    HEAD_CHUNK_LOGITS,
-    HEAD_CHUNKS_PER_SUM,
+    HEAD_CHUNK_BYTES,
+    HEAD_SUM_ELEMENTS,
     STEP_BYTES,
     forward_bytes,
     head_bytes,
@@ -177,10 +177,10 @@ def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
 def test_the_head_holds_one_chunk_of_logits():
     decoder = read_decoder(SHAPES["qwen2-7b"])
     h, vocabulary = decoder.width, decoder.vocabulary
-    assert head_bytes(decoder, 1000) == 8 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
-    chunk = HEAD_CHUNK_ELEMENTS // vocabulary
-    more = head_bytes(decoder, 524_288) - 4 * h * 524_288 - 4 * h * vocabulary
-    assert more == 10 * chunk * vocabulary <= 2.5 * 2**30
+    assert head_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
+    chunk = HEAD_CHUNK_BYTES // (2 * vocabulary)
+    more = head_bytes(decoder, 524_288) - 4 * h * 524_288 - 4 * h * vocabulary - 2 * HEAD_SUM_ELEMENTS
+    assert more == 2 * chunk * vocabulary <= 2 * 2**30
     assert head_cost(decoder, 524_288, H200).backward_s > head_cost(decoder, chunk, H200).backward_s * 524_288 / chunk
 
 
@@ -218,7 +218,7 @@ def test_a_shared_sequence_costs_each_its_part():
 
 
 def test_constants_are_those_of_whom_they_are_about():
-    assert (HEAD_CHUNK_LOGITS, HEAD_CHUNKS_PER_SUM) == (HEAD_CHUNK_ELEMENTS, CHUNKS_PER_SUM)
+    assert (HEAD_CHUNK_BYTES, HEAD_SUM_ELEMENTS) == (head_log_probs.HEAD_CHUNK_BYTES, head_log_probs.SUM_ELEMENTS)
     assert STEP_BYTES == ON_DEVICE * PIECE_BYTES
 
 
@@ -286,5 +286,5 @@ def test_a_head_that_is_not_trained_has_no_gradient():
     decoder = read_decoder(SHAPES["qwen2-7b"])
     h, vocabulary = decoder.width, decoder.vocabulary
     assert head_bytes(decoder, 1000) - head_bytes(decoder, 1000, is_trained=False) == 2 * h * vocabulary
-    assert head_forward_bytes(decoder, 1000) == 10 * 1000 * vocabulary + 2 * h * 1000
+    assert head_forward_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 2 * h * 1000
     assert head_forward_bytes(decoder, 0) == 0

@@ -1,0 +1,223 @@
+"""Log-probs of given tokens, and the entropy, from hidden states and the head's weight, of whose logits one chunk exists.
+
+Note [passes over logits]
+Beside three products (logits, gradients of the hidden states and of the weight) the whole cost is reading and writing
+logits. So what a chunk goes through is written as two functions, one for forward and one for backward, that a compiler
+makes into a pass or two each without an intermediate result: 4 to 8 bytes are moved for each logit in bf16 where separate
+operations move 40. What forward knows of a token (its largest logit, the logarithm of the sum, its entropy) it leaves
+to backward: 12 bytes a token. Where there is no compiler the same functions run on slices small enough that their intermediate
+results do not count.
+
+Shape letters: N tokens, H width of the hidden states, V vocabulary.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rlx.models.log_probs import CHUNK_ELEMENTS, LOWEST_LOG_PROB, check_temperature
+
+logger = logging.getLogger(__name__)
+
+# Of a chunk's logits. Each chunk costs one pass over the sum of the weight's gradient, and all but the last one product more.
+HEAD_CHUNK_BYTES = 1 << 31
+SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, where products are added to a sum in a wider type
+
+
+def head_log_probs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What `token_log_probs` gives for the logits hidden @ weight.T, of which one chunk exists at a time.
+
+    Logits are rounded to the type of `hidden`, as the head would round them; what follows is in fp32. Backward computes
+    the logits of all chunks but the last again. The gradient of a weight in bf16 or fp16 is the sum in fp32 of the
+    products of the chunks, rounded to its type like any other product.
+
+    Args:
+        hidden: (..., H) floating.
+        weight: (V, H) in the same type.
+        ids: (...) int64 in [0, V).
+        temperature: > 0.
+        with_entropy: also return the entropy.
+
+    Returns:
+        log_probs (...) and entropy (...) [nats] or None; fp64 for fp64, else fp32.
+
+    Raises:
+        ValueError: shapes that do not fit, or a temperature that is not positive.
+    """
+    if hidden.shape[:-1] != ids.shape or weight.shape[1:] != hidden.shape[-1:]:
+        raise ValueError(
+            f"head_log_probs: got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and ids {tuple(ids.shape)}, "
+            "expected (..., H), (V, H) and (...)"
+        )
+    check_temperature(temperature)
+    figures = _HeadLogProbs.apply(hidden.flatten(0, -2), weight, ids.flatten(), temperature, with_entropy)
+    log_probs, entropy = (None if x is None else x.view(ids.shape) for x in figures)
+    return log_probs, entropy
+
+
+@contextmanager
+def head_replaced(head: nn.Linear, ids: Tensor, temperature: float, with_entropy: bool) -> Iterator[None]:
+    """Inside, the head of a language model gives log-probs of `ids` (...), and the entropy, instead of logits.
+
+    The head is still called within the model's forward, so whoever brings its weight there (FSDP, say) does as always.
+    Its result is (..., 1), with the entropy (..., 2).
+    """
+
+    def forward(hidden: Tensor) -> Tensor:
+        figures = head_log_probs(hidden, head.weight, ids, temperature, with_entropy)
+        return torch.stack([x for x in figures if x is not None], dim=-1)
+
+    head.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del head.forward  # the class's own is behind it
+
+
+def _read(logits: Tensor, ids: Tensor, temperature: Tensor, with_entropy: bool) -> tuple[Tensor, ...]:
+    """Of a chunk's logits (N, V), divided by the temperature: log-probs of `ids`, the largest, the logarithm of the sum, entropy.
+
+    Each is (N,). The sum is that of exp(x - largest): with the two apart log-probs are exact where logits are large.
+    """
+    scaled = logits.to(temperature.dtype) / temperature
+    largest = scaled.amax(-1)
+    below = scaled - largest.unsqueeze(-1)
+    log_sum = below.exp().sum(-1).log()
+    every = below - log_sum.unsqueeze(-1)
+    log_probs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    if not with_entropy:
+        return log_probs, largest, log_sum
+    return log_probs, largest, log_sum, -(every.exp() * every.clamp(min=LOWEST_LOG_PROB)).sum(-1)
+
+
+def _differentiate(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Put the gradient of a chunk's logits in their place.
+
+    d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H). Rounded once: the terms may all but cancel.
+    """
+    every = logits.to(temperature.dtype) / temperature - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)
+    probs = every.exp()
+    chosen = torch.arange(logits.shape[-1], device=logits.device) == ids.unsqueeze(-1)
+    slope = (chosen.to(probs.dtype) - probs) * grad_log_probs.unsqueeze(-1)
+    if grad_entropy is not None and entropy is not None:
+        every = every.clamp(min=LOWEST_LOG_PROB)
+        slope = slope - probs * (every + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
+    logits.copy_(slope / temperature)
+    return ()
+
+
+class _Pass:
+    """One of the two functions above: compiled where that can be, else slice by slice (Note [passes over logits])."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._function = function
+        self._compiled = torch.compile(function, dynamic=True, fullgraph=True)
+        self._may_compile, self._has_compiled = True, False
+
+    def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        """Run it on a chunk of at least one token; what is (N,) among the arguments is cut as logits are."""
+        if logits.is_cuda and self._may_compile:
+            try:
+                results = self._compiled(logits, ids, *others)
+                self._has_compiled = True
+                return results
+            except (ImportError, RuntimeError) as error:
+                if self._has_compiled or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._may_compile = False
+                reason = str(error).strip().splitlines()[0]
+                logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
+        step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+        of_parts = []
+        for start in range(0, len(ids), step):
+            part = slice(start, start + step)
+            cut = [x[part] if isinstance(x, Tensor) and x.shape == ids.shape else x for x in others]
+            of_parts.append(self._function(logits[part], ids[part], *cut))
+        return tuple(torch.cat(parts) for parts in zip(*of_parts, strict=True))
+
+
+_read_pass, _differentiate_pass = _Pass(_read), _Pass(_differentiate)
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """Backward goes through the chunks from the last to the first, whose logits forward has left there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        count, vocabulary = len(ids_N), len(weight_VH)
+        ctx.temperature = torch.tensor(temperature, dtype=dtype, device=hidden_NH.device)
+        ctx.rows = max(1, HEAD_CHUNK_BYTES // (vocabulary * hidden_NH.element_size()))
+        figures = [torch.empty_like(ids_N, dtype=dtype) for _ in range(3 + with_entropy)]
+        logits = hidden_NH.new_empty(min(ctx.rows, count), vocabulary)
+        for start in range(0, count, ctx.rows):
+            chunk = slice(start, min(start + ctx.rows, count))
+            of_chunk = torch.mm(hidden_NH[chunk], weight_VH.T, out=logits[: chunk.stop - start])
+            for all_tokens, those in zip(
+                figures, _read_pass(of_chunk, ids_N[chunk], ctx.temperature, with_entropy), strict=True
+            ):
+                all_tokens[chunk] = those
+        log_probs, *for_backward = figures
+        ctx.save_for_backward(hidden_NH, weight_VH, ids_N, *for_backward)
+        # No saved tensor: it is written to in backward, and offloading what is about to be used helps nobody.
+        ctx.logits = logits if any(ctx.needs_input_grad) else None
+        ctx.set_materialize_grads(False)
+        return log_probs, for_backward[2] if with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, ids_N, *figures = ctx.saved_tensors
+        count, wide = len(ids_N), ctx.temperature.dtype
+        logits, ctx.logits = ctx.logits, None  # with a retained graph the next backward finds none
+        is_there = logits is not None
+        if logits is None:
+            logits = hidden_NH.new_empty(min(ctx.rows, count), len(weight_VH))
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(ids_N, dtype=wide)
+        grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            # A single product needs no sum.
+            grad_weight = torch.zeros_like(weight_VH, dtype=wide if count > ctx.rows else None)
+        for start in reversed(range(0, count, ctx.rows)):
+            chunk = slice(start, min(start + ctx.rows, count))
+            gradient = logits[: chunk.stop - start]
+            if not is_there:
+                torch.mm(hidden_NH[chunk], weight_VH.T, out=gradient)
+            is_there = False
+            grads = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
+            _differentiate_pass(gradient, ids_N[chunk], ctx.temperature, *grads, *(x[chunk] for x in figures))
+            if grad_hidden is not None:
+                torch.mm(gradient, weight_VH, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient.T, hidden_NH[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b in place; where `total` is wider than they are, a part at a time, so that no second one of its size is."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+        return
+    step = max(1, SUM_ELEMENTS // total.shape[1])
+    for start in range(0, len(total), step):
+        total[start : start + step].add_(a[start : start + step] @ b)

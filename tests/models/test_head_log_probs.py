@@ -1,0 +1,177 @@
+import math
+
+import pytest
+import torch
+
+from rlx.models import head_log_probs as module
+from rlx.models.head_log_probs import head_log_probs, head_replaced
+from rlx.models.log_probs import token_log_probs
+
+F64 = torch.float64
+
+
+def reference(logits, ids, temperature):
+    """Straight from the definitions, in the widest type."""
+    every = (logits.to(F64) / temperature).log_softmax(dim=-1)
+    return every.gather(-1, ids.unsqueeze(-1)).squeeze(-1), torch.special.entr(every.exp()).sum(dim=-1)
+
+
+def largest_allocation(run):
+    """Bytes of the largest single allocation while `run` runs, backward included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    return max(event.self_cpu_memory_usage for event in profile.events())
+
+
+@pytest.fixture(params=[(1, 1), (320, 20), (1 << 24, 40), (1 << 24, 1 << 24)])
+def head_chunk(request, monkeypatch):
+    """One token at a time, chunks of a few with a ragged end and in slices of one, one chunk in slices, all at once."""
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", request.param[0])
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param[1])
+
+
+def make_head(dtype=F64, tokens=(2, 4), vocabulary=13, width=6):
+    source = torch.Generator().manual_seed(3)
+    hidden = torch.randn(*tokens, width, generator=source, dtype=F64).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=source, dtype=F64).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocabulary, tokens, generator=source)
+
+
+@pytest.mark.usefixtures("head_chunk")
+def test_head_gradcheck():
+    hidden, weight, ids = make_head(tokens=(1, 4), vocabulary=11, width=3)
+    for pick in (slice(1, 2), slice(0, 2)):
+        assert torch.autograd.gradcheck(lambda h, w, p=pick: head_log_probs(h, w, ids, 0.8, True)[p], (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: head_log_probs(h, w, ids, 0.8, False)[0], (hidden, weight))
+
+
+@pytest.mark.usefixtures("head_chunk")
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("dtype", "exact", "close"), [(F64, 1e-13, 1e-13), (torch.float32, 2e-6, 1e-5), (torch.bfloat16, 0.1, 0.03)]
+)
+def test_head_like_logits(dtype, exact, close, temperature):
+    """In bf16 as far as logits are that bf16 rounds."""
+    hidden, weight, ids = make_head(dtype)
+    got = head_log_probs(hidden, weight, ids, temperature, True)
+    assert got[0].dtype == got[1].dtype == torch.promote_types(dtype, torch.float32)
+    expected = token_log_probs(hidden @ weight.T, ids, temperature, True)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=exact)
+    loss = [(2 * lp - 3 * h).sum() for lp, h in (got, reference(hidden.to(F64) @ weight.to(F64).T, ids, temperature))]
+    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in loss), strict=True):
+        assert a.dtype == dtype
+        assert (a - b).norm() <= close * b.norm()
+
+
+def test_head_sums_the_gradients_of_its_chunks_in_fp32(monkeypatch):
+    """As far from the exact one as rounding each product once makes it: a sum in bf16 would be ten times as far."""
+    hidden, weight, ids = make_head(torch.bfloat16, tokens=(96,))
+    wide = weight.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(head_log_probs(hidden.double(), wide, ids, 1.0, False)[0].sum(), wide)
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", 52)
+    (gradient,) = torch.autograd.grad(head_log_probs(hidden, weight, ids, 1.0, False)[0].sum(), weight)
+    assert (gradient - exact).norm() <= 0.003 * exact.norm()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_head_holds_one_chunk_of_logits(monkeypatch, with_entropy):
+    """And no more in a wider type than a slice."""
+    hidden, weight, ids = make_head(torch.bfloat16, tokens=(64,), vocabulary=1000, width=8)
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", 16_000 * 2)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4000)
+    results = []
+
+    def forward():
+        results[:] = [x for x in head_log_probs(hidden, weight, ids, 0.7, with_entropy) if x is not None]
+
+    def backward():
+        torch.autograd.grad(sum(x.sum() for x in results), (hidden, weight))
+
+    assert largest_allocation(forward) == 16_000 * 2
+    assert largest_allocation(backward) == 8000 * 4  # the sum of the weight's gradient
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_head_with_a_retained_graph(monkeypatch, rows):
+    """The gradient takes the place of the logits that forward left: the second time they are computed again."""
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", rows * 13 * 8)
+    hidden, weight, ids = make_head()
+    log_probs, entropy = head_log_probs(hidden, weight, ids, 0.8, True)
+    loss = (log_probs + 0.1 * entropy).sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_head_with_large_and_impossible_logits(dtype):
+    """Log-probs near 0 keep their digits beside logits of a million; a logit of -inf has no share in anything."""
+    hidden = torch.tensor([[1.0], [1.0]], dtype=dtype, requires_grad=True)
+    weight = torch.tensor([[1e6], [1e6 - 1], [-torch.inf]], dtype=dtype, requires_grad=True)
+    log_probs, entropy = head_log_probs(hidden, weight, torch.tensor([1, 0]), 1.0, True)
+    p = 1 / (1 + math.e)
+    assert log_probs.tolist() == pytest.approx([math.log(p), math.log(1 - p)], abs=1e-6)
+    assert entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p)] * 2, abs=1e-6)
+    (gradient,) = torch.autograd.grad(log_probs.sum() + entropy.sum(), weight)
+    assert gradient.isfinite().all() and gradient[2].item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_passes_give_what_slices_give_and_hold_one_chunk(monkeypatch, dtype, with_entropy):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    hidden, weight, ids = make_head(dtype, tokens=(500,), vocabulary=32_000, width=64)
+    chunk = 200 * 32_000 * dtype.itemsize
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunk)
+    found = []
+    for can_compile in (True, True, False):
+        monkeypatch.setattr(module._read_pass, "_may_compile", can_compile)
+        monkeypatch.setattr(module._differentiate_pass, "_may_compile", can_compile)
+        inputs = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        figures = [x for x in head_log_probs(*inputs, ids.cuda(), 0.9, with_entropy) if x is not None]
+        gradients = torch.autograd.grad(sum((i + 1) * x.sum() for i, x in enumerate(figures)), inputs)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= chunk + 1.1 * (weight.numel() * (4 + 2 * dtype.itemsize) + 2 * hidden.nbytes) + 2**20
+        found.append([*figures, *gradients])
+    assert module._read_pass._has_compiled and module._differentiate_pass._has_compiled
+    for compiled, sliced in zip(found[1], found[2], strict=True):
+        assert compiled.dtype == sliced.dtype
+        assert (compiled - sliced).norm() <= (2e-3 if dtype == torch.bfloat16 else 2e-6) * sliced.norm()
+
+
+def test_head_frozen_or_without_graph():
+    hidden, weight, ids = make_head()
+    log_probs, _ = head_log_probs(hidden, weight.detach(), ids, 1.0, False)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), hidden)
+    both = torch.autograd.grad(head_log_probs(hidden, weight, ids, 1.0, False)[0].sum(), (hidden, weight))
+    assert torch.equal(gradient, both[0])
+    (of_weight,) = torch.autograd.grad(head_log_probs(hidden.detach(), weight, ids, 1.0, False)[0].sum(), weight)
+    assert torch.equal(of_weight, both[1])
+    with torch.no_grad():
+        assert head_log_probs(hidden, weight, ids, 1.0, True)[1].grad_fn is None
+
+
+def test_head_replaced_gives_log_probs_and_is_itself_again():
+    hidden, weight, ids = make_head()
+    head = torch.nn.Linear(6, 13, bias=False, dtype=F64)
+    head.weight = torch.nn.Parameter(weight.detach())
+    with head_replaced(head, ids, 0.5, with_entropy=True):
+        log_probs, entropy = head(hidden).unbind(-1)
+    expected = token_log_probs(head(hidden), ids, 0.5, True)
+    torch.testing.assert_close((log_probs, entropy), expected, rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match="head_log_probs: got hidden"), head_replaced(head, ids[:1], 0.5, True):
+        head(hidden)
+    assert head(hidden).shape == (2, 4, 13)
+
+
+def test_head_errors():
+    hidden, weight, ids = make_head()
+    with pytest.raises(ValueError, match=r"got hidden \(2, 4, 6\), weight \(13, 5\) and ids \(2, 4\)"):
+        head_log_probs(hidden, weight[:, :5], ids, 1.0, False)
+    with pytest.raises(ValueError, match="temperature: got"):
+        head_log_probs(hidden, weight, ids, 0.0, False)
