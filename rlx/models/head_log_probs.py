@@ -25,8 +25,9 @@ from rlx.models.log_probs import CHUNK_ELEMENTS, LOWEST_LOG_PROB, check_temperat
 logger = logging.getLogger(__name__)
 
 # Of a chunk's logits. Each chunk costs one pass over the sum of the weight's gradient, and all but the last one product more.
-HEAD_CHUNK_BYTES = 1 << 31
+HEAD_CHUNK_BYTES = 3 << 30
 SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, where products are added to a sum in a wider type
+ALIGNED = 256  # tokens and words are cut at multiples of it: kernels of products are much slower at odd places
 
 
 def head_log_probs(
@@ -131,7 +132,7 @@ class _Pass:
         self._may_compile, self._has_compiled = True, False
 
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        """Run it on a chunk of at least one token; what is (N,) among the arguments is cut as logits are."""
+        """Run it on a chunk; what is (N,) among the arguments is cut as logits are."""
         if logits.is_cuda and self._may_compile:
             try:
                 results = self._compiled(logits, ids, *others)
@@ -145,7 +146,7 @@ class _Pass:
                 logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
         step = max(1, CHUNK_ELEMENTS // logits.shape[1])
         of_parts = []
-        for start in range(0, len(ids), step):
+        for start in range(0, max(1, len(ids)), step):
             part = slice(start, start + step)
             cut = [x[part] if isinstance(x, Tensor) and x.shape == ids.shape else x for x in others]
             of_parts.append(self._function(logits[part], ids[part], *cut))
@@ -165,12 +166,11 @@ class _HeadLogProbs(torch.autograd.Function):
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         count, vocabulary = len(ids_N), len(weight_VH)
         ctx.temperature = torch.tensor(temperature, dtype=dtype, device=hidden_NH.device)
-        ctx.rows = max(1, HEAD_CHUNK_BYTES // (vocabulary * hidden_NH.element_size()))
+        ctx.chunks = _chunks(count, HEAD_CHUNK_BYTES // (vocabulary * hidden_NH.element_size()))
         figures = [torch.empty_like(ids_N, dtype=dtype) for _ in range(3 + with_entropy)]
-        logits = hidden_NH.new_empty(min(ctx.rows, count), vocabulary)
-        for start in range(0, count, ctx.rows):
-            chunk = slice(start, min(start + ctx.rows, count))
-            of_chunk = torch.mm(hidden_NH[chunk], weight_VH.T, out=logits[: chunk.stop - start])
+        logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), vocabulary)
+        for chunk in ctx.chunks:
+            of_chunk = torch.mm(hidden_NH[chunk], weight_VH.T, out=logits[: chunk.stop - chunk.start])
             for all_tokens, those in zip(
                 figures, _read_pass(of_chunk, ids_N[chunk], ctx.temperature, with_entropy), strict=True
             ):
@@ -186,38 +186,57 @@ class _HeadLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, ids_N, *figures = ctx.saved_tensors
-        count, wide = len(ids_N), ctx.temperature.dtype
+        wide = ctx.temperature.dtype
         logits, ctx.logits = ctx.logits, None  # with a retained graph the next backward finds none
         is_there = logits is not None
         if logits is None:
-            logits = hidden_NH.new_empty(min(ctx.rows, count), len(weight_VH))
+            logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), len(weight_VH))
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(ids_N, dtype=wide)
         grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             # A single product needs no sum.
-            grad_weight = torch.zeros_like(weight_VH, dtype=wide if count > ctx.rows else None)
-        for start in reversed(range(0, count, ctx.rows)):
-            chunk = slice(start, min(start + ctx.rows, count))
-            gradient = logits[: chunk.stop - start]
-            if not is_there:
+            grad_weight = torch.empty_like(weight_VH, dtype=wide if len(ctx.chunks) > 1 else None)
+        for number, chunk in enumerate(reversed(ctx.chunks)):
+            gradient = logits[: chunk.stop - chunk.start]
+            if number > 0 or not is_there:
                 torch.mm(hidden_NH[chunk], weight_VH.T, out=gradient)
-            is_there = False
             grads = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
             _differentiate_pass(gradient, ids_N[chunk], ctx.temperature, *grads, *(x[chunk] for x in figures))
             if grad_hidden is not None:
                 torch.mm(gradient, weight_VH, out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, gradient.T, hidden_NH[chunk])
+                _add_product(grad_weight, gradient.T, hidden_NH[chunk], is_first=number == 0)
+            del gradient
+        del logits  # before the sum is copied
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b in place; where `total` is wider than they are, a part at a time, so that no second one of its size is."""
+def _chunks(count: int, most: int) -> list[slice]:
+    """`count` tokens in chunks of at most so many, and at least one, all but the first of them as large as can be.
+
+    Whoever keeps the last one, keeps a large one.
+    """
+    most = max(1, most - most % ALIGNED if most > ALIGNED else most)
+    starts = [0, *range(count % most or most, count, most)]
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
+
+
+def _most_tokens(chunks: list[slice]) -> int:
+    return chunks[-1].stop - chunks[-1].start
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """Adds a @ b in place, or puts it there. Where `total` is wider than they are, there is no second one of its size."""
+    beta = 0 if is_first else 1  # 0: what is there is not read
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
-        return
-    step = max(1, SUM_ELEMENTS // total.shape[1])
-    for start in range(0, len(total), step):
-        total[start : start + step].add_(a[start : start + step] @ b)
+        total.addmm_(a, b, beta=beta)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        step = max(1, SUM_ELEMENTS // total.shape[1])
+        for start in range(0, len(total), step):
+            part = total[start : start + step]
+            product = a[start : start + step] @ b
+            part.copy_(product) if is_first else part.add_(product)

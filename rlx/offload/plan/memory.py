@@ -33,7 +33,7 @@ from rlx.offload.plan.decoder import Decoder
 # tiles cost time: each is a pass over the sums of the weights' gradients, and a norm in tiles runs once more.
 TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
-HEAD_CHUNK_BYTES, HEAD_SUM_ELEMENTS = 1 << 31, 1 << 28  # of rlx.models.head_log_probs
+HEAD_CHUNK_BYTES, HEAD_SUM_ELEMENTS = 3 << 30, 1 << 28  # of rlx.models.head_log_probs
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: pieces on the device, times a piece
 _TILE_STEP = 256
 
