@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Of a chunk's logits. Each chunk costs one pass over the sum of the weight's gradient, and all but the last one product more.
 HEAD_CHUNK_BYTES = 3 << 30
-SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, where products are added to a sum in a wider type
+SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, where a product cannot be of a wider type than its factors
 ALIGNED = 256  # tokens and words are cut at multiples of it: kernels of products are much slower at odd places
 
 
@@ -128,13 +128,16 @@ class _Pass:
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self._function = function
-        self._compiled = torch.compile(function, dynamic=True, fullgraph=True)
+        self._compiled: Callable[..., tuple[Tensor, ...]] | None = (
+            None  # made when first called: the compiler takes time to import
+        )
         self._may_compile, self._has_compiled = True, False
 
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
         """Run it on a chunk; what is (N,) among the arguments is cut as logits are."""
         if logits.is_cuda and self._may_compile:
             try:
+                self._compiled = self._compiled or torch.compile(self._function, dynamic=True, fullgraph=True)
                 results = self._compiled(logits, ids, *others)
                 self._has_compiled = True
                 return results
@@ -142,7 +145,7 @@ class _Pass:
                 if self._has_compiled or isinstance(error, torch.OutOfMemoryError):
                     raise
                 self._may_compile = False
-                reason = str(error).strip().splitlines()[0]
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
         step = max(1, CHUNK_ELEMENTS // logits.shape[1])
         of_parts = []

@@ -13,12 +13,11 @@ whole up to longer sequences than the MLP, and then saves what it does without t
 top the gradient of its input e h, six tensors of a tile 6 e f t, and the sums of the weights' gradients in fp32, 12 h f; after it
 the gradients of q, k, v and of attention's result e (2 a + 2 c), and of q its sum in fp32, 4 a. Experts are not tiled.
 *Sequences shared* by u processes: T is a process's own part; where u exceeds the key heads, k and v are repeated to u heads.
-*Head*, log-probs without logits: a chunk of 2^28 logits, or all of them: 4 bytes each, 2 e for two chunks' and their gradients'
-common place, and e for the last chunk's where there are several; hidden states and their gradient 2 e h T; the gradient of the
-weight in fp32, 4 h V, where there are more than two chunks, else e h V.
+*Head*, log-probs without logits: a chunk of 3 GiB of logits, or all of them, whose gradient takes their place; hidden states and
+their gradient 2 e h T; the gradient of the weight e h V, of several chunks its sum in fp32, 4 h V.
 *Without backward* a layer holds three results of width h (its input, the residual, a norm's) and of the MLP 3 f (with experts
 k (3 f + 2 h), or k 4 h where their results are put back in order); while attention is at work 2 h, 4 a (rotary embedding) and
-2 c. The head: e + 8 bytes for each logit of a chunk, and e h.
+2 c. The head: e for each logit of a chunk, and e h.
 *Adapters* of rank r (LoRA) on all linear maps: they alone have gradients and optimizer states, and the head has no gradient.
 *Optimizer's step*: AdamW's fused kernel makes no tensor of its own; a state on the host comes in pieces of 1 GiB, 3.5 at once.
 """
@@ -29,11 +28,10 @@ from typing import NamedTuple
 
 from rlx.offload.plan.decoder import Decoder
 
-# Elements of a tile's widest intermediate result, as of the head's chunk of logits, whose working set is about as large. Smaller
-# tiles cost time: each is a pass over the sums of the weights' gradients, and a norm in tiles runs once more.
+# Elements of a tile's widest intermediate result. Smaller tiles cost time: each is a pass over the sums of the weights' gradients, and a norm in tiles runs once more.
 TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
-HEAD_CHUNK_BYTES, HEAD_SUM_ELEMENTS = 3 << 30, 1 << 28  # of rlx.models.head_log_probs
+HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.head_log_probs
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: pieces on the device, times a piece
 _TILE_STEP = 256
 
@@ -143,13 +141,16 @@ def forward_bytes(decoder: Decoder, layer: int, tokens: int, element: int = 2, t
 
 def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool = True) -> int:
     """The head's working set for so many tokens, forward and backward; one that is not trained has no gradient."""
-    chunk = head_chunk(decoder, element)
+    logits = min(tokens, head_chunk(decoder, element)) * decoder.vocabulary * element
     weight = decoder.width * decoder.vocabulary
-    # Of several chunks the sum, and with it a part of the next product.
-    summed = 4 * weight + element * min(weight, HEAD_SUM_ELEMENTS)
-    gradient = element * weight if tokens <= chunk else summed
-    logits = min(tokens, chunk) * decoder.vocabulary * element
-    return logits + 2 * element * decoder.width * tokens + gradient * is_trained
+    held = logits
+    if is_trained and tokens <= head_chunk(decoder, element):
+        held = logits + element * weight
+    elif (
+        is_trained
+    ):  # the products of several chunks are summed in fp32; the gradient is made of it when the logits have gone
+        held = 4 * weight + max(logits, element * weight if element < 4 else 0)
+    return held + 2 * element * decoder.width * tokens
 
 
 def head_forward_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
@@ -159,7 +160,8 @@ def head_forward_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
 
 def head_chunk(decoder: Decoder, element: int = 2) -> int:
     """The most tokens whose logits exist at once."""
-    return max(1, HEAD_CHUNK_BYTES // (element * decoder.vocabulary))
+    most = max(1, HEAD_CHUNK_BYTES // (element * decoder.vocabulary))
+    return most - most % HEAD_ALIGNED if most > HEAD_ALIGNED else most
 
 
 def state_bytes(

@@ -1,5 +1,6 @@
 """Formulas of a decoder's layers against what torch computes and keeps, against published sizes, and against measured steps."""
 
+import dataclasses
 import json
 
 import pytest
@@ -18,11 +19,12 @@ from rlx.offload.plan.decoder import KINDS as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import (
+    HEAD_ALIGNED,
     HEAD_CHUNK_BYTES,
-    HEAD_SUM_ELEMENTS,
     STEP_BYTES,
     forward_bytes,
     head_bytes,
+    head_chunk,
     head_forward_bytes,
     layer_bytes,
     state_bytes,
@@ -178,9 +180,18 @@ def test_the_head_holds_one_chunk_of_logits():
     decoder = read_decoder(SHAPES["qwen2-7b"])
     h, vocabulary = decoder.width, decoder.vocabulary
     assert head_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
-    chunk = HEAD_CHUNK_BYTES // (2 * vocabulary)
-    more = head_bytes(decoder, 524_288) - 4 * h * 524_288 - 4 * h * vocabulary - 2 * HEAD_SUM_ELEMENTS
-    assert more == 2 * chunk * vocabulary <= 2 * 2**30
+    chunk = head_chunk(decoder)
+    assert [part.stop - part.start for part in head_log_probs._chunks(524_288, HEAD_CHUNK_BYTES // (2 * vocabulary))][
+        1:
+    ] == ([chunk] * (524_288 // chunk))
+    more = head_bytes(decoder, 524_288) - 4 * h * 524_288 - 4 * h * vocabulary
+    assert more == 2 * chunk * vocabulary <= 3 * 2**30
+    # In fp32 the sum is the gradient; where logits are few, the copy in bf16 is larger than they.
+    assert head_bytes(decoder, 10_000, element=4) == 4 * (
+        head_chunk(decoder, 4) * vocabulary + h * (vocabulary + 20_000)
+    )
+    wide = dataclasses.replace(decoder, width=100_000)
+    assert head_bytes(wide, 524_288) == 6 * 100_000 * vocabulary + 4 * 100_000 * 524_288
     assert head_cost(decoder, 524_288, H200).backward_s > head_cost(decoder, chunk, H200).backward_s * 524_288 / chunk
 
 
@@ -218,7 +229,7 @@ def test_a_shared_sequence_costs_each_its_part():
 
 
 def test_constants_are_those_of_whom_they_are_about():
-    assert (HEAD_CHUNK_BYTES, HEAD_SUM_ELEMENTS) == (head_log_probs.HEAD_CHUNK_BYTES, head_log_probs.SUM_ELEMENTS)
+    assert (HEAD_CHUNK_BYTES, HEAD_ALIGNED) == (head_log_probs.HEAD_CHUNK_BYTES, head_log_probs.ALIGNED)
     assert STEP_BYTES == ON_DEVICE * PIECE_BYTES
 
 
