@@ -131,19 +131,19 @@ class _Pass:
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = (
             None  # made when first called: the compiler takes time to import
         )
-        self._may_compile, self._has_compiled = True, False
+        self._may_compile = True
 
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
         """Run it on a chunk; what is (N,) among the arguments is cut as logits are."""
-        if logits.is_cuda and self._may_compile:
+        if self._may_compile and _can_be_compiled_for(logits):
+            # Gradients may be expanded; for each kind of strides it would be compiled once more.
+            others = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in others)
             try:
                 self._compiled = self._compiled or torch.compile(self._function, dynamic=True, fullgraph=True)
-                results = self._compiled(logits, ids, *others)
-                self._has_compiled = True
-                return results
-            except (ImportError, RuntimeError) as error:
-                if self._has_compiled or isinstance(error, torch.OutOfMemoryError):
-                    raise
+                return self._compiled(logits, ids, *others)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever the compiler lacks; it fails before anything is written
                 self._may_compile = False
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
@@ -154,6 +154,11 @@ class _Pass:
             cut = [x[part] if isinstance(x, Tensor) and x.shape == ids.shape else x for x in others]
             of_parts.append(self._function(logits[part], ids[part], *cut))
         return tuple(torch.cat(parts) for parts in zip(*of_parts, strict=True))
+
+
+def _can_be_compiled_for(logits: Tensor) -> bool:
+    """On a CPU slices stay in its caches, and compiling takes longer than a whole test."""
+    return logits.is_cuda
 
 
 _read_pass, _differentiate_pass = _Pass(_read), _Pass(_differentiate)
@@ -235,7 +240,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
     beta = 0 if is_first else 1  # 0: what is there is not read
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
-    elif total.is_cuda:
+    elif total.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
         step = max(1, SUM_ELEMENTS // total.shape[1])

@@ -137,8 +137,8 @@ def test_compiled_passes_give_what_slices_give_and_hold_one_chunk(monkeypatch, d
         gradients = torch.autograd.grad(sum((i + 1) * x.sum() for i, x in enumerate(figures)), inputs)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         found.append([*figures, *gradients])
+        assert (module._read_pass._may_compile, module._differentiate_pass._may_compile) == (can_compile, can_compile)
     assert peaks[1] <= chunk + 1.1 * (weight.numel() * (4 + dtype.itemsize) + hidden.nbytes) + 2**20
-    assert module._read_pass._has_compiled and module._differentiate_pass._has_compiled
     for compiled, sliced in zip(found[1], found[2], strict=True):
         assert compiled.dtype == sliced.dtype
         assert (compiled - sliced).norm() <= (2e-3 if dtype == torch.bfloat16 else 2e-6) * sliced.norm()
@@ -200,3 +200,29 @@ def test_head_of_no_tokens():
     log_probs, entropy = head_log_probs(hidden, weight, ids, 1.0, True)
     gradients = torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight))
     assert log_probs.shape == entropy.shape == (0,) and gradients[0].shape == hidden.shape and not gradients[1].any()
+
+
+def test_a_compiler_that_fails_is_told_once_and_changes_nothing(monkeypatch, caplog):
+    hidden, weight, ids = make_head()
+
+    def figures():
+        log_probs, entropy = head_log_probs(hidden, weight, ids, 0.7, True)
+        return [log_probs, entropy, *torch.autograd.grad((log_probs + entropy).sum(), (hidden, weight))]
+
+    expected = figures()
+
+    def no_compiler(function, **options):
+        def call(*args):
+            raise FileNotFoundError("gcc: no such file\nand more")
+
+        return call
+
+    monkeypatch.setattr(module, "_can_be_compiled_for", lambda logits: True)
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    for name in ("_read_pass", "_differentiate_pass"):
+        monkeypatch.setattr(module, name, module._Pass(getattr(module, name)._function))
+    for _ in range(2):
+        for a, b in zip(figures(), expected, strict=True):
+            assert torch.equal(a, b)
+    text = "log-probs take longer: torch.compile does not work here (FileNotFoundError: gcc: no such file)"
+    assert [record.getMessage() for record in caplog.records] == [text] * 2  # forward's pass and backward's
