@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Of a chunk's logits. Each chunk costs one pass over the sum of the weight's gradient, and all but the last one product more.
 HEAD_CHUNK_BYTES = 3 << 30
 SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, where a product cannot be of a wider type than its factors
-ALIGNED = 256  # tokens and words are cut at multiples of it: kernels of products are much slower at odd places
+ALIGNED = 256  # chunks are multiples of it long: kernels of products are much slower for odd lengths, and at odd places
 
 
 def head_log_probs(
@@ -58,6 +58,8 @@ def head_log_probs(
             "expected (..., H), (V, H) and (...)"
         )
     check_temperature(temperature)
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:  # as a linear map would
+        hidden, weight = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (hidden, weight))
     figures = _HeadLogProbs.apply(hidden.flatten(0, -2), weight, ids.flatten(), temperature, with_entropy)
     log_probs, entropy = (None if x is None else x.view(ids.shape) for x in figures)
     return log_probs, entropy
@@ -123,6 +125,10 @@ def _differentiate(
     return ()
 
 
+class _NotCompiledError(Exception):
+    """What should have been compiled is run as it is."""
+
+
 class _Pass:
     """One of the two functions above: compiled where that can be, else slice by slice (Note [passes over logits])."""
 
@@ -131,22 +137,23 @@ class _Pass:
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = (
             None  # made when first called: the compiler takes time to import
         )
-        self._may_compile = True
+        self._may_compile, self._has_compiled, self._has_warned = True, False, False
 
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
         """Run it on a chunk; what is (N,) among the arguments is cut as logits are."""
-        if self._may_compile and _can_be_compiled_for(logits):
+        if len(ids) and self._may_compile and _can_be_compiled_for(logits):
             # Gradients may be expanded; for each kind of strides it would be compiled once more.
-            others = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in others)
+            plain = [x.contiguous() if isinstance(x, Tensor) else x for x in (ids, *others)]
             try:
-                self._compiled = self._compiled or torch.compile(self._function, dynamic=True, fullgraph=True)
-                return self._compiled(logits, ids, *others)
-            except torch.OutOfMemoryError:
+                self._compiled = self._compiled or torch.compile(self._only_compiled, dynamic=True, fullgraph=True)
+                results = self._compiled(logits, *plain)
+                self._has_compiled = True
+                return results
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
-            except Exception as error:  # whatever the compiler lacks; it fails before anything is written
-                self._may_compile = False
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
+            except Exception as error:  # whatever the compiler lacks, or here and now refuses
+                self._may_compile = self._has_compiled or isinstance(error, _NotCompiledError)
+                self._warn(f"{type(error).__name__}: {error}".splitlines()[0])
         step = max(1, CHUNK_ELEMENTS // logits.shape[1])
         of_parts = []
         for start in range(0, max(1, len(ids)), step):
@@ -154,6 +161,17 @@ class _Pass:
             cut = [x[part] if isinstance(x, Tensor) and x.shape == ids.shape else x for x in others]
             of_parts.append(self._function(logits[part], ids[part], *cut))
         return tuple(torch.cat(parts) for parts in zip(*of_parts, strict=True))
+
+    def _only_compiled(self, logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        # Under some modes and switches the compiler runs a function as it is, of which it may complain when all is written.
+        if not torch.compiler.is_compiling():
+            raise _NotCompiledError("the compiler is switched off, or a mode is on in which it does nothing")
+        return self._function(logits, *others)
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
 
 
 def _can_be_compiled_for(logits: Tensor) -> bool:
@@ -243,7 +261,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
     elif total.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
-        step = max(1, SUM_ELEMENTS // total.shape[1])
+        step = max(1, SUM_ELEMENTS // total.shape[1] // ALIGNED) * ALIGNED
         for start in range(0, len(total), step):
             part = total[start : start + step]
             product = a[start : start + step] @ b

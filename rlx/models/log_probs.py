@@ -48,7 +48,9 @@ def token_log_probs(
 
 def check_temperature(temperature: float) -> None:
     """Refuse what nothing can be divided by."""
-    if not (temperature > 0 and math.isfinite(temperature)):
+    if not (
+        temperature >= torch.finfo(torch.float32).tiny and math.isfinite(temperature)
+    ):  # less is 0 in fp32, or nearly
         raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
 
 

@@ -193,9 +193,9 @@ class VLLMRollout:
     def _wake(self, *parts: str) -> None:
         for part in parts:
             if part in self._asleep:
-                # vLLM's allocator cannot use what torch's keeps for later.
-                torch.accelerator.empty_cache()
                 try:
+                    # vLLM's allocator cannot use what torch's keeps for later.
+                    torch.accelerator.empty_cache()
                     self.engine.wake(part)
                 except RuntimeError as error:
                     raise EngineError(

@@ -207,8 +207,10 @@ def _give_back(worker: Any) -> None:
 
     vLLM makes no second engine in a process while a byte of them is left.
     """
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
+    _ROPE_DICT.clear()  # the next engine would take its rotary tables, emptied, from there
     for layer in worker.get_model().modules():
         LAYERWISE_INFO.pop(layer, None)  # noted for reloading, and leads back to the layer
         for value in vars(layer).values():

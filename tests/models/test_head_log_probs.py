@@ -1,7 +1,9 @@
+import functools
 import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from rlx.models import head_log_probs as module
 from rlx.models.head_log_probs import head_log_probs, head_replaced
@@ -175,6 +177,8 @@ def test_head_errors():
         head_log_probs(hidden, weight[:, :5], ids, 1.0, False)
     with pytest.raises(ValueError, match="temperature: got"):
         head_log_probs(hidden, weight, ids, 0.0, False)
+    with pytest.raises(ValueError, match="temperature: got 1e-45"):
+        head_log_probs(hidden, weight, ids, 1e-45, False)
 
 
 @pytest.mark.parametrize(
@@ -202,14 +206,21 @@ def test_head_of_no_tokens():
     assert log_probs.shape == entropy.shape == (0,) and gradients[0].shape == hidden.shape and not gradients[1].any()
 
 
+def with_new_passes(monkeypatch, compiler):
+    monkeypatch.setattr(module, "_can_be_compiled_for", lambda logits: True)
+    monkeypatch.setattr(torch, "compile", compiler)
+    for name in ("_read_pass", "_differentiate_pass"):
+        monkeypatch.setattr(module, name, module._Pass(getattr(module, name)._function))
+
+
+def figures_of(hidden, weight, ids, with_entropy=True):
+    found = [x for x in head_log_probs(hidden, weight, ids, 0.7, with_entropy) if x is not None]
+    return [*found, *torch.autograd.grad(sum((i + 1) * x.sum() for i, x in enumerate(found)), (hidden, weight))]
+
+
 def test_a_compiler_that_fails_is_told_once_and_changes_nothing(monkeypatch, caplog):
-    hidden, weight, ids = make_head()
-
-    def figures():
-        log_probs, entropy = head_log_probs(hidden, weight, ids, 0.7, True)
-        return [log_probs, entropy, *torch.autograd.grad((log_probs + entropy).sum(), (hidden, weight))]
-
-    expected = figures()
+    given = make_head()
+    expected = figures_of(*given)
 
     def no_compiler(function, **options):
         def call(*args):
@@ -217,12 +228,65 @@ def test_a_compiler_that_fails_is_told_once_and_changes_nothing(monkeypatch, cap
 
         return call
 
-    monkeypatch.setattr(module, "_can_be_compiled_for", lambda logits: True)
-    monkeypatch.setattr(torch, "compile", no_compiler)
-    for name in ("_read_pass", "_differentiate_pass"):
-        monkeypatch.setattr(module, name, module._Pass(getattr(module, name)._function))
+    with_new_passes(monkeypatch, no_compiler)
     for _ in range(2):
-        for a, b in zip(figures(), expected, strict=True):
+        for a, b in zip(figures_of(*given), expected, strict=True):
             assert torch.equal(a, b)
     text = "log-probs take longer: torch.compile does not work here (FileNotFoundError: gcc: no such file)"
     assert [record.getMessage() for record in caplog.records] == [text] * 2  # forward's pass and backward's
+
+
+@pytest.fixture
+def dynamo(monkeypatch):
+    """As on a GPU, but what the compiler has traced runs as it is."""
+    torch.compiler.reset()
+    with_new_passes(monkeypatch, functools.partial(torch.compile, backend="eager"))
+    yield
+    torch.compiler.reset()
+
+
+def assert_exact(found, hidden, weight, ids, with_entropy=True):
+    """`found` of `figures_of` against the definitions in fp64."""
+    wide = [x.detach().to(F64).requires_grad_() for x in (hidden, weight)]
+    exact = reference(wide[0] @ wide[1].T, ids, 0.7)[: 1 + with_entropy]
+    loss = sum((i + 1) * x.sum() for i, x in enumerate(exact))
+    for a, b in zip(found, [*exact, *torch.autograd.grad(loss, wide)], strict=True):
+        assert (a - b).norm() <= {torch.bfloat16: 0.05, torch.float32: 1e-5, F64: 1e-13}[
+            hidden.dtype
+        ] * b.norm() + 1e-12
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("first", [False, True])
+def test_where_the_compiler_lets_a_function_run_as_it_is_nothing_is_done_twice(caplog, first):
+    """Some compilers complain of that when the gradient has taken the place of the logits already."""
+    given = make_head()
+    if first:
+        assert_exact(figures_of(*given), *given)
+    with FlopCounterMode(display=False):
+        assert_exact(figures_of(*given), *given)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("rlx.")]
+    assert len(said) == 2 and all("a mode is on in which it does nothing" in text for text in said)
+    assert_exact(figures_of(*given), *given)
+    assert module._read_pass._has_compiled == module._differentiate_pass._has_compiled == first
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_more_kinds_of_calls_than_are_compiled():
+    for dtype in (F64, torch.float32, torch.bfloat16):
+        for with_entropy in (True, False):
+            for tokens in (50, 7, 1, 0):
+                given = make_head(dtype, tokens=(tokens,))
+                assert_exact(figures_of(*given, with_entropy), *given, with_entropy)
+    assert module._read_pass._may_compile and module._differentiate_pass._may_compile
+
+
+def test_head_under_autocast():
+    """As a linear map: in autocast's type, whatever it is given in."""
+    hidden, weight, ids = make_head(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        log_probs, _ = head_log_probs(hidden.bfloat16(), weight, ids, 1.0, False)
+        expected, _ = token_log_probs(torch.nn.functional.linear(hidden, weight), ids, 1.0, False)
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-6)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), weight)
+    assert gradient.dtype == torch.float32

@@ -56,6 +56,15 @@ def left_at_a_restart():
     return left
 
 
+def break_shutdown():
+    """The engine that is there now will not end as it should."""
+
+    def shutdown():
+        raise RuntimeError("injected at shutdown")
+
+    ROLES["rollout"].sampler.engine._client.engine_core.model_executor.shutdown = shutdown
+
+
 def stop():
     ROLES.pop("rollout").sampler.close()
     ROLES.clear()
