@@ -132,11 +132,12 @@ class _NotCompiledError(Exception):
 class _Pass:
     """One of the two functions above: compiled where that can be, else slice by slice (Note [passes over logits])."""
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._function = function
-        self._compiled: Callable[..., tuple[Tensor, ...]] | None = (
-            None  # made when first called: the compiler takes time to import
-        )
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], only_compiled: Callable[..., tuple[Tensor, ...]]
+    ) -> None:
+        self._function, self._only_compiled = function, only_compiled
+        # Made when first called: the compiler takes time to import.
+        self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
         self._may_compile, self._has_compiled, self._has_warned = True, False, False
 
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -162,12 +163,6 @@ class _Pass:
             of_parts.append(self._function(logits[part], ids[part], *cut))
         return tuple(torch.cat(parts) for parts in zip(*of_parts, strict=True))
 
-    def _only_compiled(self, logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        # Under some modes and switches the compiler runs a function as it is, of which it may complain when all is written.
-        if not torch.compiler.is_compiling():
-            raise _NotCompiledError("the compiler is switched off, or a mode is on in which it does nothing")
-        return self._function(logits, *others)
-
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -179,7 +174,24 @@ def _can_be_compiled_for(logits: Tensor) -> bool:
     return logits.is_cuda
 
 
-_read_pass, _differentiate_pass = _Pass(_read), _Pass(_differentiate)
+# Two functions, for the compiler's limit of kinds counts by function.
+def _read_compiled(*args: Any) -> tuple[Tensor, ...]:
+    _require_compiler()
+    return _read(*args)
+
+
+def _differentiate_compiled(*args: Any) -> tuple[Tensor, ...]:
+    _require_compiler()
+    return _differentiate(*args)
+
+
+def _require_compiler() -> None:
+    # Under some modes and switches the compiler runs a function as it is, of which it may complain when all is written.
+    if not torch.compiler.is_compiling():
+        raise _NotCompiledError("the compiler is switched off, or a mode is on in which it does nothing")
+
+
+_read_pass, _differentiate_pass = _Pass(_read, _read_compiled), _Pass(_differentiate, _differentiate_compiled)
 
 
 class _HeadLogProbs(torch.autograd.Function):

@@ -210,7 +210,8 @@ def with_new_passes(monkeypatch, compiler):
     monkeypatch.setattr(module, "_can_be_compiled_for", lambda logits: True)
     monkeypatch.setattr(torch, "compile", compiler)
     for name in ("_read_pass", "_differentiate_pass"):
-        monkeypatch.setattr(module, name, module._Pass(getattr(module, name)._function))
+        used = getattr(module, name)
+        monkeypatch.setattr(module, name, module._Pass(used._function, used._only_compiled))
 
 
 def figures_of(hidden, weight, ids, with_entropy=True):
