@@ -276,7 +276,7 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     def load_and_note(pairs: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         arrived = load(pairs)
         # A model that does not say what it took is taken at its word.
-        missing.difference_update(missing if arrived is None else arrived)
+        missing.difference_update(missing if arrived is None else named_among(missing, arrived))
         return arrived
 
     model.load_weights = load_and_note
@@ -288,6 +288,20 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     if missing and worker.vllm_config.model_config.quantization is None:
         some = ", ".join(sorted(missing)[:3])
         raise ValueError(f"{len(missing)} weights of vLLM's {type(model).__name__} did not arrive, among them {some}")
+
+
+def named_among(parameters: Iterable[str], arrived: Iterable[str]) -> set[str]:
+    """Those parameters that a model says have arrived.
+
+    A module may name what it has handed on as its own: vLLM 0.26 says `experts.w2_weight` for
+    `experts.routed_experts.w2_weight`.
+    """
+    parameters, arrived = set(parameters), set(arrived)
+    named = parameters & arrived
+    handed_on = [name.rpartition(".") for name in arrived - parameters]
+    for module, _, leaf in handed_on:
+        named.update(name for name in parameters if name.startswith(f"{module}.") and name.endswith(f".{leaf}"))
+    return named
 
 
 def _sampling_params(request: Request, seeded: bool) -> SamplingParams:

@@ -178,6 +178,12 @@ def with_more(name):
     NOW[-1].vllm.update_weights([*weights, (name, weights[0][1])], 7)
 
 
+def named_among(parameters, arrived):
+    from rlx.rollout import vllm_api
+
+    return sorted(vllm_api.named_among(parameters, arrived))
+
+
 def while_gathering_fails():
     def weights():
         raise RuntimeError("another process is gone")

@@ -189,6 +189,14 @@ def test_weights_of_another_model_are_refused(ranks, action, name, said):
 
 
 @FIRST
+def test_a_weight_that_a_module_names_as_its_own_has_arrived(ranks):
+    expert, other = "layers.0.mlp.experts.routed_experts.w2_weight", "layers.1.mlp.experts.routed_experts.w2_weight"
+    parameters = [expert, other, "layers.0.mlp.gate.weight", "norm.weight"]
+    arrived = ["layers.0.mlp.experts.w2_weight", "norm.weight", "lm_head.weight"]
+    assert ranks("vllm", "named_among", parameters, arrived) == [[expert, "norm.weight"]] * 2
+
+
+@FIRST
 def test_an_error_of_the_trainer_while_weights_are_gathered_stays_what_it_is(ranks):
     before = ranks("vllm", "generate", GREEDY)
     assert ranks("vllm", "refusal", "while_gathering_fails") == [("RuntimeError", "another process is gone")] * 2
