@@ -194,8 +194,10 @@ class Ambient:
         """The state of the generators on this thread now."""
         global _latest
         state = torch.default_generator.get_state()
-        states = (state, *[_backend(device.type).get_rng_state(device) for device in self._devices])
-        found = tuple([_bytes_at(state.data_ptr(), state.nbytes) for state in states])
+        found: RandomState = (_bytes_at(state.data_ptr(), state.nbytes),)
+        if self._devices:
+            states = [_backend(device.type).get_rng_state(device) for device in self._devices]
+            found += tuple([_bytes_at(state.data_ptr(), state.nbytes) for state in states])
         if found == _latest:
             return _latest
         _latest = found

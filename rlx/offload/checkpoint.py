@@ -22,8 +22,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -44,15 +44,16 @@ from rlx.offload.recompute_error import changed, not_the_same, other_mode, too_e
 from rlx.offload.replay import LeftOutError, Replay
 from rlx.offload.slots import Slots
 from rlx.offload.stats import mark
-from rlx.offload.stored import Stored, modified_input
+from rlx.offload.stored import Stored, let_go, modified_input
 from rlx.offload.watch import Watch
 
 logger = logging.getLogger("rlx.offload")
 
 _NO_ORDERS = Orders()
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
-# What is given for a slot: the recomputed tensor and its version; what watches the tensor that was saved first, and its version.
-Value = tuple[Tensor, int, weakref.ref[Tensor], int | None]
+# What is given for slots: the recomputed tensors, None where they have been asked for, and their versions.
+Values = tuple[list[Tensor | None], list[int]]
+_NOTHING: Values = ([], [])
 
 
 class _EnoughRecomputedError(BaseException):
@@ -104,7 +105,7 @@ class RecomputedCall(LayerCall):
         self._was_training = repeatable.module.training
         self._state = ModuleState(repeatable.places)
         self._slots = Slots()
-        self._values: list[Value | None] = []  # of each slot, once recomputed; None where it has been asked for
+        self._values: Values = _NOTHING  # of each slot, once recomputed; None where it has been asked for
         self._prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self._attention_slots: int | None = None
         self._lock = threading.Lock()
@@ -118,22 +119,25 @@ class RecomputedCall(LayerCall):
         for tensor in tensors:
             if id(tensor) not in inputs:
                 inputs[id(tensor)] = self._store_input(tensor) if tensor.requires_grad else self._keep(tensor)
+        # Whether the graph of a recomputation holds more than lets go of it.
+        self._graph_holds = any(stored.is_given_as_leaf for stored in self._inputs)
         self._args, self._kwargs = replace_leaves(args, inputs), replace_leaves(kwargs, inputs)
         self._ambient = Ambient(accelerators)
 
     def hooks(self) -> saved_tensors_hooks:
         """What forward runs under. Both hooks are called for every saved tensor, so they are written for speed."""
 
+        watches, versions = self._slots.watches, self._slots.versions
+
         def unpack(index: int) -> Tensor:
-            values = self._values  # those of a recomputation on another thread are another list
-            value = values[index] if values else None
-            if value is None:
-                value, values = self._value(index)
+            values, recomputed = self._values  # those of a recomputation on another thread are other lists
+            tensor = values[index] if values else None
+            if tensor is None:
+                tensor, values, recomputed = self._value(index)
             values[index] = None
-            tensor, version, watch, saved_version = value
             # A backward may have written to memory that slots share, others to what was saved.
-            watched = watch()
-            if tensor._version != version or (watched is not None and watched._version != saved_version):
+            watched = watches[index]()
+            if tensor._version != recomputed[index] or (watched is not None and watched._version != versions[index]):
                 raise self._slots.written(index)
             if index < self._prefetch_below:
                 self._pass_middle(index)
@@ -183,7 +187,7 @@ class RecomputedCall(LayerCall):
         try:
             if watch is not None:
                 watch.end_forward(outputs)
-                self._is_watched = True
+                self._is_watched = self._graph_holds = True
                 self._answers, self._call_count = watch.answers, watch.call_count
                 self._attention_slots = watch.attention_slots
             self.layer.kinds = self._slots.end_forward(self.layer.kinds)
@@ -201,26 +205,24 @@ class RecomputedCall(LayerCall):
 
     def unload(self, unless_parked_by: LayerCall | None = None) -> None:
         """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
-        self._values = []
+        self._values = _NOTHING
         super().unload(unless_parked_by)
 
-    def _value(self, index: int) -> tuple[Value, list[Value | None]]:
+    def _value(self, index: int) -> tuple[Tensor, list[Tensor | None], list[int]]:
         """What is to be given for a slot whose value is not there, and those of all slots: recomputes the layer."""
-        watches, versions = self._slots.watches, self._slots.versions
-        if not watches:
+        if not self._slots.watches:
             raise too_early(self.layer.name)
         if self._slots.is_written(index):
             raise self._slots.written(index)
         with self._lock:
-            values = self._values
-            value = values[index] if values else None
-            if value is None:
+            values, recomputed = self._values
+            tensor = values[index] if values else None
+            if tensor is None:
                 with torch.enable_grad():
                     saved = self._recompute()
-                self._values = values = list(zip(saved, map(_VERSION, saved), watches, versions, strict=True))
-                value = values[index]
-            assert value is not None
-            return value, values
+                self._values = values, recomputed = saved, list(map(_VERSION, saved))
+                tensor = saved[index]
+            return tensor, values, recomputed
 
     def _pass_middle(self, index: int) -> None:
         """Backward is through with enough of the layer to fetch what the layer before has sent off, or to be looked at."""
@@ -300,6 +302,8 @@ class RecomputedCall(LayerCall):
             self._prefetch_below = middle if sample is None else sample.begin_borders(middle)
         start = mark(stream)
         saved = self._save_what_is_read(args, kwargs)
+        for tensor in tensors.values():
+            let_go(tensor)
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
         if sample is not None:
             sample.end_recompute()
@@ -342,7 +346,8 @@ class RecomputedCall(LayerCall):
         """
         saved: list[Tensor] = []
         answered: set[int] = set()
-        count = len(self._slots.versions)
+        ends = self._is_watched or self._slots.are_worth_ending_at(on_cpu=self._device is None)
+        count = len(self._slots.versions) if ends else sys.maxsize
 
         def collect(tensor: Tensor) -> None:
             saved.append(tensor)
@@ -378,7 +383,9 @@ class RecomputedCall(LayerCall):
             difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
             if difference is not None:
                 self._fail(difference)
-            # Without their graph, which would keep the layer's inputs and answered results in memory.
+            if not self._graph_holds:
+                return list(saved)
+            # Without their graph, which holds results that were not computed again.
             return [tensor if type(tensor) is Parameter else tensor.detach() for tensor in saved]
         finally:
             saved.clear()  # Note [the work of hooks]

@@ -28,7 +28,10 @@ from torch.nn import Parameter
 
 from rlx.offload.identity import modified_in_place, without_memory
 
-_DTYPE, _SHAPE, _BASE = operator.attrgetter("dtype"), operator.attrgetter("shape"), operator.attrgetter("_base")
+_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+# A product with which a layer ends is left out if it has as many operations: fewer take less time than an exception through
+# the operator's frames. An accelerator computes so small a layer faster than its host can launch it.
+ON_CPU_FLOPS, ON_ACCELERATORS_FLOPS = 1e6, 2e9
 _NOBODYS = torch.empty(0, device="cpu")
 _UNWATCHED = weakref.ref(_NOBODYS)  # stands for what has no version counter; nobody writes to it
 
@@ -123,6 +126,16 @@ class Slots:
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
         return self._kinds
 
+    def are_worth_ending_at(self, on_cpu: bool) -> bool:
+        """Whether what follows the last slot takes longer than to leave it out; known for a product with a parameter."""
+        last, shapes = len(self.versions) - 1, self._kinds.shapes
+        weight = self.parameters.get(last)
+        factor = shapes[-1] if shapes and self._others[-1] == last - 1 else None
+        if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
+            return True
+        flops = 2 * factor.numel() * weight.numel() // factor[-1]
+        return flops >= (ON_CPU_FLOPS if on_cpu else ON_ACCELERATORS_FLOPS)
+
     def leave_forward(self) -> None:
         """Let go of the tensors, also when an exception has ended forward."""
         self.saved.clear()
@@ -164,20 +177,24 @@ class Slots:
 
     def changed_parameter(self, saved: Sequence[Tensor], answered: Set[int]) -> str | None:
         """What has been done to a parameter that was saved; None for nothing. Slots in `answered` hold results only."""
-        bases, versions = list(map(_BASE, saved)), self.versions
-        others = list(map(type, saved)).count(Parameter) + list(map(type, bases)).count(Parameter)
-        for index, parameter in self.parameters.items():
-            if index >= len(bases):
+        versions, parameters = self.versions, self.parameters
+        others = list(map(type, saved)).count(Parameter)
+        for index, parameter in parameters.items():
+            if index >= len(saved):
                 break
-            if saved[index] is parameter or bases[index] is parameter:
+            tensor = saved[index]
+            if tensor is parameter:
                 others -= 1
-                if parameter._version != versions[index]:
-                    return f"a parameter of shape {list(parameter.shape)} has been modified by an inplace operation"
-            elif index not in answered:
-                return f"a parameter of shape {list(saved[index].shape)} has been replaced"
+            elif tensor._base is not parameter:
+                if index in answered:
+                    continue
+                return f"a parameter of shape {list(tensor.shape)} has been replaced"
+            if parameter._version != versions[index]:
+                return f"a parameter of shape {list(parameter.shape)} has been modified by an inplace operation"
         if others:
-            both = enumerate(zip(saved, bases, strict=True))
-            index = next(i for i, pair in both if Parameter in map(type, pair) and i not in self.parameters)
+            index = next(
+                i for i, tensor in enumerate(saved) if type(tensor) is Parameter and tensor is not parameters.get(i)
+            )
             return f"a parameter of shape {list(saved[index].shape)} has been replaced"
         return None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -38,6 +41,11 @@ class Stored:
             self._version, self.watch = look.version, look.alias
 
     @property
+    def is_given_as_leaf(self) -> bool:
+        """Whether `tensor()` is a leaf that the graph of a recomputation holds."""
+        return self._is_leaf and self._requires_grad
+
+    @property
     def is_untouched(self) -> bool:
         """Whether nothing has been written to the tensor since."""
         return self._version is None or self.watch._version == self._version
@@ -66,6 +74,14 @@ class Stored:
         tensor.requires_grad_(self._requires_grad)
         # Else a view, of the same strides even where these say nothing.
         return tensor if self._is_leaf else tensor.expand_as(tensor)
+
+
+def let_go(tensor: Tensor) -> None:
+    """Take the memory from the leaf that a given tensor looks at: the graph of a recomputation holds it for as long as it lives."""
+    leaf = tensor._base
+    if leaf is not None and type(leaf) is Tensor and leaf.requires_grad and leaf.is_leaf:
+        with contextlib.suppress(RuntimeError):  # of sparse and nested layouts: they stay a little longer
+            leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
 
 
 def modified_input(tensor: Tensor) -> RuntimeError:

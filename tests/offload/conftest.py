@@ -1,5 +1,6 @@
 import copy
 import gc
+import math
 import os
 import uuid
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload import OffloadOptions, enable_activation_offloading, slots
 from rlx.offload.arena import host_arena
 from rlx.offload.disk import extent_files
 
@@ -65,12 +66,19 @@ def saving(request):
     return {"enable_ckpt": request.param != "all", "save": request.param}
 
 
+@pytest.fixture(autouse=True)
+def ends_early(monkeypatch):
+    """Layers are recomputed as large ones are: what follows the last tensor that is saved is left out."""
+    monkeypatch.setattr(slots, "ON_CPU_FLOPS", 0.0)
+
+
 @pytest.fixture(params=TIERS)
-def mode(saving, request):
-    """What to keep and where; on the disk nothing is left in the folder."""
+def mode(saving, request, ends_early, monkeypatch):
+    """What to keep and where; on the disk nothing is left in the folder. There layers are recomputed whole, as small ones are."""
     if request.param != "disk":
         yield {**saving, "tier": request.param}
         return
+    monkeypatch.setattr(slots, "ON_CPU_FLOPS", math.inf)
     folder = request.getfixturevalue("tmp_path")
     yield {**saving, "tier": request.param, "directory": str(folder)}
     assert os.listdir(folder) == []

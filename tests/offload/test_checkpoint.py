@@ -2,12 +2,14 @@
 
 import copy
 import gc
+import math
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from rlx.offload import slots
 from rlx.offload.checkpoint import RecomputedCall
 
 
@@ -80,7 +82,7 @@ def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
     alive = gc.get_objects()
     calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
     assert len(calls) == 3
-    assert all(call.slot_count > 0 and not any(v is not None for v in call._values) for call in calls)
+    assert all(call.slot_count > 0 and not any(v is not None for v in call._values[0]) for call in calls)
     assert all(parked()._arrival is None for call in calls for parked in call.parked)
 
 
@@ -107,6 +109,36 @@ def test_recomputation_stops_early(enable, toys):
     loss.backward()
     assert calls.count("saved") == 3  # stopped at relu, before the first append
     assert calls.count("not needed") == 3
+
+
+PRODUCT_FLOPS = 2 * 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "worth", "again"),
+    [
+        ("product", PRODUCT_FLOPS, 0),
+        ("product", PRODUCT_FLOPS + 1, 3),
+        ("of a frozen weight", PRODUCT_FLOPS, 0),
+        ("of a frozen weight", PRODUCT_FLOPS + 1, 3),
+        ("function", math.inf, 0),
+    ],
+)
+def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monkeypatch, kind, worth, again):
+    monkeypatch.setattr(slots, "ON_CPU_FLOPS", worth)
+    ends = []
+
+    def forward(block, x):
+        y = x.sin() if kind == "function" else block.lin(x.sin())
+        ends.append(None)
+        return y
+
+    model = toys.of(forward)
+    if kind == "of a frozen weight":
+        for layer in model.layers:
+            layer.lin.weight.requires_grad_(False)
+    compare(model, toys.step, True)
+    assert len(ends) == 2 * 3 + again, "two steps, one of them without the engine"
 
 
 def test_layer_hooks_run_once_a_call(enable, toys):
