@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +33,7 @@ from torch.nn import Parameter
 
 from rlx.offload.ambient import Ambient, RandomState, accelerators_of
 from rlx.offload.answers import Answer
+from rlx.offload.collector import Collector
 from rlx.offload.engine import Engine, Layer, LayerCall, replace_leaves
 from rlx.offload.flow import fingerprints
 from rlx.offload.identity import is_parameter, is_plain, size_bytes, span_length
@@ -52,12 +52,8 @@ logger = logging.getLogger("rlx.offload")
 _NO_ORDERS = Orders()
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
 # What is given for slots: the recomputed tensors, None where they have been asked for, and their versions.
-Values = tuple[list[Tensor | None], list[int]]
+Values = tuple[list[Any], list[int]]
 _NOTHING: Values = ([], [])
-
-
-class _EnoughRecomputedError(BaseException):
-    """Ends a recomputation. Not an Exception, so that no layer that catches those can swallow it."""
 
 
 class Repeatable(NamedTuple):
@@ -106,6 +102,7 @@ class RecomputedCall(LayerCall):
         self._state = ModuleState(repeatable.places)
         self._slots = Slots()
         self._values: Values = _NOTHING  # of each slot, once recomputed; None where it has been asked for
+        self._ended: torch.Event | None = None  # a recomputation on several streams
         self._prefetch_below = 0  # backward fetches ahead when it comes to a slot before this one
         self._attention_slots: int | None = None
         self._lock = threading.Lock()
@@ -141,6 +138,8 @@ class RecomputedCall(LayerCall):
                 raise self._slots.written(index)
             if index < self._prefetch_below:
                 self._pass_middle(index)
+            if self._ended is not None:
+                self._hand_to_stream(tensor)
             return tensor
 
         return saved_tensors_hooks(self._slots.packer(), unpack)
@@ -208,7 +207,7 @@ class RecomputedCall(LayerCall):
         self._values = _NOTHING
         super().unload(unless_parked_by)
 
-    def _value(self, index: int) -> tuple[Tensor, list[Tensor | None], list[int]]:
+    def _value(self, index: int) -> tuple[Tensor, list[Any], list[int]]:
         """What is to be given for a slot whose value is not there, and those of all slots: recomputes the layer."""
         if not self._slots.watches:
             raise too_early(self.layer.name)
@@ -230,6 +229,13 @@ class RecomputedCall(LayerCall):
         self._prefetch_below = 0 if sample is None else sample.pass_border(index)
         if sample is None or sample.is_late(index):
             self.prefetch(1)
+
+    def _hand_to_stream(self, tensor: Tensor) -> None:
+        """Make a recomputed tensor ready for the current stream (`rlx.offload.collector`, Note [layers on several streams])."""
+        if self._ended is not None and not tensor.is_cpu:
+            stream = torch.accelerator.current_stream(tensor.device)
+            stream.wait_event(self._ended)
+            tensor.record_stream(stream)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.
@@ -344,29 +350,14 @@ class RecomputedCall(LayerCall):
 
         `leaves_out`, `poisons` as of `Replay`.
         """
-        saved: list[Tensor] = []
-        answered: set[int] = set()
         ends = self._is_watched or self._slots.are_worth_ending_at(on_cpu=self._device is None)
-        count = len(self._slots.versions) if ends else sys.maxsize
-
-        def collect(tensor: Tensor) -> None:
-            saved.append(tensor)
-            if len(saved) >= count:
-                raise _EnoughRecomputedError
-
-        def answer(first_slot: int, tensors: list[Tensor]) -> None:
-            if first_slot != len(saved):
-                self._fail(f"{first_slot} tensors were saved and {len(saved)} are at this point")
-            saved.extend(tensors)
-            answered.update(range(first_slot, len(saved)))
-            if len(saved) >= count:
-                raise _EnoughRecomputedError
-
+        collector = Collector(self.layer, self._slots, self._device, ends, self._fail)
+        saved = collector.saved
         around = self._repeatable.context(), self._ambient.restored(), self._state.restored()
         contexts: list[Any] = list(filter(None, around))
         if self._is_watched:
             # Also without answers: a compiled part is traced anew where the modes are not those of forward.
-            how = self._answers, self._call_count, answer, self._ambient.skip_to, self._fail
+            how = self._answers, self._call_count, collector.answer, self._ambient.skip_to, self._fail
             sample = self._orders.sample
             is_measured = sample is not None and sample.sees_calls
             contexts.append(MeasuringReplay(sample, *how) if is_measured else Replay(*how, leaves_out, poisons))
@@ -375,14 +366,15 @@ class RecomputedCall(LayerCall):
                 with contextlib.ExitStack() as stack:
                     for context in contexts:
                         stack.enter_context(context)
-                    self._repeat(collect, args, kwargs)
+                    collector.run(self._repeatable.forward, args, kwargs)
             else:
-                self._repeat(collect, args, kwargs)
-            if what := self._slots.changed_parameter(saved, answered):
+                collector.run(self._repeatable.forward, args, kwargs)
+            if what := self._slots.changed_parameter(saved, collector.answered):
                 raise changed(self.layer.name, what)
             difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
             if difference is not None:
                 self._fail(difference)
+            self._ended = collector.end()
             if not self._graph_holds:
                 return list(saved)
             # Without their graph, which holds results that were not computed again.
@@ -390,16 +382,5 @@ class RecomputedCall(LayerCall):
         finally:
             saved.clear()  # Note [the work of hooks]
 
-    def _repeat(self, collect: Callable[[Tensor], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with saved_tensors_hooks(collect, _unused):
-            try:
-                self._repeatable.forward(*args, **kwargs)
-            except _EnoughRecomputedError:
-                return
-
     def _fail(self, how: str) -> NoReturn:
         raise not_the_same(self.layer.name, how)
-
-
-def _unused(packed: None) -> Tensor:
-    raise AssertionError("nothing is unpacked while a layer is recomputed")

@@ -44,6 +44,10 @@ class Layer:
         self.counters = Counters()
         self.attention_count = 0  # how many calls of attention its last forward made
         self.kinds: Kinds | None = None  # of the tensors that were saved in it last
+        self.kinds_looked_at: Kinds | None = (
+            None  # those with which it was last seen whether it computes on several streams
+        )
+        self.uses_streams = False
 
 
 class LayerCall:

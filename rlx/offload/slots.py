@@ -67,7 +67,7 @@ class Slots:
         self._aliases: list[Tensor] = []  # of those that must be watched for as long as this lives
         self.parameters: dict[int, Parameter] = {}  # those that slots look at
         self._others: list[int] = []  # the slots that look at none
-        self._kinds = Kinds([], [])  # of what these look at
+        self.kinds = Kinds([], [])  # of what these look at
         # While forward runs: what watches a tensor and its views, by the id of the one that they are views of. Those in it
         # before it ends are alive as long.
         self.watch_by_base: dict[int, Tensor] = {}
@@ -122,13 +122,13 @@ class Slots:
                 watch = _UNWATCHED
                 versions[index] = _NOBODYS._version
             watches.append(watch)
-        self._kinds = expected if expected is not None and expected.are_of(others) else Kinds.of(others)
+        self.kinds = expected if expected is not None and expected.are_of(others) else Kinds.of(others)
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
-        return self._kinds
+        return self.kinds
 
     def are_worth_ending_at(self, on_cpu: bool) -> bool:
         """Whether what follows the last slot takes longer than to leave it out; known for a product with a parameter."""
-        last, shapes = len(self.versions) - 1, self._kinds.shapes
+        last, shapes = len(self.versions) - 1, self.kinds.shapes
         weight = self.parameters.get(last)
         factor = shapes[-1] if shapes and self._others[-1] == last - 1 else None
         if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
@@ -157,7 +157,7 @@ class Slots:
             shape, dtype = parameter.shape, parameter.dtype
         else:
             other = self._others.index(index)
-            shape, dtype = self._kinds.shapes[other] or torch.Size(), self._kinds.dtypes[other]
+            shape, dtype = self.kinds.shapes[other] or torch.Size(), self.kinds.dtypes[other]
         return modified_in_place(shape, dtype, version, "but was written to after that")
 
     def difference(self, saved: Sequence[Tensor]) -> str | None:
@@ -168,9 +168,9 @@ class Slots:
         if len(saved) != len(self.versions):
             return f"{len(self.versions)} tensors were saved and {len(saved)} are now"
         others = [saved[index] for index in self._others]
-        if self._kinds.are_of(others):
+        if self.kinds.are_of(others):
             return None
-        for index, tensor, dtype, shape in zip(self._others, others, *self._kinds, strict=True):
+        for index, tensor, dtype, shape in zip(self._others, others, *self.kinds, strict=True):
             if dtype != tensor.dtype or (shape is not None and shape != tensor.shape):
                 return f"tensor {index} was {dtype} {shape} and is {tensor.dtype} {tensor.shape} now"
         return None

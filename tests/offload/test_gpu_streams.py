@@ -205,6 +205,45 @@ def test_layers_on_streams_of_their_own(compare, toys, saving):
     compare(model, read, **saving)
 
 
+class Beside(nn.Module):
+    """Half of the layer runs on a side stream, behind work that keeps it busy, and is waited for behind the last saved tensor."""
+
+    def __init__(self, far):
+        super().__init__()
+        self.q, self.up, self.far = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), far
+
+    def forward(self, x):
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for _ in range(8):
+                BUSY @ BUSY
+            a = torch.tanh(self.q(x))
+            a = a if self.far else a.exp()
+        b = torch.sigmoid(self.up(x))
+        main.wait_stream(side)
+        x.record_stream(side)
+        a.record_stream(main)
+        return a + b if self.far else a + b.clone()
+
+
+BUSY = None
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_layers_half_on_another_stream(compare, toys, saving, far, monkeypatch):
+    monkeypatch.setitem(globals(), "BUSY", torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16))
+    model = toys.stack(lambda: Beside(far), blocks=4, width=WIDTH).to("cuda", torch.bfloat16)
+    compare(model, lambda model: read(model) + read(model), **saving)  # streams are looked for in one of the two
+
+
+def test_layers_on_one_stream_are_known_as_such(enable, toys):
+    model = toys.stack(lambda: toys.attend(WIDTH, 8, 4), blocks=3, width=WIDTH).to("cuda", torch.bfloat16)
+    handle = enable(model, True)
+    read(model).backward()
+    assert not any(layer.uses_streams for layer in handle.engine.layers)
+
+
 class Thin(nn.Module):
     """Next to no compute on much memory, so that compute always waits for copies."""
 

@@ -156,9 +156,9 @@ def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):
     rounding = (own - exact)[mask].abs().mean()
     difference = (batch["rollout_log_probs"] - own)[mask].abs().mean()
     # Two forwards that round in different places are no nearer to each other than each is to the exact one, about 0.003
-    # here; other random weights are 0.5 away. With experts rounding decides now and then which are asked.
-    assert rounding <= 5e-3
-    assert difference <= (1e-2 if pair.has_experts else 1.5 * rounding)
+    # here; with experts, where rounding decides now and then which are asked, 0.02. Other random weights are 0.5 away.
+    assert rounding <= (4e-2 if pair.has_experts else 5e-3)
+    assert difference <= 1.5 * rounding
 
 
 @torch.no_grad()
