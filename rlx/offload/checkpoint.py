@@ -350,7 +350,7 @@ class RecomputedCall(LayerCall):
 
         `leaves_out`, `poisons` as of `Replay`.
         """
-        ends = self._is_watched or self._slots.are_worth_ending_at(on_cpu=self._device is None)
+        ends = self._is_watched or self._device is not None or self._slots.are_worth_ending_at()
         collector = Collector(self.layer, self._slots, self._device, ends, self._fail)
         saved = collector.saved
         around = self._repeatable.context(), self._ambient.restored(), self._state.restored()

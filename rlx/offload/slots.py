@@ -29,9 +29,9 @@ from torch.nn import Parameter
 from rlx.offload.identity import modified_in_place, without_memory
 
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
-# A product with which a layer ends is left out if it has as many operations: fewer take less time than an exception through
-# the operator's frames. An accelerator computes so small a layer faster than its host can launch it.
-ON_CPU_FLOPS, ON_ACCELERATORS_FLOPS = 1e6, 2e9
+# On the CPU a product with which a layer ends is left out if it has as many operations: fewer take less time than an exception
+# through the operator's frames.
+WORTH_ENDING_FLOPS = 1e6
 _NOBODYS = torch.empty(0, device="cpu")
 _UNWATCHED = weakref.ref(_NOBODYS)  # stands for what has no version counter; nobody writes to it
 
@@ -126,15 +126,14 @@ class Slots:
         self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
         return self.kinds
 
-    def are_worth_ending_at(self, on_cpu: bool) -> bool:
-        """Whether what follows the last slot takes longer than to leave it out; known for a product with a parameter."""
+    def are_worth_ending_at(self) -> bool:
+        """Whether, on the CPU, what follows the last slot takes longer than leaving it out; known for a product with a parameter."""
         last, shapes = len(self.versions) - 1, self.kinds.shapes
         weight = self.parameters.get(last)
         factor = shapes[-1] if shapes and self._others[-1] == last - 1 else None
         if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
             return True
-        flops = 2 * factor.numel() * weight.numel() // factor[-1]
-        return flops >= (ON_CPU_FLOPS if on_cpu else ON_ACCELERATORS_FLOPS)
+        return 2 * factor.numel() * weight.numel() // factor[-1] >= WORTH_ENDING_FLOPS
 
     def leave_forward(self) -> None:
         """Let go of the tensors, also when an exception has ended forward."""

@@ -125,7 +125,7 @@ PRODUCT_FLOPS = 2 * 4 * 8 * 8
     ],
 )
 def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monkeypatch, kind, worth, again):
-    monkeypatch.setattr(slots, "ON_CPU_FLOPS", worth)
+    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", worth)
     ends = []
 
     def forward(block, x):
