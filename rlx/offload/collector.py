@@ -10,9 +10,8 @@ each first waits for the recomputation.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.engine import Layer
 from rlx.offload.slots import Slots
+
+_NONE: frozenset[int] = frozenset()
 
 
 class _EnoughRecomputedError(BaseException):
@@ -38,43 +39,56 @@ class Collector:
         fail: raises for what is not as it was.
     """
 
+    __slots__ = ("_count", "_fail", "_home", "_layer", "_looks", "answered", "saved")
+
     def __init__(
         self, layer: Layer, slots: Slots, device: torch.device | None, ends: bool, fail: Callable[[str], NoReturn]
     ) -> None:
         self.saved: list[Tensor] = []
-        self.answered: set[int] = set()  # slots whose tensors were not computed
+        self.answered: Set[int] = _NONE  # slots whose tensors were not computed
         self._layer = layer
         self._fail = fail
         self._count = len(slots.versions) if ends and not layer.uses_streams else sys.maxsize
         self._home: torch.Stream | None = None
-        self._is_together: Callable[[], bool] | None = None
         self._looks = False
         if device is not None:
             self._home = torch.accelerator.current_stream(device)
-            self._is_together = functools.partial(_is_on_one_stream, layer, self._home)
             self._looks = not layer.uses_streams and layer.kinds_looked_at is not slots.kinds
             layer.kinds_looked_at = slots.kinds
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a forward until enough has been saved."""
-        # The graph of what is saved holds the hooks, so they hold nothing that leads to the layer's call.
-        saved, count, is_together = self.saved, self._count, self._is_together
-
-        def collect(tensor: Tensor) -> None:
-            saved.append(tensor)
-            if len(saved) >= count and (is_together is None or is_together()):
-                raise _EnoughRecomputedError
-
-        def look(tensor: Tensor) -> None:
-            if is_together is not None:
-                is_together()
-            collect(tensor)
-
-        with saved_tensors_hooks(look if self._looks else collect, _unused):
+        with saved_tensors_hooks(self._hook(), _unused):
             try:
                 forward(*args, **kwargs)
             except _EnoughRecomputedError:
                 return
+
+    def _hook(self) -> Callable[[Tensor], None]:
+        # The graph of what is saved holds the hook, so it holds nothing that leads to the layer's call.
+        saved, count, layer, home = self.saved, self._count, self._layer, self._home
+        if home is None:
+
+            def collect(tensor: Tensor) -> None:
+                saved.append(tensor)
+                if len(saved) >= count:
+                    raise _EnoughRecomputedError
+
+        elif self._looks:
+
+            def collect(tensor: Tensor) -> None:
+                saved.append(tensor)
+                if _is_on_one_stream(layer, home) and len(saved) >= count:
+                    raise _EnoughRecomputedError
+
+        else:
+
+            def collect(tensor: Tensor) -> None:
+                saved.append(tensor)
+                if len(saved) >= count and _is_on_one_stream(layer, home):
+                    raise _EnoughRecomputedError
+
+        return collect
 
     def answer(self, first_slot: int, tensors: list[Tensor]) -> None:
         """Take tensors that are there already."""
@@ -82,8 +96,8 @@ class Collector:
         if first_slot != len(saved):
             self._fail(f"{first_slot} tensors were saved and {len(saved)} are at this point")
         saved.extend(tensors)
-        self.answered.update(range(first_slot, len(saved)))
-        if len(saved) >= self._count and (self._is_together is None or self._is_together()):
+        self.answered = self.answered | set(range(first_slot, len(saved)))
+        if len(saved) >= self._count and (self._home is None or _is_on_one_stream(self._layer, self._home)):
             raise _EnoughRecomputedError
 
     def end(self) -> torch.Event | None:

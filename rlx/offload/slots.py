@@ -129,8 +129,9 @@ class Slots:
     def are_worth_ending_at(self) -> bool:
         """Whether, on the CPU, what follows the last slot takes longer than leaving it out; known for a product with a parameter."""
         last, shapes = len(self.versions) - 1, self.kinds.shapes
-        weight = self.parameters.get(last)
-        factor = shapes[-1] if shapes and self._others[-1] == last - 1 else None
+        other = self._others[-1] if shapes else 0
+        weight = self.parameters.get(last - 1 if other == last else last)  # autograd saves the two in either order
+        factor = shapes[-1] if shapes and other >= last - 1 else None
         if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
             return True
         return 2 * factor.numel() * weight.numel() // factor[-1] >= WORTH_ENDING_FLOPS

@@ -119,6 +119,8 @@ PRODUCT_FLOPS = 2 * 4 * 8 * 8
     [
         ("product", PRODUCT_FLOPS, 0),
         ("product", PRODUCT_FLOPS + 1, 3),
+        ("without a bias", PRODUCT_FLOPS, 0),
+        ("without a bias", PRODUCT_FLOPS + 1, 3),
         ("of a frozen weight", PRODUCT_FLOPS, 0),
         ("of a frozen weight", PRODUCT_FLOPS + 1, 3),
         ("function", math.inf, 0),
@@ -129,7 +131,12 @@ def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monk
     ends = []
 
     def forward(block, x):
-        y = x.sin() if kind == "function" else block.lin(x.sin())
+        if kind == "function":
+            y = x.sin()
+        elif kind == "without a bias":
+            y = F.linear(x.sin()[None], block.lin.weight)[0]
+        else:
+            y = block.lin(x.sin())
         ends.append(None)
         return y
 
