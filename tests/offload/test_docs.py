@@ -80,7 +80,7 @@ def test_every_note_stands_where_the_page_says():
         for note in re.findall(r"\[([^]]+)\]", notes):
             assert f"Note [{note}]\n" in (ROOT / "rlx" / "offload" / file).read_text()
             found += 1
-    assert found == 10
+    assert found == 11
 
 
 @pytest.mark.parametrize("save", ["boundary", "attention"])
