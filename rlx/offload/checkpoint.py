@@ -111,12 +111,13 @@ class RecomputedCall(LayerCall):
         self._call_count = 0
         accelerators = () if all(map(_IS_CPU, tensors)) else accelerators_of(tensors)
         self._device = accelerators[0] if accelerators else None
+        self._began_on = torch.accelerator.current_stream(self._device) if accelerators else None
         self._inputs: list[Stored] = []
         inputs: dict[int, Stored | Tensor] = {}  # the same object stays the same object: layers ask `query is key`
         for tensor in tensors:
             if id(tensor) not in inputs:
                 inputs[id(tensor)] = self._store_input(tensor) if tensor.requires_grad else self._keep(tensor)
-        # Whether the graph of a recomputation holds more than lets go of it.
+        # Whether the graph of a recomputation holds what `let_go` does not empty: inputs that are leaves, or answered results.
         self._graph_holds = any(stored.is_given_as_leaf for stored in self._inputs)
         self._args, self._kwargs = replace_leaves(args, inputs), replace_leaves(kwargs, inputs)
         self._ambient = Ambient(accelerators)
@@ -351,7 +352,7 @@ class RecomputedCall(LayerCall):
         `leaves_out`, `poisons` as of `Replay`.
         """
         ends = self._is_watched or self._device is not None or self._slots.are_worth_ending_at()
-        collector = Collector(self.layer, self._slots, self._device, ends, self._fail)
+        collector = Collector(self.layer, self._slots, self._began_on, ends, self._fail)
         saved = collector.saved
         around = self._repeatable.context(), self._ambient.restored(), self._state.restored()
         contexts: list[Any] = list(filter(None, around))

@@ -4,8 +4,9 @@ Note [layers on several streams]
 A layer may compute on streams of its own and wait for them where it needs their results. A recomputation that is ended after
 the last saved tensor would leave out the waits behind it. So where a tensor is saved on another stream than that on which
 the recomputation began, the layer runs to its end, then and from then on. That is asked for each tensor when what the layer
-saves is seen for the first time, and for the last tensor always. Backward may read the tensors on any of the streams:
-each first waits for the recomputation.
+saves is seen for the first time, and for the last tensor always. Backward may come to a part on such a stream first; then
+the recomputation begins on it, and nothing else may be seen on it, so that the stream on which forward began tells. Backward
+may read the tensors on any of the streams: each first waits for the recomputation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Collector:
     Args:
         layer: which layer is recomputed.
         slots: those of its forward.
-        device: the accelerator that it is on; None: the CPU.
+        began_on: the accelerator's stream on which its forward began; None: it is on the CPU.
         ends: whether the recomputation may end after the last tensor.
         fail: raises for what is not as it was.
     """
@@ -42,19 +43,20 @@ class Collector:
     __slots__ = ("_count", "_fail", "_home", "_layer", "_looks", "answered", "saved")
 
     def __init__(
-        self, layer: Layer, slots: Slots, device: torch.device | None, ends: bool, fail: Callable[[str], NoReturn]
+        self, layer: Layer, slots: Slots, began_on: torch.Stream | None, ends: bool, fail: Callable[[str], NoReturn]
     ) -> None:
         self.saved: list[Tensor] = []
         self.answered: Set[int] = _NONE  # slots whose tensors were not computed
         self._layer = layer
         self._fail = fail
-        self._count = len(slots.versions) if ends and not layer.uses_streams else sys.maxsize
         self._home: torch.Stream | None = None
         self._looks = False
-        if device is not None:
-            self._home = torch.accelerator.current_stream(device)
+        if began_on is not None:
+            self._home = torch.accelerator.current_stream(began_on.device)
+            layer.uses_streams = layer.uses_streams or self._home != began_on
             self._looks = not layer.uses_streams and layer.kinds_looked_at is not slots.kinds
             layer.kinds_looked_at = slots.kinds
+        self._count = len(slots.versions) if ends and not layer.uses_streams else sys.maxsize
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a forward until enough has been saved."""

@@ -53,7 +53,7 @@ def recomputed(layer, slots, streams, sides):
         return x
 
     streams.asked = 0
-    collector = Collector(layer, slots, DEVICE, True, fail)
+    collector = Collector(layer, slots, streams.main, True, fail)
     collector.run(forward, (torch.ones(2, requires_grad=True),), {})
     assert len(collector.saved) == 4
     return ran
@@ -100,3 +100,18 @@ def test_a_last_tensor_on_another_stream_is_seen_at_any_time(streams, slots):
     assert recomputed(layer, slots, streams, ()) == [0, 1, 2]
     assert recomputed(layer, slots, streams, (3,)) == [0, 1, 2, 3]
     assert layer.uses_streams
+
+
+def test_a_recomputation_that_begins_on_another_stream_than_forward_did_runs_to_its_end(streams, slots):
+    """Backward comes to the part on the side stream first. Recomputed from there, the rest is on the same stream."""
+    layer = Layer(0, "layers.0")
+    ran = []
+
+    def forward(x):
+        ran.append(x.exp().exp().exp().exp())
+
+    for current in (streams.side, streams.main):
+        streams.current = current
+        Collector(layer, slots, streams.main, True, fail).run(forward, (torch.ones(2, requires_grad=True),), {})
+        assert layer.uses_streams
+    assert len(ran) == 2

@@ -227,7 +227,29 @@ class Beside(nn.Module):
         return a + b if self.far else a + b.clone()
 
 
-BUSY = None
+class Behind(nn.Module):
+    """What backward comes to first runs on a side stream that is busy, always the same one; the rest on the main one."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        main = torch.cuda.current_stream()
+        with torch.cuda.stream(SIDE):
+            for _ in range(8):
+                BUSY @ BUSY
+        b = torch.sigmoid(self.up(x))
+        SIDE.wait_stream(main)
+        with torch.cuda.stream(SIDE):
+            a = torch.tanh(self.q(x))
+        main.wait_stream(SIDE)
+        x.record_stream(SIDE)
+        a.record_stream(main)
+        return a + b
+
+
+BUSY = SIDE = None
 
 
 @pytest.mark.parametrize("far", [True, False])
@@ -235,6 +257,12 @@ def test_layers_half_on_another_stream(compare, toys, saving, far, monkeypatch):
     monkeypatch.setitem(globals(), "BUSY", torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16))
     model = toys.stack(lambda: Beside(far), blocks=4, width=WIDTH).to("cuda", torch.bfloat16)
     compare(model, lambda model: read(model) + read(model), **saving)  # streams are looked for in one of the two
+
+
+def test_layers_that_backward_enters_on_another_stream(compare, toys, saving, monkeypatch):
+    monkeypatch.setitem(globals(), "BUSY", torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16))
+    monkeypatch.setitem(globals(), "SIDE", torch.cuda.Stream())
+    compare(toys.stack(Behind, blocks=4, width=WIDTH).to("cuda", torch.bfloat16), read, **saving)
 
 
 def test_layers_on_one_stream_are_known_as_such(enable, toys):
