@@ -236,7 +236,8 @@ class RecomputedCall(LayerCall):
         if self._ended is not None and not tensor.is_cpu:
             stream = torch.accelerator.current_stream(tensor.device)
             stream.wait_event(self._ended)
-            tensor.record_stream(stream)
+            if is_plain(tensor):
+                tensor.record_stream(stream)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         # Masks, rotary tables: shared by all layers as a rule, so that they stay alive anyway.

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -67,6 +68,7 @@ class Slots:
         self._aliases: list[Tensor] = []  # of those that must be watched for as long as this lives
         self.parameters: dict[int, Parameter] = {}  # those that slots look at
         self._others: list[int] = []  # the slots that look at none
+        self._views: list[int] = []  # those of them that look at something else
         self.kinds = Kinds([], [])  # of what these look at
         # While forward runs: what watches a tensor and its views, by the id of the one that they are views of. Those in it
         # before it ends are alive as long.
@@ -106,6 +108,8 @@ class Slots:
                 continue
             self._others.append(index)
             others.append(tensor)
+            if base is not tensor:
+                self._views.append(index)
             if type(tensor) is not Tensor or version is None:
                 watch = None
             elif base.is_leaf:
@@ -127,14 +131,19 @@ class Slots:
         return self.kinds
 
     def are_worth_ending_at(self) -> bool:
-        """Whether, on the CPU, what follows the last slot takes longer than leaving it out; known for a product with a parameter."""
+        """Whether, on the CPU, what follows the last slot takes longer than leaving it out; known for a product with a parameter.
+
+        Always where other processes take part: sizes differ between them, and what follows may be a collective operation.
+        """
         last, shapes = len(self.versions) - 1, self.kinds.shapes
         other = self._others[-1] if shapes else 0
         weight = self.parameters.get(last - 1 if other == last else last)  # autograd saves the two in either order
         factor = shapes[-1] if shapes and other >= last - 1 else None
         if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
             return True
-        return 2 * factor.numel() * weight.numel() // factor[-1] >= WORTH_ENDING_FLOPS
+        if 2 * factor.numel() * weight.numel() // factor[-1] >= WORTH_ENDING_FLOPS:
+            return True
+        return dist.is_available() and dist.is_initialized()
 
     def leave_forward(self) -> None:
         """Let go of the tensors, also when an exception has ended forward."""
@@ -196,6 +205,9 @@ class Slots:
                 i for i, tensor in enumerate(saved) if type(tensor) is Parameter and tensor is not parameters.get(i)
             )
             return f"a parameter of shape {list(saved[index].shape)} has been replaced"
+        for index in self._views:  # of a tensor in whose place there is a parameter now
+            if index < len(saved) and type(saved[index]._base) is Parameter:
+                return f"a parameter of shape {list(saved[index].shape)} has been replaced"
         return None
 
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from rlx.offload import slots
@@ -146,6 +147,45 @@ def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monk
             layer.lin.weight.requires_grad_(False)
     compare(model, toys.step, True)
     assert len(ends) == 2 * 3 + again, "two steps, one of them without the engine"
+
+
+def test_among_processes_a_product_at_the_end_is_left_out_whatever_its_size(compare, toys, monkeypatch):
+    """What follows may be a collective operation, which all of them repeat or none."""
+    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", math.inf)
+    ends = []
+
+    def forward(block, x):
+        y = block.lin(x.sin())
+        ends.append(None)
+        return y
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compare(toys.of(forward), toys.step, True)
+    finally:
+        dist.destroy_process_group()
+    assert len(ends) == 2 * 3
+
+
+@pytest.mark.parametrize("where", ["in the layer", "outside"])
+def test_a_parameter_in_the_place_of_another_tensor_is_refused(enable, toys, where):
+    model = toys.of(
+        lambda block, x: F.linear(x.sin(), block.lin.weight if where == "in the layer" else outside[0]).sin()
+    )
+    lin = model.layers[1].lin
+    parameter = lin.weight
+    outside = [parameter * 2]
+    if where == "in the layer":
+        del lin.weight
+        lin.weight = outside[0]
+    enable(model, True)
+    loss = toys.step(model).sum()
+    outside[0] = parameter
+    if where == "in the layer":
+        del lin.weight
+        lin.weight = parameter
+    with pytest.raises(RuntimeError, match=r"parameter of shape .* replaced"):
+        loss.backward()
 
 
 def test_layer_hooks_run_once_a_call(enable, toys):
