@@ -44,10 +44,9 @@ class Layer:
         self.counters = Counters()
         self.attention_count = 0  # how many calls of attention its last forward made
         self.kinds: Kinds | None = None  # of the tensors that were saved in it last
-        self.kinds_looked_at: Kinds | None = (
-            None  # those with which it was last seen whether it computes on several streams
-        )
+        # Whether it computes on several streams, and the kinds with which that was last looked for.
         self.uses_streams = False
+        self.kinds_looked_at: Kinds | None = None
 
 
 class LayerCall:
