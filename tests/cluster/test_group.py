@@ -4,6 +4,7 @@ import time
 import pytest
 import ray
 import torch
+from ray.util.placement_group import placement_group_table
 
 from rlx.cluster.errors import WorkerFailure
 from rlx.cluster.group import WorkerGroup
@@ -88,14 +89,11 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
 
 
 def test_a_constructor_that_raises_ends_the_group(worker_class):
-    free = ray.available_resources()["CPU"]
     pool = Pool.reserve(1, 2, "cpu")
     with pytest.raises(WorkerFailure) as caught:
         WorkerGroup(pool, worker_class, "fails on rank 1")
     assert (
         str(caught.value).splitlines()[-1].endswith("worker.__init__: ValueError: the constructor does not like this")
     )
-    deadline_s = time.monotonic() + 30
-    while ray.available_resources().get("CPU") != free and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert ray.available_resources()["CPU"] == free, "the places are given back"
+    # Not by the CPUs that are free: a group that ended before this one may be giving its places back meanwhile.
+    assert placement_group_table(pool.group)["state"] == "REMOVED", "the places are given back"
