@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.ambient import has_autocast
 from rlx.offload.identity import is_plain
@@ -24,6 +25,8 @@ logger = logging.getLogger("rlx.offload")
 
 _CHECKED = 16  # positions on which a module shows that it works on each by itself
 _MAX_DIFFERENCE = 0.02  # of the largest value; kernels chosen by size differ by roundings of bf16 only
+_MIXES = "mixes positions, draws random numbers or returns something else"
+_SEVERAL_STREAMS = "computes on several streams"  # a tile's recomputation would end before the last waits among them
 _FUSED = (nn.LayerNorm, nn.RMSNorm)  # keep nothing but their input anyway
 
 
@@ -44,8 +47,8 @@ class TiledForward(StandIn):
         self._name, self._is_mlp = found.name, found.is_mlp
         self._widest = max(max(parameter.shape) for parameter in found.module.parameters())
         self._lock = threading.RLock()
-        # Of the output, by what it may depend on; None where the module has not shown to be position-wise.
-        self._dtypes: dict[tuple[Any, ...], torch.dtype | None] = {}
+        # Of the output, by what it may depend on; or why the module cannot be computed in tiles.
+        self._dtypes: dict[tuple[Any, ...], torch.dtype | str] = {}
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     @property
@@ -97,11 +100,12 @@ class TiledForward(StandIn):
         key = self._key(part, hidden)
         if key not in self._dtypes:
             self._dtypes[key] = _dtype_if_position_wise(part, hidden)
-        return None if self._dtypes[key] else "mixes positions, draws random numbers or returns something else"
+        found = self._dtypes[key]
+        return found if isinstance(found, str) else None
 
     def _dtype(self, part: Part, hidden: Tensor) -> torch.dtype:
         dtype = self._dtypes[self._key(part, hidden)]
-        assert dtype is not None
+        assert not isinstance(dtype, str)
         return dtype
 
     @staticmethod
@@ -166,7 +170,7 @@ def enable_tiling(
 
     One layer's working set stops growing with its widest intermediate result: of a call its input is kept, each tile is
     recomputed when backward comes to it. Where a layer is recomputed as well, it is so without its MLP. What is not
-    position-wise (experts with routing, convolutions) stays as it is. Call it before FSDP1 wraps the model.
+    position-wise (experts with routing, convolutions) or computes on streams of its own stays as it is. Call it before FSDP1 wraps the model.
 
     Args:
         model: any module with layers; under FSDP2 before or after it is sharded.
@@ -251,18 +255,37 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _dtype_if_position_wise(part: Part, hidden: Tensor) -> torch.dtype | None:
-    """The type of a module's output; None if it does not give for each position what it gives without the others."""
+def _dtype_if_position_wise(part: Part, hidden: Tensor) -> torch.dtype | str:
+    """The type of a module's output; why it has none, if the module does not give for each position what it gives without the
+    others, or saves tensors on other streams than the current one.
+    """
     generator = torch.Generator().manual_seed(0)
     some = torch.randn(*[1] * (hidden.dim() - 2), _CHECKED, hidden.shape[-1], generator=generator).to(hidden)
     devices = [] if hidden.is_cpu else [hidden.device]
-    with torch.no_grad(), unwatched(), torch.random.fork_rng(devices, device_type=hidden.device.type):
-        whole = part.forward(some)
-        halves = [part.forward(half) for half in some.chunk(2, -2)]
+    home = _stream(hidden)
+    strays: list[torch.Stream | None] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if (stream := _stream(hidden)) != home:
+            strays.append(stream)
+        return tensor
+
+    with unwatched(), torch.random.fork_rng(devices, device_type=hidden.device.type):
+        with torch.enable_grad(), saved_tensors_hooks(look, lambda tensor: tensor):
+            whole = part.forward(some.requires_grad_() * 1)  # no leaf, which nobody may write to
+        with torch.no_grad():
+            halves = [part.forward(half) for half in some.chunk(2, -2)]
+    if strays:
+        return _SEVERAL_STREAMS
     if not isinstance(whole, Tensor) or whole.shape != some.shape:
-        return None
-    difference = (whole - torch.cat(halves, -2)).abs().max()
-    return whole.dtype if bool(difference <= _MAX_DIFFERENCE * whole.abs().max()) else None
+        return _MIXES
+    difference = (whole.detach() - torch.cat(halves, -2)).abs().max()
+    return whole.dtype if bool(difference <= _MAX_DIFFERENCE * whole.detach().abs().max()) else _MIXES
+
+
+def _stream(tensor: Tensor) -> torch.Stream | None:
+    """The current stream of a tensor's device; None on the CPU, which has none."""
+    return None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
 
 
 def _has_units(module: nn.Module) -> bool:

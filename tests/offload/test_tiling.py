@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling
+from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling, tiling
 from rlx.offload.tiling import Tiling
 
 SMALL = {
@@ -354,6 +354,28 @@ def test_what_is_not_position_wise_is_left_alone(kind, caplog):
     notes = [r.getMessage() for r in caplog.records if "is not computed in tiles" in r.getMessage()]
     assert len(notes) == 1
     assert "layers.0.mlp mixes positions, draws random numbers or returns something else" in notes[0]
+
+
+def test_what_computes_on_several_streams_is_left_alone(monkeypatch, caplog):
+    """On streams that are told: real ones are in test_gpu_tiling."""
+    caplog.set_level(logging.INFO, "rlx.offload")
+    current = ["main"]
+    monkeypatch.setattr(tiling, "_stream", lambda tensor: current[0])
+
+    class OnTheSide(Shift):
+        def forward(self, x):
+            current[0] = "side"
+            y = self.up(x).relu()
+            current[0] = "main"
+            return self.down(y)
+
+    model = make()
+    model.layers[0].mlp = OnTheSide().double()
+    enable_tiling(model, 4)
+    loss = model(rows(2, 9, 8)).square().sum()
+    loss.backward()
+    notes = [r.getMessage() for r in caplog.records if "is not computed in tiles" in r.getMessage()]
+    assert len(notes) == 1 and "layers.0.mlp computes on several streams" in notes[0]
 
 
 def test_layers_without_an_mlp_are_named_once(caplog):
