@@ -170,7 +170,8 @@ def enable_tiling(
 
     One layer's working set stops growing with its widest intermediate result: of a call its input is kept, each tile is
     recomputed when backward comes to it. Where a layer is recomputed as well, it is so without its MLP. What is not
-    position-wise (experts with routing, convolutions) or computes on streams of its own stays as it is. Call it before FSDP1 wraps the model.
+    position-wise (experts with routing, convolutions) or computes on streams of its own stays as it is. Call it before FSDP1
+    wraps the model.
 
     Args:
         model: any module with layers; under FSDP2 before or after it is sharded.
@@ -256,8 +257,8 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _dtype_if_position_wise(part: Part, hidden: Tensor) -> torch.dtype | str:
-    """The type of a module's output; why it has none, if the module does not give for each position what it gives without the
-    others, or saves tensors on other streams than the current one.
+    """The type of a module's output; or why there are no tiles: the module does not give for each position what it gives
+    without the others, or it saves tensors on other streams than the current one.
     """
     generator = torch.Generator().manual_seed(0)
     some = torch.randn(*[1] * (hidden.dim() - 2), _CHECKED, hidden.shape[-1], generator=generator).to(hidden)

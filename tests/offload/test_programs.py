@@ -264,25 +264,26 @@ def test_gradients_are_those_of_plain_autograd(enable, toys, plain, saving, step
     assert compared > PROGRAMS // 3
 
 
-@pytest.mark.parametrize("budget", [0, 12_000])
 @pytest.mark.parametrize("step", [once, twice, some_then_all], ids=lambda step: step.__name__)
-def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, toys, plain, step, budget):
+def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, toys, plain, step):
     """With operations left out whose results nobody reads: in few programs, and fewest with a budget, which keeps most layers."""
-    compared = left_out = proved = 0
+    compared, left_out, proved = [0, 0], 0, 0
     for seed in range(PROGRAMS):
         print("program", seed)  # shown where the test fails
+        has_budget = seed % 3 == 2
+        options = {"max_device_bytes": 12_000 if has_budget else 0, "min_bytes": (0, 500)[seed % 2]}
         model, expected = program(toys, seed), plain(seed, step)
-        handle = enable(model, True, save="auto", max_device_bytes=budget, min_bytes=(0, 500)[seed % 2])
+        handle = enable(model, True, save="auto", **options)
         try:
             for number in range(6):
                 expected[number].assert_equal(toys.grade(model, step))
                 assert handle.stats().held_bytes == 0
         except RuntimeError:
             continue  # the other test sees to what is refused
-        compared += 1
+        compared[has_budget] += 1
         buckets = handle.engine.orders.__self__._buckets.values()
         orders = [one for bucket in buckets for one in bucket.orders.values() if one.unread]
         left_out += bool(orders)
         proved += any(one.proof.is_given for one in orders)
-    assert compared > PROGRAMS // 3
-    assert budget or min(left_out, proved) >= 5
+    assert min(compared) > PROGRAMS // 9
+    assert min(left_out, proved) >= 5
