@@ -44,20 +44,13 @@ _KNOWN: dict[Any, str] = {
     if function is not None
 }
 GETTER = type(object().__str__)  # of the getters of what a tensor looks like, and of no function
-_SILENT = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.element_size}
 CALL = "call"  # what a call goes by among readings
-_SILENT |= {torch.Tensor.is_floating_point, torch.Tensor.is_contiguous, torch.Tensor.storage_offset}
 
 
 def known_name(function: Any, kwargs: Any) -> str | None:
     """The name of a function that may be left out or answered though it is no linear map; None for any other."""
     name = _KNOWN.get(function)
     return name if name is None or not kwargs or "out" not in kwargs else None
-
-
-def reads_nothing(function: Any) -> bool:
-    """Whether a function says only what a tensor looks like."""
-    return type(function) is GETTER or function in _SILENT
 
 
 class Step(NamedTuple):
