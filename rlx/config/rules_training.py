@@ -21,11 +21,11 @@ MICRO_KEYS = (
 
 
 def mini_batch_divides_batch(s: Setting) -> Faults:
-    """Every optimizer step of a batch sees the same number of prompts."""
+    """Every optimizer step of a batch sees the same number of prompts; a null of the critic is the actor's fault."""
     batch = s.config.data.train_batch_size
     for role in trained_roles(s.config):
         mini, key = role.mini_batch_prompts, f"{role.key}.ppo_mini_batch_size"
-        if batch % mini:
+        if batch % mini and s.value(key) is not None:
             divisors = [n for n in range(1, min(batch, mini) + 1) if batch % n == 0]
             yield Fault(
                 "the mini-batch does not divide the batch (both count prompts)",
@@ -55,7 +55,7 @@ def sequence_groups_are_whole(s: Setting) -> Faults:
     count = processes(s.config)
     for role in sharded_roles(s.config):
         key, together = f"{role.key}.ulysses_sequence_parallel_size", role.together
-        if count % together:
+        if count % together and s.value(key) is not None:
             remedy = f"change {key}, or trainer.n_gpus_per_node"
             what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
             yield Fault(what, got, "a divisor of the number of processes", remedy, (key, "trainer.n_gpus_per_node"))
@@ -176,6 +176,10 @@ def fsdp1_can_do_it(s: Setting) -> Faults:
             policy = f"{key}.offload_policy"
             either = f"{remedy}, or use {key}.param_offload"
             yield Fault("FSDP1 loses gradients with its CPU offload", f"{policy}=True", "FSDP2", either, (policy,))
+        if world == 1 and role.trained and role.model.lora_rank > 0:
+            rank = f"{role.model_key}.lora_rank"
+            got, either = f"{rank}={role.model.lora_rank}, 1 process", f"{remedy}, or {rank}=0"
+            yield Fault("FSDP1 cannot train adapters in a single process", got, "FSDP2", either, (rank,))
         if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward):
             keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")
             got = f"{keys[0]}={fsdp.fsdp_size}, {keys[1]}={fsdp.reshard_after_forward}"

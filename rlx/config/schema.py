@@ -75,6 +75,9 @@ TOKENIZER_FILES = (
 )
 """A folder with any of these has a tokenizer."""
 
+LARGEST_SEED = 2**32 - 1
+"""What numpy's generator takes, which vLLM seeds; torch takes more."""
+
 
 @dataclass(frozen=True)
 class TinyModelConfig:
@@ -85,7 +88,7 @@ class TinyModelConfig:
     num_hidden_layers: int = key(4, "Layers.", minimum=1)
     num_attention_heads: int = key(4, "Attention heads; each at least 32 wide, as vLLM asks.", minimum=1)
     num_key_value_heads: int = key(2, "Key/value heads.", minimum=1)
-    seed: int = key(0, "Seed of the first weights.", minimum=0)
+    seed: int = key(0, "Seed of the first weights.", minimum=0, maximum=LARGEST_SEED)
 
     @property
     def head_dim(self) -> int:
@@ -304,7 +307,7 @@ class TrainerConfig:
     nnodes: int = key(1, "Machines.", minimum=1)
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
-    seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0)
+    seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
     memory_check: str = key("refuse", "If memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
     save_freq: int = key(-1, "Checkpoint every so many steps; -1: never.", minimum=-1)
     test_freq: int = key(-1, "Validate every so many steps; -1: never.", minimum=-1)

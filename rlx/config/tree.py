@@ -71,7 +71,7 @@ def describe_range(info: KeyInfo) -> str:
     words = "".join(f", or {word}" for word in info.words)
     low = f">= {info.minimum:g}" if info.minimum is not None else ""
     low = f"> {info.exclusive_minimum:g}" if info.exclusive_minimum is not None else low
-    high = f"<= {info.maximum:g}" if info.maximum is not None else ""
+    high = f"<= {info.maximum:.10g}" if info.maximum is not None else ""
     return " and ".join(part for part in (low, high) if part) + words
 
 

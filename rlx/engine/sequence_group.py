@@ -1,6 +1,5 @@
 """The processes that work on the same rows together: each on its part of the tokens, outside attention."""
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from rlx.engine.micro_batch import Packed
-from rlx.models.loading import rope_by_length
+from rlx.models.loading import why_not_shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -27,20 +26,8 @@ class SequenceGroup:
     """
 
     def __init__(self, size: int, config: "PreTrainedConfig"):
-        if kind := rope_by_length(config):
-            raise ValueError(
-                f"ulysses_sequence_parallel_size is {size}, and the model's rope_type {kind}; expected one whose frequencies do "
-                "not depend on the longest sequence, of which each process has a part only: set "
-                "ulysses_sequence_parallel_size=1"
-            )
-        heads, processes = config.num_attention_heads, dist.get_world_size()
-        common = math.gcd(processes, heads)
-        if common % size:
-            allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
-            raise ValueError(
-                f"ulysses_sequence_parallel_size is {size}, with {processes} processes and {heads} attention heads; expected a "
-                f"divisor of both numbers: set it to {allowed}"
-            )
+        if fault := why_not_shared(size, dist.get_world_size(), config):
+            raise ValueError(fault)
         self.size = size
         self.processes, _ = dist.new_subgroups(group_size=size)
 

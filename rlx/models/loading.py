@@ -1,6 +1,7 @@
 """Tokenizers and models from Hugging Face folders or hub names."""
 
 import logging
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -182,6 +183,31 @@ def rope_by_length(config: "PreTrainedConfig") -> str | None:
     # Models with layers of several types have parameters for each type.
     kinds = (str(each.get("rope_type")) for each in (given, *given.values()) if isinstance(each, dict))
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
+
+
+def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str | None:
+    """What keeps `size` of all processes from sharing each sequence (Ulysses); None if nothing does.
+
+    Args:
+        size: processes that share a sequence.
+        processes: all of the run.
+        config: of the text model that reads it.
+    """
+    if kind := rope_by_length(config):
+        return (
+            f"ulysses_sequence_parallel_size is {size}, and the model's rope_type {kind}; expected one whose frequencies do "
+            "not depend on the longest sequence, of which each process has a part only: set "
+            "ulysses_sequence_parallel_size=1"
+        )
+    heads = config.num_attention_heads
+    common = math.gcd(processes, heads)
+    if common % size:
+        allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+        return (
+            f"ulysses_sequence_parallel_size is {size}, with {processes} processes and {heads} attention heads; expected a "
+            f"divisor of both numbers: set it to {allowed}"
+        )
+    return None
 
 
 def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlx.cluster.runtime import check_options
+from rlx.config.machine import processes
 from rlx.config.roles import TINY, has_reward_model, is_tiny, sharded_roles
 from rlx.config.schema import PPOConfig
 from rlx.data.prompts import PromptDataset, load_prompts
@@ -153,12 +154,13 @@ def _checkpoint(config: PPOConfig) -> Path | None:
 
 
 def _faults_of_models(config: PPOConfig) -> Iterator[str]:
-    """By role; a critic that is built in has the policy's shape."""
-    policy = config.actor_rollout_ref.model
-    for role in sharded_roles(config):
+    """By role; a critic that is built in has the policy's shape, and the reference is the policy."""
+    policy, roles, count = config.actor_rollout_ref.model, sharded_roles(config), processes(config)
+    for role in roles:
         if role.name in HEADS:
             model = replace(role.model, tiny=policy.tiny) if role.model.path == TINY else role.model
-            yield from (f"{role.model_key}: {fault}" for fault in faults_of(model, HEADS[role.name]))
+            shared = {each.together for each in roles if each.model_key == role.model_key}
+            yield from (f"{role.model_key}: {fault}" for fault in faults_of(model, HEADS[role.name], shared, count))
 
 
 def _sources(*prompts: PromptDataset | None) -> frozenset[str] | None:

@@ -43,6 +43,12 @@ CASES = [
     ),
     (
         "sequence_groups_are_whole",
+        f"{GAE} {ACTOR}.use_kl_loss=True {ACTOR}.ulysses_sequence_parallel_size=3",
+        ["the processes do not form whole groups"],  # of the actor, whom critic and reference follow
+        "n_gpus_per_node",
+    ),
+    (
+        "sequence_groups_are_whole",
         f"{ACTOR}.ulysses_sequence_parallel_size=2 trainer.n_gpus_per_node=8 {MODEL}.use_remove_padding=False",
         [f"{ACTOR}.ulysses_sequence_parallel_size shares packed sequences"],
         "use_remove_padding=True",
@@ -50,6 +56,12 @@ CASES = [
     (
         "mini_batch_divides_batch",
         f"data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=24",
+        ["the mini-batch does not divide"],
+        "=16",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"{GAE} data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=24",
         ["the mini-batch does not divide"],
         "=16",
     ),
@@ -249,6 +261,12 @@ CASES = [
         f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=1 trainer.n_gpus_per_node=2",
         ["FSDP1 cannot replicate"],
         f"{ACTOR}.strategy=fsdp2",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{GAE} critic.strategy=fsdp critic.model.lora_rank=4",
+        ["FSDP1 cannot train adapters", "the package peft"],
+        "critic.strategy=fsdp2",
     ),
     # the sampler's mismatch
     (

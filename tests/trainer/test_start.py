@@ -7,6 +7,7 @@ import pytest
 
 from rlx.config.compose import compose
 from rlx.data.files import DataError
+from rlx.models.loading import ModelError
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import RewardError
 from rlx.trainer import checkpoints as ck
@@ -81,6 +82,14 @@ def test_a_single_fault_is_raised_as_it_is(config, rows):
                 f"data.train_files={rows('your/data')}", f"data.val_files={rows('my/data')}", "data.train_batch_size=1"
             )
         )
+
+
+def test_more_processes_than_heads_share_no_sequence(config):
+    shared = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.use_kl_loss=True")
+    told = r"^actor_rollout_ref\.model: ulysses_sequence_parallel_size is 8, with 8 processes and 4 attention heads"
+    for role in ("actor", "ref"):
+        with pytest.raises(ModelError, match=told):
+            prepare(config(*shared, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size=8"))
 
 
 def test_a_data_source_that_no_prompt_has_is_told_of(config, tmp_path):
