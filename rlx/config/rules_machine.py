@@ -14,6 +14,7 @@ Faults = Iterator[Fault]
 
 GPUS, NODES, MODEL = "trainer.n_gpus_per_node", "trainer.nnodes", "actor_rollout_ref.model.path"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 DATA_KINDS = (".parquet", ".jsonl")
 
 
@@ -97,6 +98,19 @@ def liger_has_an_accelerator(s: Setting) -> Faults:
         if role.model.use_liger and not on_accelerator(s.config, s.machine):
             got, remedy = f"{key}=True, trainer.device={s.config.trainer.device}", f"set {key}=False"
             yield Fault("liger's kernels need a GPU", got, "a CUDA device", remedy, (key, "trainer.device"))
+
+
+def attention_has_an_accelerator(s: Setting) -> Faults:
+    """flash-attn's kernels are written for GPUs, and flex_attention has no backward on CPU."""
+    if on_accelerator(s.config, s.machine):
+        return
+    for model in dict.fromkeys(role.model_key for role in sharded_roles(s.config)):
+        key = f"{model}.attn_implementation"
+        name = s.value(key)
+        is_missing = name == "flash_attention_2" and "flash_attn" not in s.machine.packages  # a fault of its own
+        if name in FOR_GPUS and not is_missing:
+            got, remedy = f"{key}={name}, trainer.device={s.config.trainer.device}", f"set {key}=sdpa"
+            yield Fault("this kernel of attention needs a GPU", got, "a CUDA device", remedy, (key, "trainer.device"))
 
 
 # Files
@@ -217,6 +231,7 @@ MACHINE_RULES = (
     gpus_suffice,
     packages_are_installed,
     liger_has_an_accelerator,
+    attention_has_an_accelerator,
     models_exist,
     data_files_exist,
     user_code_exists,

@@ -48,7 +48,8 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
 def _of_attention(name: str) -> list[str]:
     from transformers import AttentionInterface
 
-    known = ["eager", *AttentionInterface().valid_keys()]
+    # Those of continuous batching need a cache that neither training nor the samplers have.
+    known = ["eager", *(key for key in AttentionInterface().valid_keys() if not key.startswith("paged|"))]
     if name in known or "/" in name:  # of the hub's kernels
         return []
     remedy = did_you_mean(name, known, "set it to sdpa")

@@ -390,6 +390,12 @@ CASES = [
         ["the package liger_kernel", "the package liger_kernel", "liger's kernels need", "liger's kernels need"],
         "liger-kernel",
     ),
+    (
+        "attention_has_an_accelerator",
+        f"{GAE} {MODEL}.attn_implementation=flex_attention",
+        ["this kernel of attention needs a GPU"],
+        "=sdpa",
+    ),
     # files
     ("models_exist", f"experiment=arithmetic {MODEL}.path=null", ["there is no model"], f"set {MODEL}.path"),
     ("models_exist", f"experiment=arithmetic {MODEL}.path=builtin:small", ["there is no such built-in model"], "tiny"),
@@ -625,6 +631,12 @@ def test_installed_packages_are_no_fault(verdict):
     command = f"{MODEL}.lora_rank=8 trainer.logger=[wandb] {MODEL}.attn_implementation=flash_attention_2"
     command += f" {MODEL}.use_liger=True"
     assert whats(verdict(command.split(), where)) == []
+
+
+def test_flash_attention_needs_a_gpu_where_its_package_is(verdict):
+    command = [f"{MODEL}.attn_implementation=flash_attention_2"]
+    assert whats(verdict(command, machine(packages=("flash_attn",)))) == ["this kernel of attention needs a GPU"]
+    assert whats(verdict(command)) == ["the package flash_attn is not installed"]
 
 
 def test_a_critic_on_the_actors_path_gets_no_fault_of_its_own(verdict):

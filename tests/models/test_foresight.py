@@ -25,6 +25,7 @@ def test_what_can_be_loaded_has_no_faults(folders, attention, head):
     ("options", "starts", "hint"),
     [
         ({"attn_implementation": "sdap"}, "attn_implementation: got 'sdap', expected one of eager, ", "mean sdpa?"),
+        ({"attn_implementation": "paged|eager"}, "attn_implementation: got 'paged|eager', expected one of eager, ", ""),
         ({"attn_implementation": "?"}, "attn_implementation: got '?'", "set it to sdpa"),
         ({"override_config": {"rope_thet": 1}}, "model.override_config.rope_thet: Qwen3Config has no such key", ""),
         ({"lora_rank": 2, "target_modules": "q_prj"}, "target_modules: the model has no module 'q_prj'", "q_proj"),
