@@ -72,7 +72,8 @@ class LayerForward(StandIn):
             if not module.training:
                 return forward(*args, **kwargs)
             self._check_empty(caches, module)
-            args, kwargs = map_leaves(lambda leaf: None if is_cache(leaf) else leaf, (args, kwargs))
+            args = tuple(_without_caches(value) for value in args)
+            kwargs = {name: _without_caches(value) for name, value in kwargs.items()}
         if self._places is None:
             self._places = Places(module)
         repeatable = Repeatable(module, forward, self._places, self._recompute_context)
@@ -82,7 +83,7 @@ class LayerForward(StandIn):
         if any(is_filled(cache, module) for cache in caches):
             raise ValueError(
                 f"layer {self._layer.name} got a key/value cache that is filled, which recomputation would fill a second "
-                "time; train without past_key_values, or use enable_ckpt=False"
+                "time; train without past_key_values and with use_cache=False, or use enable_ckpt=False"
             )
         self.handle.note_dropped_cache()
 
@@ -92,6 +93,13 @@ class LayerForward(StandIn):
         if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
             return CheckpointingFlags.cleared(module.modules())
         return None
+
+
+def _without_caches(value: Any) -> Any:
+    """A layer's argument with None for each cache in it; without one the same object, in which layers may leave things for others."""
+    others: list[Any] = []
+    sort_leaves((value,), [], others)
+    return map_leaves(lambda leaf: None if is_cache(leaf) else leaf, value) if any(map(is_cache, others)) else value
 
 
 class ActivationOffloading:

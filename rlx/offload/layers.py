@@ -176,7 +176,11 @@ def is_cache(value: Any) -> bool:
 
 
 def is_filled(cache: Any, layer: nn.Module) -> bool:
-    """Whether a cache holds keys of the layer's attention already."""
+    """Whether a cache holds keys of the layer's attention already, or the state of its linear attention or convolution."""
     indices = (getattr(module, "layer_idx", None) for module in layer.modules())
     index = next((index for index in indices if isinstance(index, int)), 0)
-    return bool(cache.get_seq_length(index) > 0)
+    try:
+        return bool(cache.get_seq_length(index) > 0)
+    except ValueError:  # the layer's is no attention: it has no length, but a state
+        has_state = getattr(cache, "has_previous_state", None)
+        return has_state is not None and bool(has_state(index))
