@@ -371,11 +371,13 @@ class RecomputedCall(LayerCall):
                     collector.run(self._repeatable.forward, args, kwargs)
             else:
                 collector.run(self._repeatable.forward, args, kwargs)
-            if what := self._slots.changed_parameter(saved, collector.answered):
-                raise changed(self.layer.name, what)
-            difference = self._slots.difference(saved)  # also where the layer has swallowed the exception
+            # First, for where other tensors are saved parameters stand in other places. Also where the layer has swallowed
+            # the exception.
+            difference = self._slots.difference(saved)
             if difference is not None:
                 self._fail(difference)
+            if what := self._slots.changed_parameter(saved, collector.answered):
+                raise changed(self.layer.name, what)
             self._ended = collector.end()
             if not self._graph_holds:
                 return list(saved)

@@ -35,5 +35,5 @@ def not_the_same(layer: str, how: str) -> RecomputeError:
     """The layer did something else this time."""
     return RecomputeError(
         f"recomputing layer {layer} did not save the tensors that its forward saved: {how}; a layer that is "
-        "recomputed must do the same each time: look for state that it changes, or randomness of its own"
+        "recomputed must do the same each time: look for state that it changes, or randomness of its own; or use enable_ckpt=False"
     )

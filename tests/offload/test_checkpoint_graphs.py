@@ -81,6 +81,23 @@ def test_a_layer_whose_forward_differs_is_told(enable, toys):
         toys.step(model).backward()
 
 
+def test_state_before_a_parameter_is_not_taken_for_a_change_of_the_parameter(enable, toys):
+    """A layer that saves one tensor more the second time, so that parameters stand where others stood."""
+
+    def forward(block, x):
+        y = block.lin(x if getattr(block, "state", None) is None else x * block.state).sigmoid()
+        block.state = torch.full((4, 8), 0.5)
+        return x + block.lin(y)
+
+    model = toys.of(forward)
+    handle = enable(model, True)
+    loss = toys.step(model)
+    with pytest.raises(RecomputeError, match=r"did not save the tensors .* look for state .* enable_ckpt=False"):
+        loss.backward()
+    del loss
+    assert handle.stats().offloaded_bytes > 0
+
+
 def test_a_switch_of_mode_between_forward_and_backward_is_told(enable, toys):
     model = toys.stack()
     enable(model, True)
