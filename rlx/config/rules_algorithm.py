@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlx.config.faults import Fault
 from rlx.config.machine import Setting
 from rlx.config.roles import has_critic, has_reward_model
-from rlx.config.schema import GROUPS
+from rlx.config.schema import GROUPS, PPOConfig
 from rlx.config.schema_algorithm import NORM_BY_STD
 
 Faults = Iterator[Fault]
@@ -48,9 +48,9 @@ def filtered_groups_can_differ(s: Setting) -> Faults:
         yield Fault(
             "a single response to a prompt differs from none", got, f"{SAMPLES} >= 2", remedy, (FILTER, SAMPLES)
         )
-    reports = s.config.custom_reward_function.path, s.config.reward.format, s.config.reward_model.enable
-    if filters.metric not in METRICS and not any(reports):
-        expected = f"one of {', '.join(METRICS)}, or a number that a reward function of yours reports"
+    known = _metrics(s.config)
+    if known is not None and filters.metric not in known:
+        expected = f"one of {', '.join(known)}, or a number that a reward function of yours reports"
         yield Fault(
             f"{METRIC} is not known", f"{METRIC}={filters.metric}", expected, f"set {METRIC}=acc", (FILTER, METRIC)
         )
@@ -59,6 +59,16 @@ def filtered_groups_can_differ(s: Setting) -> Faults:
         got = f"{METRIC}=seq_final_reward, {keys[1]}=True"
         expected = "a metric without the KL: prompts are chosen before log-probs are computed"
         yield Fault("dynamic sampling does not know the KL", got, expected, f"set {METRIC}=seq_reward", keys)
+
+
+def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
+    """What samples can be compared by; None: a function of the user's may report any number."""
+    by_model = has_reward_model(config)
+    by_functions = not by_model or config.reward_model.rule_weight > 0
+    if by_functions and config.custom_reward_function.path is not None:
+        return None
+    form = ("format",) if by_functions and config.reward.format is not None else ()
+    return (*METRICS, *form, *(("model_score", "rule_score") if by_model and by_functions else ()))
 
 
 def penalty_fits_the_length(s: Setting) -> Faults:

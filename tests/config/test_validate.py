@@ -139,6 +139,18 @@ CASES = [
     ),
     (
         "filtered_groups_can_differ",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=f1 reward.format=tags",
+        ["algorithm.filter_groups.metric is not known"],
+        "algorithm.filter_groups.metric=acc",
+    ),
+    (
+        "filtered_groups_can_differ",
+        f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric=rule_score {JUDGE}",
+        ["algorithm.filter_groups.metric is not known"],
+        "algorithm.filter_groups.metric=acc",
+    ),
+    (
+        "filtered_groups_can_differ",
         "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward algorithm.use_kl_in_reward=True",
         ["dynamic sampling does not know the KL"],
         "algorithm.filter_groups.metric=seq_reward",
@@ -471,6 +483,8 @@ def test_every_rule_has_a_case():
         "critic.optim.lr=1e-5 trainer.critic_warmup=0",
         f"{JUDGE} reward.format=tags",
         "reward.format='[0-9]+'",
+        "reward.format=tags algorithm.filter_groups.enable=True algorithm.filter_groups.metric=format",
+        f"{JUDGE} reward_model.rule_weight=1.0 algorithm.filter_groups.enable=True algorithm.filter_groups.metric=rule_score",
         f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=null {ACTOR}.ppo_max_token_len_per_gpu=176",
         f"{MODEL}.enable_gradient_checkpointing=False",
         f"{MODEL}.enable_gradient_checkpointing=False {MODEL}.activation_offload.save=all",
