@@ -3,6 +3,7 @@
 Shape letters: B rows, W columns of the window that holds the responses, K response tokens in it.
 """
 
+import inspect
 import logging
 from collections.abc import Iterable
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from rlx.engine.micro_batch import MicroBatch
 from rlx.models.head_log_probs import head_replaced
+from rlx.models.loading import ModelError
 from rlx.models.log_probs import token_log_probs
 from rlx.models.packed_attention import Lengths, use_packed_attention, why_not_packed
 from rlx.models.sequence_parallel import joined
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 Head = Literal["lm", "value", "score"]
 
 logger = logging.getLogger(__name__)
+
+_ROUNDING = 2.0**-8  # of the largest logit: in bf16, and more than kernels differ by for the same numbers
 
 
 def sequence_scores(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor, pad_token_id: int) -> Tensor:
@@ -78,7 +82,15 @@ class Forward:
 
         Returns:
             log_probs of the window's tokens and, if asked for, entropy; of a value model values. All (B, W), fp32 or wider.
+
+        Raises:
+            ModelError: what the model says of a token depends on later ones.
         """
+        if not self._looks_back_only:
+            raise ModelError(
+                f"{type(self._plain).__name__}: what it says of a token depends on the tokens behind it, expected a model that "
+                "reads from left to right only; for one that can do both set is_decoder=true in its config.json"
+            )
         if part.packed is None:
             # Nothing is predicted from the last token, so it need not be read.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
@@ -107,7 +119,9 @@ class Forward:
             values = self._call(inputs)[:, kept, 0]
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
         figures: Iterable[Tensor | None]
-        if self._head_ends_it:
+        if not self._chooses_positions:
+            figures = token_log_probs(self._call(inputs)[:, kept], ids, *distribution)
+        elif self._head_ends_it:
             with head_replaced(self._plain.get_output_embeddings(), ids, *distribution):
                 figures = self._call(inputs | {"logits_to_keep": logits_to_keep}).unbind(dim=-1)
         else:
@@ -147,11 +161,40 @@ class Forward:
         if self._attention is None:
             return False
         reason = why_not_packed(self._plain, self._attention)
+        if reason is None and not self._counts_from_zero():
+            reason = "its positions do not begin at 0"
         if reason is None and self._attention == "sdpa":
             reason = use_packed_attention(self._plain, self._attention, self._try_two_sequences)
         if reason is not None:
             self._tell("rows are padded", reason)
         return reason is None
+
+    def _counts_from_zero(self) -> bool:
+        """Whether it counts the positions of a sequence as packed ones are counted; RoBERTa's kin begin behind the padding's."""
+        ids = self._tokens([[0, 1, 1]])
+        own = self._try({"input_ids": ids})
+        given = self._try({"input_ids": ids, "position_ids": torch.arange(3, device=self._device)[None]})
+        return _are_near(own, given)
+
+    @cached_property
+    def _looks_back_only(self) -> bool:
+        """Whether another last token leaves what it says of the ones before it as it was."""
+        one, other = self._try({"input_ids": self._tokens([[0, 1, 1, 0], [0, 1, 1, 1]])})
+        return _are_near(one[:3], other[:3])
+
+    def _tokens(self, ids: list[list[int]]) -> Tensor:
+        """Two different tokens, 0 and 1 here, neither of which stands for padding: that may have a position of its own."""
+        padding = self._plain.config.get_text_config().pad_token_id
+        two = torch.tensor([token for token in range(3) if token != padding], device=self._device)
+        return two[torch.tensor(ids, device=self._device)]
+
+    @cached_property
+    def _chooses_positions(self) -> bool:
+        """Whether it can be told of which tokens to give logits; else it gives those of all."""
+        can = "logits_to_keep" in inspect.signature(self._plain.forward).parameters
+        if not can:
+            self._tell("log-probs are taken from logits", "it gives those of all tokens")
+        return can
 
     def _try_two_sequences(self) -> None:
         ids, positions = torch.zeros(2, 1, 3, dtype=torch.int64, device=self._device)
@@ -185,3 +228,8 @@ class Forward:
     def _tell(self, what: str, reason: str) -> None:
         if dist.get_rank() == 0:
             logger.warning("%s: %s, since %s", type(self._plain).__name__, what, reason)
+
+
+def _are_near(one: Tensor, other: Tensor) -> bool:
+    """Whether two results are the same but for rounding. What is no number is not judged."""
+    return not bool((one - other).abs().max() > _ROUNDING * one.abs().max())

@@ -13,6 +13,7 @@ from rlx.engine.forward import Distribution, Forward
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import pack, row_lengths, take
 from rlx.engine.sequence_group import SequenceGroup
+from rlx.models.loading import ModelError
 from rlx.models.packed_attention import PACKED, packed_attention
 from rlx.offload import OffloadOptions, enable_activation_offloading, register_attention
 
@@ -60,14 +61,14 @@ def _deepseek():
     return hf.DeepseekV3Config(**SMALL, **heads, **width, **experts, first_k_dense_replace=1)
 
 
-def made(make, dtype=torch.float32):
+def made(make, dtype=torch.float32, attention="sdpa"):
     """The model with weights far from 0, so that attention looks at single tokens."""
     torch.manual_seed(0)
     model = make().to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3).add_(0.02 * torch.randn_like(parameter))
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     return model
 
 
@@ -156,8 +157,13 @@ OTHER_MODELS = {
         "sdpa",
         "its attention ",
     ),
+    "roberta": (lambda: hf.RobertaForCausalLM(_bert(hf.RobertaConfig)), "sdpa", "positions do not begin at 0"),
     "eager": (LANGUAGE_MODELS["qwen2"], "eager", "no kernel"),
 }
+
+
+def _bert(config, is_decoder=True, padding=1):
+    return config(**SMALL, num_attention_heads=4, is_decoder=is_decoder, pad_token_id=padding)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -225,7 +231,31 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
     assert "rows are padded, since" in message and reason in message
 
 
+LOOKS_AHEAD = {
+    "bert": (lambda: hf.BertLMHeadModel(_bert(hf.BertConfig, is_decoder=False)), Distribution(1.0, with_entropy=False)),
+    "gemma3": (OTHER_MODELS["bidirectional"][0], Distribution(1.0, with_entropy=False)),
+    "value": (
+        lambda: hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_attention_heads=4, num_labels=1)),
+        None,
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", LOOKS_AHEAD)
+def test_a_model_that_looks_ahead_is_refused(name, batch):
+    make, distribution = LOOKS_AHEAD[name]
+    model = made(make)
+    for attention in ("sdpa", None):
+        with pytest.raises(ModelError, match=r"depends on the tokens behind it, .* is_decoder=true"):
+            said(Forward(model, model, torch.device("cpu"), attention), batch, distribution)
+
+
 READS_LOGITS = {
+    "roberta": OTHER_MODELS["roberta"][0],
+    "trocr": lambda: hf.TrOCRForCausalLM(  # gives the logits of all tokens, whichever it is asked for
+        hf.TrOCRConfig(vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48)
+    ),
     "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, final_logit_softcapping=2.0)),
     "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SMALL, num_attention_heads=4, logit_scale=0.5)),
     "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**SMALL, num_attention_heads=4)),
@@ -234,8 +264,8 @@ READS_LOGITS = {
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", READS_LOGITS)
-def test_a_model_that_goes_on_after_its_head_is_read_by_its_logits(name, batch, caplog):
-    model = made(READS_LOGITS[name])
+def test_a_model_whose_head_cannot_be_replaced_is_read_by_its_logits(name, batch, caplog):
+    model = made(READS_LOGITS[name], attention="eager" if name == "trocr" else "sdpa")
     with caplog.at_level(logging.WARNING):
         forward = Forward(model, model, torch.device("cpu"), "sdpa")
         figures, gradient = said(forward, batch, Distribution(0.7, with_entropy=True))
