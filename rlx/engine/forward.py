@@ -222,8 +222,14 @@ class Forward:
 
     @torch.no_grad()
     def _try(self, inputs: dict[str, Any]) -> Tensor:
-        with torch.compiler.set_stance("force_eager"):
-            return self._call(inputs)
+        """Without what is random in training: dropout that was asked for, noise of routers."""
+        was_training = self._root.training
+        self._root.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return self._call(inputs)
+        finally:
+            self._root.train(was_training)
 
     def _tell(self, what: str, reason: str) -> None:
         if dist.get_rank() == 0:

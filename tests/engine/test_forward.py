@@ -251,6 +251,16 @@ def test_a_model_that_looks_ahead_is_refused(name, batch):
             said(Forward(model, model, torch.device("cpu"), attention), batch, distribution)
 
 
+def test_randomness_in_training_is_not_taken_for_looking_ahead(batch):
+    model = made(
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4))
+    )
+    assert model.config.resid_pdrop > 0
+    forward = Forward(model.train(), model, torch.device("cpu"), "sdpa")
+    assert said(forward, batch, Distribution(1.0, with_entropy=False))[1].norm() > 0
+    assert forward.packs and model.training and model.transformer.h[0].mlp.dropout.training
+
+
 READS_LOGITS = {
     "roberta": OTHER_MODELS["roberta"][0],
     "trocr": lambda: hf.TrOCRForCausalLM(  # gives the logits of all tokens, whichever it is asked for
