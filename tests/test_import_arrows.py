@@ -52,7 +52,7 @@ ONLY = {
     "rlx.config.keys": set(),
     "rlx.config.vllm_range": set(),
     "rlx.config.host_memory": {"psutil"},
-    "rlx.offload.plan": {"rlx.offload.benchmark.shapes", "rlx.offload.plan"},
+    "rlx.offload.plan": {"rlx.offload.plan"},
     "rlx.config.roles": {"rlx.config.schema"},
     "rlx.data.batch": {"torch", "tensordict"},
     "rlx.errors": set(),

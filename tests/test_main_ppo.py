@@ -14,7 +14,7 @@ import pytest
 from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.machine import Machine
 from rlx.main_ppo import main
-from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 

@@ -28,7 +28,7 @@ from rlx.config.roles import MicroSize, log_prob_size
 from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
 from rlx.offload.plan.memory import StateBytes
-from rlx.offload.plan.setting import Setting
+from rlx.offload.plan.scenario import Scenario
 
 CUDA_BYTES = 2e9  # of a device beside vLLM's share, which has a reserve of its own
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
@@ -257,10 +257,10 @@ class Outlook:
     def _limit(self) -> float | None:
         return None if self.memory_bytes is None else self.memory_bytes * DEVICE_SHARE
 
-    def _setting(self, own: Resident, logits: int) -> Setting:
+    def _setting(self, own: Resident, logits: int) -> Scenario:
         model, together = own.role.model, own.role.together
         tile = None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp)
-        return Setting(
+        return Scenario(
             decoder=own.decoder,
             hardware=PROFILES["h200"],
             logit_tokens=logits * together,

@@ -38,7 +38,7 @@ from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer import local
 from rlx.offload.benchmark.device import clock, name_of, peak_bytes, reset_peak, used_bytes
 from rlx.offload.benchmark.modes import PEERS
-from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 RLX = "rlx"
 PHASES = ("forward", "head", "backward", "step")

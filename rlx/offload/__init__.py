@@ -8,15 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlx.offload.arena import Account, Block, HostArena, host_arena
-    from rlx.offload.disk import DiskError
-    from rlx.offload.handle import ActivationOffloading, enable_activation_offloading, offload_activations
-    from rlx.offload.options import OffloadOptions
-    from rlx.offload.places import trim
-    from rlx.offload.recompute_error import RecomputeError
-    from rlx.offload.replay import register_attention
-    from rlx.offload.stats import LayerStats, OffloadStats
-    from rlx.offload.tiling import Tiling, enable_tiling
+    from rlx.offload.api import ActivationOffloading, enable_activation_offloading, offload_activations
+    from rlx.offload.recompute.errors import RecomputeError
+    from rlx.offload.replay.replay_mode import register_attention
+    from rlx.offload.runtime.options import OffloadOptions
+    from rlx.offload.storage.arena import Account, Block, HostArena, host_arena
+    from rlx.offload.storage.spill_file import DiskError
+    from rlx.offload.storage.stats import LayerStats, OffloadStats
+    from rlx.offload.storage.tiers import trim
+    from rlx.offload.tiling.tiling import Tiling, enable_tiling
 
 __all__ = [
     "Account",
@@ -38,22 +38,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Account": "arena",
-    "Block": "arena",
-    "HostArena": "arena",
-    "host_arena": "arena",
-    "RecomputeError": "recompute_error",
-    "DiskError": "disk",
-    "ActivationOffloading": "handle",
-    "enable_activation_offloading": "handle",
-    "offload_activations": "handle",
-    "OffloadOptions": "options",
-    "trim": "places",
-    "register_attention": "replay",
-    "LayerStats": "stats",
-    "OffloadStats": "stats",
-    "Tiling": "tiling",
-    "enable_tiling": "tiling",
+    "Account": "storage.arena",
+    "Block": "storage.arena",
+    "HostArena": "storage.arena",
+    "host_arena": "storage.arena",
+    "RecomputeError": "recompute.errors",
+    "DiskError": "storage.spill_file",
+    "ActivationOffloading": "api",
+    "enable_activation_offloading": "api",
+    "offload_activations": "api",
+    "OffloadOptions": "runtime.options",
+    "trim": "storage.tiers",
+    "register_attention": "replay.replay_mode",
+    "LayerStats": "storage.stats",
+    "OffloadStats": "storage.stats",
+    "Tiling": "tiling.tiling",
+    "enable_tiling": "tiling.tiling",
 }
 
 

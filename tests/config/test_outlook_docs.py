@@ -12,7 +12,7 @@ from rlx.config.outlook import Outlook, Phase
 from rlx.config.outlook_text import short_text
 from rlx.config.schema import TinyModelConfig
 from rlx.config.validate import check
-from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))

@@ -11,7 +11,7 @@ from rlx.config.compose import compose
 from rlx.config.machine import Machine
 from rlx.config.rules_memory import REFUSED_FROM
 from rlx.config.validate import Verdict, check
-from rlx.offload.benchmark.shapes import SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 UNFIT, HOST = "the run does not fit into device memory", "what waits in host memory does not fit there"

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from rlx.offload import OffloadOptions, enable_activation_offloading, slots
-from rlx.offload.arena import host_arena
-from rlx.offload.disk import extent_files
+from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.recompute import saved_slots as slots
+from rlx.offload.storage.arena import host_arena
+from rlx.offload.storage.spill_file import extent_files
 
 # What is kept for backward, and where: tests that take `saving` run for each of the first, those that take `mode` for all.
 SAVES = ("boundary", "attention", "all")

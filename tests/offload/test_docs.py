@@ -58,7 +58,7 @@ def test_every_figure_stands_there():
 def messages() -> list[str]:
     """What the engine says, as far as it is text that does not change."""
     texts = []
-    for path in (ROOT / "rlx" / "offload").glob("*.py"):
+    for path in (ROOT / "rlx" / "offload").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
@@ -76,7 +76,7 @@ def test_every_message_is_one_that_the_engine_has():
 def test_every_note_stands_where_the_page_says():
     places = section("How long memory lives").split("The reasoning is written once")[1]
     found = 0
-    for notes, file in re.findall(r"(.*?) in `(?:rlx/offload/)?(\w+\.py)`", " ".join(places.split())):
+    for notes, file in re.findall(r"(.*?) in `(?:rlx/offload/)?([\w/]+\.py)`", " ".join(places.split())):
         for note in re.findall(r"\[([^]]+)\]", notes):
             assert f"Note [{note}]\n" in (ROOT / "rlx" / "offload" / file).read_text()
             found += 1

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, offload_activations
-from rlx.offload.arena import host_arena
+from rlx.offload.storage.arena import host_arena
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlx.offload.bucket import SPREAD
+from rlx.offload.autotune.length_bucket import SPREAD
 
 pytestmark = [
     pytest.mark.gpu,

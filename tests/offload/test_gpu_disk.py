@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rlx.offload import DiskError, HostArena, host_arena, trim
-from rlx.offload.disk import extent_file
-from rlx.offload.pages import Pages
-from rlx.offload.places import MIN_STAGING_BYTES
+from rlx.offload.storage.pages import Pages
+from rlx.offload.storage.spill_file import extent_file
+from rlx.offload.storage.tiers import MIN_STAGING_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def test_an_arena_that_is_dropped_unlocks_its_memory():
 
 def test_a_refused_registration_is_an_error_of_its_own_and_not_of_the_next_kernel():
     pages = Pages(4 * MIB, is_locked=True)
-    from rlx.offload import pages as module
+    from rlx.offload.storage import pages as module
 
     with pytest.raises(RuntimeError, match="cudaHostRegister"):
         module._register(pages.bytes)

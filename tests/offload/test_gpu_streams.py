@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rlx.offload.arena import host_arena
+from rlx.offload.storage.arena import host_arena
 
 pytestmark = [
     pytest.mark.gpu,

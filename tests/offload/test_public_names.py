@@ -21,5 +21,5 @@ def test_what_is_no_name_of_it_is_refused_as_ever():
 
 
 def test_planning_does_not_load_torch():
-    code = "import sys, rlx.offload.plan, rlx.offload.plan.setting, rlx.offload.plan.explain; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlx.offload.plan, rlx.offload.plan.scenario, rlx.offload.plan.explain; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

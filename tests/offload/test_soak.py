@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
-from rlx.offload.arena import host_arena
-from rlx.offload.disk import extent_files
+from rlx.offload.storage.arena import host_arena
+from rlx.offload.storage.spill_file import extent_files
 
 STEPS, WARM_UP = 200, 50
 MIB = 1 << 20

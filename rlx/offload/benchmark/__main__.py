@@ -25,12 +25,13 @@ import torch
 from rlx.offload.benchmark.device import name_of
 from rlx.offload.benchmark.distributed import run_on
 from rlx.offload.benchmark.job import Job
-from rlx.offload.benchmark.measure import Plan
+from rlx.offload.benchmark.measure import BenchmarkPlan
+from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
 from rlx.offload.benchmark.modes import KINDS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.benchmark.shapes import SHAPES, Case, number_of_layers, read_shape
-from rlx.offload.disk import DiskError, extent_file
+from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.storage.spill_file import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
 _DEFAULT_MODES_OF_SEVERAL = "checkpointing,boundary,attention"  # each has sharded weights of its own
@@ -111,7 +112,7 @@ def _job(given: argparse.Namespace, device: torch.device, about: dict[str, Any])
     options = {"tier": given.tier, "directory": given.directory, "cache_directory": None}
     if device.type == "cpu":
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
-    plan = Plan(
+    plan = BenchmarkPlan(
         shape=shape,
         modes=_modes(given.modes or (_DEFAULT_MODES if given.gpus == 1 else _DEFAULT_MODES_OF_SEVERAL), options),
         device=device,

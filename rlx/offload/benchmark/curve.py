@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
-from rlx.offload.benchmark.results import Curve
-from rlx.offload.engine import tensors_in
+from rlx.offload.benchmark.results import MemoryCurve
+from rlx.offload.runtime.pytree import tensors_in
 
 
 class _Sampler:
@@ -36,7 +36,7 @@ class _Sampler:
         self._own_s += time.perf_counter() - now
 
 
-def memory_curve(model: nn.Module, device: torch.device, step: Callable[[], None]) -> Curve:
+def memory_curve(model: nn.Module, device: torch.device, step: Callable[[], None]) -> MemoryCurve:
     """Run a step and take down what it occupies above what is there before.
 
     Every module's forward is looked at before and after, also when it is recomputed, and its backward when the gradient
@@ -69,7 +69,7 @@ def memory_curve(model: nn.Module, device: torch.device, step: Callable[[], None
     finally:
         for hook in hooks:
             hook.remove()
-    return Curve(sampler.seconds, sampler.used)
+    return MemoryCurve(sampler.seconds, sampler.used)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from rlx.offload.benchmark.job import Job
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.layers import find_layers
+from rlx.offload.runtime.layers import find_layers
 
 # Longer than any step, short enough to notice a rank that has failed alone.
 _TIMEOUT = datetime.timedelta(minutes=3)

@@ -9,10 +9,10 @@ from torch import nn
 
 from rlx.offload.benchmark.curve import memory_curve
 from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
-from rlx.offload.benchmark.modes import Mode, Prepared
+from rlx.offload.benchmark.modes import EnabledMode, Mode
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.benchmark.results import Curve
-from rlx.offload.stats import OffloadStats
+from rlx.offload.benchmark.results import MemoryCurve
+from rlx.offload.storage.stats import OffloadStats
 
 
 class Entrant:
@@ -23,12 +23,12 @@ class Entrant:
         self.layers = layers
         self.step_s: list[float] = []
         self.peaks: list[int] = []
-        self.curve: Curve | None = None
+        self.curve: MemoryCurve | None = None
         self.held_bytes = 0
         self.before = OffloadStats()
         self._model = model
         self._ids = ids
-        self.prepared: Prepared = mode.prepare(model)
+        self.prepared: EnabledMode = mode.prepare(model)
 
     @property
     def is_measuring(self) -> bool:

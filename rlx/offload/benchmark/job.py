@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.offload.benchmark.measure import CaseRun, Plan
+from rlx.offload.benchmark.measure import BenchmarkPlan, CaseRun
+from rlx.offload.benchmark.models import Case
 from rlx.offload.benchmark.picture import draw
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.benchmark.report import table, write_json
 from rlx.offload.benchmark.results import CaseResult
-from rlx.offload.benchmark.shapes import Case
 
 
 class Job(NamedTuple):
@@ -25,7 +25,7 @@ class Job(NamedTuple):
         folder: where the files go; it exists.
     """
 
-    plan: Plan
+    plan: BenchmarkPlan
     cases: Sequence[Case]
     title: str
     about: dict[str, Any]

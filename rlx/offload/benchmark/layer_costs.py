@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from rlx.offload.api import enable_activation_offloading
+from rlx.offload.autotune.pass_profile import planned
+from rlx.offload.autotune.profile_files import to_json
 from rlx.offload.benchmark.device import clock, name_of
-from rlx.offload.benchmark.shapes import Case, build
-from rlx.offload.handle import enable_activation_offloading
-from rlx.offload.measured import planned
-from rlx.offload.measurements import to_json
-from rlx.offload.options import OffloadOptions
+from rlx.offload.benchmark.models import Case, build
 from rlx.offload.plan.at_hand import Measured
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.tiling import enable_tiling
+from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.tiling.tiling import enable_tiling
 
 _PASSES = 10  # at most: one warms up, some are measured, mostly one, and the next finds what they came to
 _TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link

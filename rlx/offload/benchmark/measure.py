@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rlx.offload.arena import host_arena
 from rlx.offload.benchmark.device import clean_up, clock
 from rlx.offload.benchmark.entrant import Entrant
+from rlx.offload.benchmark.models import Case, build, share
 from rlx.offload.benchmark.modes import Mode, NotInstalledError
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.benchmark.results import CaseResult, HostMemory, Row, engine_figures
-from rlx.offload.benchmark.shapes import Case, build, share
+from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, Row, engine_figures
+from rlx.offload.storage.arena import host_arena
 
 _MORE_PASSES = 8  # at most, of a mode that measures layers in more than one
 
 
-class Plan(NamedTuple):
+class BenchmarkPlan(NamedTuple):
     """What to measure and how often.
 
     Args:
@@ -59,7 +59,7 @@ class CaseRun:
         ranks: the processes that take part.
     """
 
-    def __init__(self, plan: Plan, case: Case, ranks: Ranks) -> None:
+    def __init__(self, plan: BenchmarkPlan, case: Case, ranks: Ranks) -> None:
         self._plan, self._case, self._ranks = plan, case, ranks
         self._arenas = [host_arena(pinned) for pinned in (True, False)]
         self._entrants: dict[str, Entrant] = {}
@@ -175,13 +175,13 @@ class CaseRun:
     def _allocations(self) -> int:
         return sum(arena.allocations for arena in self._arenas)
 
-    def _host_memory(self, allocations: int) -> HostMemory:
+    def _host_memory(self, allocations: int) -> HostMemoryUse:
         reserved = sum(arena.reserved_bytes for arena in self._arenas)
         entrants = self._entrants.values()
         handles = [entrant.prepared.handle for entrant in entrants if entrant.prepared.handle is not None]
         on_disk = max((handle.stats().disk_reserved_bytes for handle in handles), default=0)
         held = max((entrant.held_bytes for entrant in entrants), default=0)
-        return HostMemory(reserved, on_disk, held, (reserved + on_disk) / held if held else None, allocations)
+        return HostMemoryUse(reserved, on_disk, held, (reserved + on_disk) / held if held else None, allocations)
 
     def _rows(self) -> list[Row]:
         measured: dict[str, dict[str, Any]] = {}

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from rlx.offload.handle import ActivationOffloading, enable_activation_offloading
-from rlx.offload.options import OffloadOptions
-from rlx.offload.tiling import enable_tiling
+from rlx.offload.api import ActivationOffloading, enable_activation_offloading
+from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.tiling.tiling import enable_tiling
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -24,7 +24,7 @@ class NotInstalledError(Exception):
     """A peer is not there, or not in this version."""
 
 
-class Prepared(NamedTuple):
+class EnabledMode(NamedTuple):
     """How the steps of a model run on which a mode has been switched on."""
 
     handle: ActivationOffloading | None = None
@@ -52,7 +52,7 @@ class Mode(NamedTuple):
         """Steps until all are alike, at least: `auto` measures in two, mostly, and plans after them."""
         return 3 if self.kind == "auto" else 1
 
-    def prepare(self, model: nn.Module) -> Prepared:
+    def prepare(self, model: nn.Module) -> EnabledMode:
         """Switch the mode on for a model.
 
         Raises:
@@ -61,7 +61,7 @@ class Mode(NamedTuple):
         if self.tile is not None:
             enable_tiling(model, self.tile or None)
         if self.options is not None:
-            return Prepared(enable_activation_offloading(model, self.kind != "all", self.options))
+            return EnabledMode(enable_activation_offloading(model, self.kind != "all", self.options))
         return PEERS[self.kind](model)
 
 
@@ -106,11 +106,11 @@ def _value(text: str) -> Any:
         return text
 
 
-def _plain(model: nn.Module) -> Prepared:
-    return Prepared()
+def _plain(model: nn.Module) -> EnabledMode:
+    return EnabledMode()
 
 
-def _checkpointing(model: nn.Module, **options: Any) -> Prepared:
+def _checkpointing(model: nn.Module, **options: Any) -> EnabledMode:
     # transformers 5.17 knows the old name only, 5.23 warns of it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     assert callable(enable)
@@ -118,26 +118,26 @@ def _checkpointing(model: nn.Module, **options: Any) -> Prepared:
     if missing:
         raise NotInstalledError(f"this transformers has no checkpointing with {missing[0]}=")
     enable({"use_reentrant": False}, **options)
-    return Prepared()
+    return EnabledMode()
 
 
-def _transformers_offload(model: nn.Module) -> Prepared:
+def _transformers_offload(model: nn.Module) -> EnabledMode:
     return _checkpointing(model, offload=True)
 
 
-def _save_on_cpu(model: nn.Module) -> Prepared:
+def _save_on_cpu(model: nn.Module) -> EnabledMode:
     _checkpointing(model)
     device = next(model.parameters()).device
     pin_memory = device.type != "cpu"  # without an accelerator torch has no page-locked memory
-    return Prepared(around_forward=lambda: save_on_cpu(pin_memory=pin_memory, device_type=device.type))
+    return EnabledMode(around_forward=lambda: save_on_cpu(pin_memory=pin_memory, device_type=device.type))
 
 
-def _trl(model: nn.Module) -> Prepared:
+def _trl(model: nn.Module) -> EnabledMode:
     _checkpointing(model)
     return _trl_all(model)
 
 
-def _trl_all(model: nn.Module) -> Prepared:
+def _trl_all(model: nn.Module) -> EnabledMode:
     if importlib.util.find_spec("trl") is None:
         raise NotInstalledError("trl is not installed")
     from trl.models.activation_offloading import OffloadActivations
@@ -145,11 +145,11 @@ def _trl_all(model: nn.Module) -> Prepared:
     offload = OffloadActivations()
     offload.update_model_params(model)
     # TRL's trainers put it around forward and backward.
-    return Prepared(around_step=lambda: offload)
+    return EnabledMode(around_step=lambda: offload)
 
 
 OWN = ("boundary", "attention", "auto", "all")
-PEERS: dict[str, Callable[[nn.Module], Prepared]] = {
+PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "plain": _plain,
     "checkpointing": _checkpointing,
     "transformers-offload": _transformers_offload,

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rlx.offload.benchmark.models import Case, build, read_shape, share
 from rlx.offload.benchmark.modes import OWN, parse_mode
 from rlx.offload.benchmark.report import aligned
-from rlx.offload.benchmark.shapes import Case, build, read_shape, share
 
 _CASE = Case(tokens=16, layers=8)
 # With default options tensors as small as this model's stay on the device; with min_bytes=0 they leave all the same.

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.offload.stats import OffloadStats
+from rlx.offload.storage.stats import OffloadStats
 
 
 @dataclass(frozen=True)
-class Curve:
+class MemoryCurve:
     """Device memory over one step: before each point in time the largest since the one before.
 
     Args:
@@ -56,11 +56,11 @@ class Row:
     recomputed_ms_per_step: float | None = None
     predicted_s: float | None = None
     predicted_peak_bytes: int | None = None
-    curve: Curve | None = None
+    curve: MemoryCurve | None = None
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class HostMemoryUse:
     """The arena's figures over all modes of a case, and the size of the file on disk.
 
     Args:
@@ -85,7 +85,7 @@ class CaseResult:
     tokens: int
     layers: int
     rows: Sequence[Row]
-    host: HostMemory
+    host: HostMemoryUse
     seconds: float = 0.0
 
 

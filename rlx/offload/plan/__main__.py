@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.offload.benchmark.shapes import SHAPES
 from rlx.offload.plan.at_hand import Measured, outcome_of, text_of
 from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import read_decoder
@@ -27,7 +26,8 @@ from rlx.offload.plan.explain import aligned, explain
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import StateBytes, state_bytes
 from rlx.offload.plan.planner import Plan
-from rlx.offload.plan.setting import MODES, STEP_TOKENS, Setting
+from rlx.offload.plan.scenario import MODES, STEP_TOKENS, Scenario
+from rlx.offload.plan.shapes import SHAPES
 
 _GB = 1e9
 
@@ -117,14 +117,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _setting(given: argparse.Namespace) -> Setting:
+def _setting(given: argparse.Namespace) -> Scenario:
     named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
     hardware = replace(PROFILES[given.hardware], **{k: v * _GB for k, v in named.items() if v is not None})
     decoder = read_decoder(_config(given.model), given.layers)
     states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * _GB
     if states is None and given.lora_rank:
         states = state_bytes(decoder, given.gpus, given.weight_bytes, adapter_rank=given.lora_rank)
-    setting = Setting(
+    setting = Scenario(
         decoder=decoder,
         hardware=hardware,
         gpus=given.gpus,
@@ -158,7 +158,7 @@ def _check_measurable(given: argparse.Namespace) -> None:
         raise ValueError(f"--measure: got {', '.join(wrong)}, which the formulas alone know of; leave one of them out")
 
 
-def _measured(given: argparse.Namespace, setting: Setting) -> Measured:
+def _measured(given: argparse.Namespace, setting: Scenario) -> Measured:
     from rlx.offload.benchmark.layer_costs import measure  # loads torch
 
     config = _config(given.model)
@@ -174,7 +174,7 @@ def _config(model: str) -> Any:
     return AutoConfig.from_pretrained(model).get_text_config()
 
 
-def _text(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]) -> str:
+def _text(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) -> str:
     hardware, costs = setting.hardware, setting.costs(given.tokens)
     parts = setting.memory_parts
     peak = plans["auto"].prediction.peak_bytes
@@ -205,7 +205,7 @@ def _text(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]) -
     )
 
 
-def _phases(setting: Setting, plans: dict[str, Plan]) -> list[tuple[str, ...]]:
+def _phases(setting: Scenario, plans: dict[str, Plan]) -> list[tuple[str, ...]]:
     found = {mode: setting.phases(plan) for mode, plan in plans.items()}
     head = ("peak by phase, all of the device, GB", "forward", "head", "backward", "optimizer step")
     return [head, *((mode, *map(_gb, phases)) for mode, phases in found.items())]
@@ -220,7 +220,7 @@ def _longest(longest: dict[str, int], plans: dict[str, Plan]) -> str:
     return "\n".join(aligned(rows, texts=1))
 
 
-def _figures(given: argparse.Namespace, setting: Setting, plans: dict[str, Plan]) -> dict[str, Any]:
+def _figures(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) -> dict[str, Any]:
     layers = zip(setting.costs(given.tokens), plans["auto"].layers, strict=True)
     return {
         "arguments": {name: value for name, value in vars(given).items() if name != "out"},

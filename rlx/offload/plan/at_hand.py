@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rlx.offload.plan.costs import LayerCost, Machine
+from rlx.offload.plan.costs import Budget, LayerCost
 from rlx.offload.plan.explain import aligned, explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.setting import Setting
+from rlx.offload.plan.scenario import Scenario
 
 _GB = 1e9
 
@@ -32,15 +32,15 @@ class Measured(NamedTuple):
     figures: Mapping[str, Any]
 
 
-class Outcome(NamedTuple):
+class MeasuredOutcome(NamedTuple):
     """The plan, what it was made of, and what there was to spend."""
 
     costs: tuple[LayerCost, ...]
     plan: Plan
-    machine: Machine
+    machine: Budget
 
 
-def outcome_of(measured: Measured, setting: Setting, tokens: int, uses_link: bool) -> Outcome:
+def outcome_of(measured: Measured, setting: Scenario, tokens: int, uses_link: bool) -> MeasuredOutcome:
     """The plan for measured layers, with the formulas' head behind them.
 
     Args:
@@ -53,10 +53,10 @@ def outcome_of(measured: Measured, setting: Setting, tokens: int, uses_link: boo
     machine, link = setting.machine, measured.link_bytes_per_s
     if uses_link and link is not None:
         machine = replace(machine, out_bytes_per_s=link, in_bytes_per_s=link)
-    return Outcome(costs, make_plan(costs, machine), machine)
+    return MeasuredOutcome(costs, make_plan(costs, machine), machine)
 
 
-def text_of(measured: Measured, setting: Setting, tokens: int, outcome: Outcome) -> str:
+def text_of(measured: Measured, setting: Scenario, tokens: int, outcome: MeasuredOutcome) -> str:
     """Measured and computed costs of one layer of each kind, and the plan."""
     rows: list[tuple[str, ...]] = [
         ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB"),

@@ -94,7 +94,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Budget:
     """What there is to spend.
 
     Args:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import held_bytes, part_of, placed, predict, recompute_s, sent_bytes
 
@@ -15,7 +15,7 @@ _GB = 1e9
 _COLUMNS = ("layers", "kept on the device", "leaves", "recomputed", "GB kept", "GB sent", "s saved")
 
 
-def explain(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> str:
+def explain(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> str:
     """The plan as text.
 
     Args:
@@ -61,7 +61,7 @@ def _ranges(numbers: Sequence[int], longest: int = 4) -> str:
     return ", ".join(texts if len(texts) <= longest else [*texts[: longest - 1], "...", texts[-1]])
 
 
-def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> Iterable[str]:
+def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> Iterable[str]:
     found = plan.prediction
     plain = predict(costs, [LayerPlan(keep=True)] * len(costs), machine)
     boundary = predict(costs, [LayerPlan()] * len(costs), replace(machine, device_bytes=0))
@@ -97,13 +97,13 @@ def _fetched(costs: Sequence[LayerCost], plan: Plan) -> str:
     return ", ".join(f"{when} ({count})" for when, count in counts.most_common()) or "never"
 
 
-def _link_seconds(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> tuple[float, float]:
+def _link_seconds(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> tuple[float, float]:
     """The link's or the disk's time in forward and in backward; the last layer fetches nothing."""
     parts = placed([part_of(cost, layer, machine) for cost, layer in zip(costs, plan.layers, strict=True)], machine)
     return sum(part.out_s for part in parts), sum(part.in_s for part in parts[:-1])
 
 
-def limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> dict[str, float]:
+def limits(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> dict[str, float]:
     """What keeps the plan from being faster, in words, and the step's time with more of it [s]."""
     out, back = 2 * machine.out_bytes_per_s, 2 * machine.in_bytes_per_s
     more = {
@@ -116,7 +116,7 @@ def limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine) -> dict[str
     return {words: step_s for words, step_s in seconds.items() if step_s < plan.prediction.step_s * (1 - WORTH_SAYING)}
 
 
-def _limits(costs: Sequence[LayerCost], plan: Plan, machine: Machine, plain_s: float) -> str:
+def _limits(costs: Sequence[LayerCost], plan: Plan, machine: Budget, plain_s: float) -> str:
     if not any(recompute_s(cost, layer) for cost, layer in zip(costs, plan.layers, strict=True)):
         return "nothing is left to recompute"
     found = limits(costs, plan, machine)

@@ -12,8 +12,8 @@ from itertools import combinations, product
 from math import inf
 from typing import Literal, NamedTuple
 
-from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine
-from rlx.offload.plan.step import Part, Prediction, busy_s, fetches_of, part_of, placed, play
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
+from rlx.offload.plan.step import Prediction, StepPart, busy_s, fetches_of, part_of, placed, play
 
 KEPT = LayerPlan(keep=True)
 MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     prediction: Prediction
 
 
-def make_plan(costs: Sequence[LayerCost], machine: Machine, begin: Sequence[LayerPlan] | None = None) -> Plan:
+def make_plan(costs: Sequence[LayerCost], machine: Budget, begin: Sequence[LayerPlan] | None = None) -> Plan:
     """The fastest plan found within the budgets.
 
     Where every layer fits nothing leaves. Else it begins with the layers' inputs alone off the device, which needs the least
@@ -80,7 +80,7 @@ class _Choice:
 class _Kind:
     """Layers of equal cost, and the choices for them that have been looked at."""
 
-    def __init__(self, cost: LayerCost, machine: Machine) -> None:
+    def __init__(self, cost: LayerCost, machine: Budget) -> None:
         self.cost, self.machine = cost, machine
         self.members: list[int] = []
         self._choices: dict[LayerPlan, _Choice] = {}
@@ -104,7 +104,7 @@ class _State(NamedTuple):
 class _Search:
     """Plans for the same costs and machine, and what has been worked out for them."""
 
-    def __init__(self, costs: Sequence[LayerCost], machine: Machine) -> None:
+    def __init__(self, costs: Sequence[LayerCost], machine: Budget) -> None:
         self.machine = machine
         self.count = len(costs)
         kinds: dict[LayerCost, _Kind] = {}
@@ -215,7 +215,7 @@ class _Search:
                     count //= 2
 
 
-def _more(before: Part, after: Part) -> tuple[float, float, int]:
+def _more(before: StepPart, after: StepPart) -> tuple[float, float, int]:
     """What a layer computes again, sends [s] and holds more than before."""
     return (
         after.recompute_s - before.recompute_s,

@@ -21,7 +21,7 @@ The last layer can therefore be kept at no price in memory, unless something wid
 Note [a layer as two lines]
 What a layer does to the clock is the later of two: it computes without a break from where it begins, or it waits for the
 link, which works without a break, and then has left what comes after the piece that it waited for. So each layer is a
-handful of numbers, worked out once for each choice (`Part`), and playing a step through is a few additions a layer.
+handful of numbers, worked out once for each choice (`StepPart`), and playing a step through is a few additions a layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-from rlx.offload.plan.costs import LayerCost, LayerPlan, Machine, Point
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Point
 
 
 class Peaks(NamedTuple):
@@ -76,7 +76,7 @@ def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
     return 0.0 if plan.keep else _recomputed_until(cost, plan, 1.0, len(cost.operations))
 
 
-def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], machine: Machine) -> Prediction:
+def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], machine: Budget) -> Prediction:
     """Plays one step through (Note [the step that is played through]).
 
     Args:
@@ -89,7 +89,7 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], machine: Ma
     return prediction
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """What a step needs to know of one layer (Note [a layer as two lines]).
 
     Args:
@@ -117,10 +117,10 @@ class Part(NamedTuple):
     working_bytes: int
     points: tuple[tuple[float, int], ...]
     is_on_disk: bool = False
-    on_disk: Part | None = None
+    on_disk: StepPart | None = None
 
 
-def part_of(cost: LayerCost, plan: LayerPlan, machine: Machine) -> Part:
+def part_of(cost: LayerCost, plan: LayerPlan, machine: Budget) -> StepPart:
     """What a step needs to know of a layer under a plan."""
     part = _part(cost, plan, machine.out_bytes_per_s, machine.in_bytes_per_s)
     if not machine.has_disk or not part.sent_bytes:
@@ -129,7 +129,7 @@ def part_of(cost: LayerCost, plan: LayerPlan, machine: Machine) -> Part:
     return part._replace(on_disk=_part(cost, plan, *rates)._replace(is_on_disk=True))
 
 
-def placed(parts: Sequence[Part], machine: Machine) -> Sequence[Part]:
+def placed(parts: Sequence[StepPart], machine: Budget) -> Sequence[StepPart]:
     """The layers with what leaves on the host for as long as that has room, then on disk."""
     if not machine.has_disk:
         return parts
@@ -143,7 +143,7 @@ def placed(parts: Sequence[Part], machine: Machine) -> Sequence[Part]:
     return found
 
 
-def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> Part:
+def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> StepPart:
     again_s = recompute_s(cost, plan)
     out_s = left_s = in_s = ready_s = 0.0
     for leaves_at, nbytes, end, at in _sent(cost, plan):
@@ -161,7 +161,7 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         operations = map(cost.operations.__getitem__, plan.on_device)
         return sum(op.nbytes - op.extra_bytes for op in operations if op.at >= point.forward_at)
 
-    return Part(
+    return StepPart(
         forward_s=cost.forward_s,
         recompute_s=again_s,
         backward_s=cost.backward_s,
@@ -212,7 +212,7 @@ def _over(nbytes: int, rate: float) -> float:
     return nbytes / rate if rate else inf if nbytes else 0.0
 
 
-def play(parts: Sequence[Part], machine: Machine, faster_than: float = inf) -> Prediction | None:
+def play(parts: Sequence[StepPart], machine: Budget, faster_than: float = inf) -> Prediction | None:
     """What is expected of a step of these layers.
 
     None if it takes as long as `faster_than` or longer [s]; where that is given also if the device has no room for it.
@@ -237,12 +237,12 @@ def play(parts: Sequence[Part], machine: Machine, faster_than: float = inf) -> P
     )
 
 
-def busy_s(part: Part) -> float:
+def busy_s(part: StepPart) -> float:
     """Time in which the device computes for a layer, which a step cannot be shorter than."""
     return part.forward_s + part.recompute_s + part.backward_s
 
 
-def _forward(parts: Sequence[Part]) -> tuple[float, float, float]:
+def _forward(parts: Sequence[StepPart]) -> tuple[float, float, float]:
     """When forward ends, and when all has left that the last layer but one and the last send."""
     now = link_free = left_before = left = 0.0
     for part in parts:
@@ -253,7 +253,7 @@ def _forward(parts: Sequence[Part]) -> tuple[float, float, float]:
     return now, left_before, left
 
 
-def fetches_of(parts: Sequence[Part], device_bytes: int) -> list[int]:
+def fetches_of(parts: Sequence[StepPart], device_bytes: int) -> list[int]:
     """In the backward of each layer the point at which what the layer before has sent is asked for: the first with room."""
     fetches, room, coming = [], device_bytes, 0
     for part in parts:
@@ -269,7 +269,7 @@ def fetches_of(parts: Sequence[Part], device_bytes: int) -> list[int]:
     return fetches
 
 
-def _backward(parts: Sequence[Part], fetches: Sequence[int], now: float, written: float) -> float:
+def _backward(parts: Sequence[StepPart], fetches: Sequence[int], now: float, written: float) -> float:
     """When backward ends that begins now, where nothing is fetched before all has been `written`."""
     asked, link_free = now, max(now, written)
     is_here = True
@@ -285,7 +285,7 @@ def _backward(parts: Sequence[Part], fetches: Sequence[int], now: float, written
     return now
 
 
-def _peaks(parts: Sequence[Part], fetches: Sequence[int], turn_bytes: int) -> Peaks:
+def _peaks(parts: Sequence[StepPart], fetches: Sequence[int], turn_bytes: int) -> Peaks:
     """The most that is held for backward at once."""
     forward = backward = held = coming = last = 0
     for index, (part, fetch) in enumerate(zip(parts, fetches, strict=True), 1):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from rlx.offload.plan import LayerCost, LayerPlan, Machine, make_plan, predict
+from rlx.offload.plan import Budget, LayerCost, LayerPlan, make_plan, predict
 from rlx.offload.plan.explain import explain, limits
 
-AMPLE = Machine(1e9, 1e9, 10**6)
+AMPLE = Budget(1e9, 1e9, 10**6)
 
 
 def rows_of(text):
@@ -41,7 +41,7 @@ def test_long_lists_are_cut(decoder_layer):
 
 def test_the_summary_says_what_is_expected(decoder_layer):
     costs = [decoder_layer()] * 8
-    machine = Machine(50, 100, 600, host_bytes=5000)
+    machine = Budget(50, 100, 600, host_bytes=5000)
     plan = make_plan(costs, machine)
     found = plan.prediction
     text = explain(costs, plan, machine)
@@ -55,10 +55,10 @@ def test_the_summary_says_what_is_expected(decoder_layer):
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
-        (Machine(20, 1e9, 430), ["link full", "device full"]),
-        (Machine(1e9, 1e9, 600, host_bytes=200), ["device full", "host full"]),
-        (Machine(1e9, 1e9, 1500, host_bytes=0), ["device full", "host full"]),
-        (Machine(1e9, 1e9, 10**5), []),
+        (Budget(20, 1e9, 430), ["link full", "device full"]),
+        (Budget(1e9, 1e9, 600, host_bytes=200), ["device full", "host full"]),
+        (Budget(1e9, 1e9, 1500, host_bytes=0), ["device full", "host full"]),
+        (Budget(1e9, 1e9, 10**5), []),
     ],
 )
 def test_what_stands_in_the_way(decoder_layer, machine, words):
@@ -74,5 +74,5 @@ def test_what_stands_in_the_way(decoder_layer, machine, words):
 def test_what_is_not_worth_it_is_said():
     cost = LayerCost(1.0, 2.0, 1e-6, 10, 100, 120, 60)
     costs = [cost] * 4
-    machine = Machine(1e9, 1e9, 120)
+    machine = Budget(1e9, 1e9, 120)
     assert "saves too little time" in explain(costs, make_plan(costs, machine), machine)

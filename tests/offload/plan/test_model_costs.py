@@ -13,8 +13,8 @@ from rlx.config.schema import ModelConfig
 from rlx.engine.optimizer_state import ON_DEVICE, PIECE_BYTES
 from rlx.models import head_log_probs
 from rlx.models.lora import add_lora
-from rlx.offload.benchmark.shapes import SHAPES, Case, build
-from rlx.offload.plan import LayerPlan, Machine, make_plan, predict, sent_bytes
+from rlx.offload.benchmark.models import Case, build
+from rlx.offload.plan import Budget, LayerPlan, make_plan, predict, sent_bytes
 from rlx.offload.plan.decoder import KINDS as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
@@ -31,6 +31,7 @@ from rlx.offload.plan.memory import (
     step_bytes,
 )
 from rlx.offload.plan.model_costs import head_cost, layer_cost
+from rlx.offload.plan.shapes import SHAPES
 
 H200 = PROFILES["h200"]
 SMALL = {
@@ -170,7 +171,7 @@ def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
     head = head_cost(decoder, 1000, H200)
     costs = [layer_cost(decoder, i, 1000, H200) for i in range(3)] + [head]
     own = head_bytes(decoder, 1000)
-    machine = Machine(1e9, 1e9, 2 * own)
+    machine = Budget(1e9, 1e9, 2 * own)
     on_its_way = costs[0].boundary_bytes
     assert predict(costs, [LayerPlan()] * 4, machine).peaks.last == own + on_its_way
     assert sent_bytes(head, make_plan(costs, machine).layers[-1]) == 0

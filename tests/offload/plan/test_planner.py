@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.offload.benchmark.shapes import SHAPES
-from rlx.offload.plan import LayerCost, LayerPlan, Machine, Operation, make_plan, planner, predict, sent_bytes
+from rlx.offload.plan import Budget, LayerCost, LayerPlan, Operation, make_plan, planner, predict, sent_bytes
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.model_costs import layer_cost
+from rlx.offload.plan.shapes import SHAPES
 
 KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
-NO_LINK = Machine(0, 0, 0)
+NO_LINK = Budget(0, 0, 0)
 
 
 def simple(operations=(), working=40):
@@ -40,25 +40,25 @@ def names(cost, indices):
 
 def test_where_everything_fits_nothing_leaves(decoder_layer):
     costs = [decoder_layer()] * 4
-    plan = make_plan(costs, Machine(1e9, 1e9, 4 * 300 + 430))
+    plan = make_plan(costs, Budget(1e9, 1e9, 4 * 300 + 430))
     assert plan.layers == (KEPT,) * 4
     assert plan.prediction.step_s == pytest.approx(plain_s(costs))
     assert plan.prediction.host_bytes == 0
 
 
 def test_the_last_layer_is_kept_because_it_costs_nothing():
-    plan = make_plan([simple()] * 3, Machine(1e9, 1e9, 40))
+    plan = make_plan([simple()] * 3, Budget(1e9, 1e9, 40))
     assert plan.layers == (BOUNDARY, BOUNDARY, KEPT)
     assert plan.prediction.peak_bytes == 40
 
 
 def test_a_wide_layer_behind_it_changes_that():
     head = LayerCost(0.5, 1.0, 0.0, 0, 0, working_bytes=100, late_bytes=100)
-    assert make_plan([simple()] * 3 + [head], Machine(1e9, 1e9, 100)).layers[2] != KEPT
+    assert make_plan([simple()] * 3 + [head], Budget(1e9, 1e9, 100)).layers[2] != KEPT
 
 
 def test_as_many_as_fit_are_kept():
-    plan = make_plan([simple()] * 6, Machine(1e9, 1e9, 2 * 30 + 45))
+    plan = make_plan([simple()] * 6, Budget(1e9, 1e9, 2 * 30 + 45))
     assert [layer.keep for layer in plan.layers].count(True) == 3
 
 
@@ -66,7 +66,7 @@ def test_the_link_carries_what_saves_the_most_for_its_bytes():
     dear, cheap = Operation("dear", 0.4, 0.3, 10), Operation("cheap", 0.9, 0.1, 10)
     costs = [simple((dear, cheap), working=60)] * 8
     # In the second between two layers the input and one result can leave.
-    plan = make_plan(costs, Machine(20, 1e9, 60))
+    plan = make_plan(costs, Budget(20, 1e9, 60))
     assert all(0 in layer.off_device for layer in plan.layers[:-1])
     assert sum(1 in layer.off_device for layer in plan.layers) == 2  # the rest of what 8 s can carry
     assert plan.prediction.stall_s < 0.1
@@ -75,7 +75,7 @@ def test_the_link_carries_what_saves_the_most_for_its_bytes():
 def test_the_device_takes_what_the_link_cannot():
     wide, narrow = Operation("wide", 0.4, 0.3, 30), Operation("narrow", 0.9, 0.3, 3)
     costs = [replace(simple((wide, narrow), working=200), saved_bytes=150)] * 8
-    plan = make_plan(costs, Machine(10, 1e9, 200 + 7 * 3))
+    plan = make_plan(costs, Budget(10, 1e9, 200 + 7 * 3))
     assert [layer.on_device | layer.off_device for layer in plan.layers[:-1]] == [{1}] * 7
     assert sum(1 in layer.on_device for layer in plan.layers) >= 3
     assert plan.prediction.stall_s < 0.1
@@ -83,7 +83,7 @@ def test_the_device_takes_what_the_link_cannot():
 
 def test_more_device_memory_takes_load_off_a_slow_link(decoder_layer):
     costs = [decoder_layer()] * 12
-    slow = Machine(5, 10, 430)  # a disk: the inputs alone take twice a layer's time to leave
+    slow = Budget(5, 10, 430)  # a disk: the inputs alone take twice a layer's time to leave
     stalled = make_plan(costs, slow)
     assert stalled.prediction.stall_s > 1
     free = make_plan(costs, replace(slow, device_bytes=430 + 12 * 10))
@@ -94,7 +94,7 @@ def test_what_is_needed_late_leaves_in_place_of_what_is_needed_early():
     # Both may leave at the end of forward alone, as much saves as much. Only the late one is back in time.
     early, late = (Operation(name, at, 0.2, 50, leaves_at=0.9) for name, at in (("early", 0.3), ("late", 0.8)))
     cost = LayerCost(1.0, 2.0, 0.6, 10, 300, 430, 180, (early, late), late_at=0.7)
-    plan = make_plan([cost] * 12, Machine(70, 70, 430))
+    plan = make_plan([cost] * 12, Budget(70, 70, 430))
     assert [layer.off_device for layer in plan.layers] == [{1}] * 11 + [set()]
     assert plan.prediction.stall_s == pytest.approx(0, abs=0.02)
 
@@ -124,16 +124,16 @@ def test_plans_of_a_real_model(tokens, layers, gb, ratio):
         for op in cost.operations
     )
     costs = [replace(cost, operations=operations, forward_bytes=cost.saved_bytes + 5 * hidden, late_at=0.63)] * layers
-    plan = make_plan(costs, Machine(55e9, 55e9, int(gb * 1e9), 10**11))
+    plan = make_plan(costs, Budget(55e9, 55e9, int(gb * 1e9), 10**11))
     assert plan.prediction.peak_bytes <= gb * 1e9
     assert plan.prediction.step_s <= 1.003 * ratio * plain_s(costs)
 
 
 def test_an_asymmetric_link_is_only_as_good_as_its_slow_side(decoder_layer):
     costs = [decoder_layer()] * 10
-    both = make_plan(costs, Machine(200, 200, 430)).prediction
-    out, back = (make_plan(costs, Machine(*rates, 430)).prediction for rates in ((20, 200), (200, 20)))
-    assert both.step_s < min(out.step_s, back.step_s) <= boundary(costs, Machine(20, 20, 430)).step_s
+    both = make_plan(costs, Budget(200, 200, 430)).prediction
+    out, back = (make_plan(costs, Budget(*rates, 430)).prediction for rates in ((20, 200), (200, 20)))
+    assert both.step_s < min(out.step_s, back.step_s) <= boundary(costs, Budget(20, 20, 430)).step_s
 
 
 def test_without_a_link_the_inputs_stay():
@@ -151,7 +151,7 @@ def test_two_kinds_of_layers_without_a_link():
 
 @pytest.mark.parametrize("rates", [(0, 0), (0, 50), (50, 0)])
 def test_what_could_not_leave_and_come_back_stays_whatever_the_budget(rates):
-    plan = make_plan([simple()] * 4, Machine(*rates, 0))
+    plan = make_plan([simple()] * 4, Budget(*rates, 0))
     assert plan.prediction.peak_bytes == 3 * 10 + 40
     assert plan.prediction.host_bytes == 0
     assert plan.prediction.stall_s == pytest.approx(0)
@@ -160,36 +160,36 @@ def test_what_could_not_leave_and_come_back_stays_whatever_the_budget(rates):
 def test_without_a_host_nothing_leaves(decoder_layer):
     costs = [decoder_layer()] * 6
     for device_bytes in (0, 500, 1500):
-        plan = make_plan(costs, Machine(1e9, 1e9, device_bytes, host_bytes=0))
+        plan = make_plan(costs, Budget(1e9, 1e9, device_bytes, host_bytes=0))
         assert plan.prediction.host_bytes == sum(map(sent_bytes, costs, plan.layers)) == 0
     assert plan.prediction.peak_bytes <= 1500
 
 
 def test_a_host_with_room_for_some_inputs_takes_as_many():
-    plan = make_plan([simple()] * 6, Machine(1e9, 1e9, 0, host_bytes=35))
+    plan = make_plan([simple()] * 6, Budget(1e9, 1e9, 0, host_bytes=35))
     assert plan.prediction.host_bytes == 30
     assert plan.prediction.peak_bytes == 2 * 10 + 40  # of the five layers below the last
 
 
 def test_no_budget_at_all_still_does_the_best_at_the_least_memory(decoder_layer):
     costs = [decoder_layer()] * 5
-    machine = Machine(1e9, 1e9, 0)
+    machine = Budget(1e9, 1e9, 0)
     plan = make_plan(costs, machine)
     assert plan.prediction.peak_bytes == boundary(costs, machine).peak_bytes
     assert plan.prediction.step_s < 0.9 * boundary(costs, machine).step_s
 
 
 def test_layers_without_operations():
-    plan = make_plan([simple()] * 5, Machine(1e9, 1e9, 1000))
+    plan = make_plan([simple()] * 5, Budget(1e9, 1e9, 1000))
     assert plan.layers == (KEPT,) * 5
-    assert make_plan([simple()] * 5, Machine(1e9, 1e9, 75)).prediction.peak_bytes <= 75
+    assert make_plan([simple()] * 5, Budget(1e9, 1e9, 75)).prediction.peak_bytes <= 75
 
 
 def test_kinds_are_planned_apart(decoder_layer):
     # Full attention is worth the link, a sliding window's is not worth as much; both take the same room.
     full, sliding = decoder_layer(0.5), decoder_layer(0.05)
     costs = [sliding, sliding, full] * 4
-    plan = make_plan(costs, Machine(30, 1e9, 430))
+    plan = make_plan(costs, Budget(30, 1e9, 430))
     assert all("attention" in names(full, layer.off_device) for layer in plan.layers[2:-1:3])
     assert not all("attention" in names(sliding, plan.layers[i].off_device) for i in (0, 1, 3, 4, 6, 7, 9))
 
@@ -197,9 +197,9 @@ def test_kinds_are_planned_apart(decoder_layer):
 def test_layers_of_other_operations_beside_each_other(decoder_layer):
     expert = Operation("experts", 0.6, 0.5, 80)
     costs = [decoder_layer(), replace(simple((expert,), working=430), saved_bytes=300), simple(working=430)] * 3
-    plan = make_plan(costs, Machine(60, 60, 500))
+    plan = make_plan(costs, Budget(60, 60, 500))
     assert plan.prediction.peak_bytes <= 500
-    assert plan.prediction.step_s < boundary(costs, Machine(60, 60, 500)).step_s
+    assert plan.prediction.step_s < boundary(costs, Budget(60, 60, 500)).step_s
 
 
 def test_no_layers():
@@ -220,7 +220,7 @@ def cases(draw):
     least = max(cost.working_bytes for cost in costs)
     out, back = (draw(st.sampled_from([0, 5, 20, 50, 200])) for _ in range(2))
     host = draw(st.none() | st.integers(0, whole))
-    return costs, Machine(out, back, draw(st.sampled_from([0, least])) + draw(st.integers(0, whole)), host)
+    return costs, Budget(out, back, draw(st.sampled_from([0, least])) + draw(st.integers(0, whole)), host)
 
 
 def random_cost(random_, operations):
@@ -304,7 +304,7 @@ def small_case(seed):
     costs = [kinds[i % len(kinds)] for i in range(count)]
     whole = sum(cost.saved_bytes for cost in costs)
     out = random_.choice([5, 20, 50, 100])
-    machine = Machine(out, out * random_.choice([0.5, 1, 2]), 0, random_.randint(50, whole + 50))
+    machine = Budget(out, out * random_.choice([0.5, 1, 2]), 0, random_.randint(50, whole + 50))
     least = boundary(costs, machine).peak_bytes
     return costs, replace(machine, device_bytes=least + random_.randint(0, whole))
 
@@ -331,5 +331,5 @@ def test_the_search_stays_short(decoder_layer, monkeypatch, count, kinds, room):
 
     monkeypatch.setattr(planner, "play", counted)
     costs = [decoder_layer(0.2 + 0.2 * (i % kinds)) for i in range(count)]
-    make_plan(costs, Machine(50, 50, int(430 * room)))
+    make_plan(costs, Budget(50, 50, int(430 * room)))
     assert played < 2000  # of a tenth of a millisecond or two

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.offload.plan import (
+    Budget,
     LayerCost,
     LayerPlan,
-    Machine,
     Operation,
     Point,
     held_bytes,
@@ -23,7 +23,7 @@ from rlx.offload.plan.step import fetches_of, part_of
 # A layer of 1 s forward and 2 s backward, half of whose recomputation of 0.8 s are two operations.
 FIRST, SECOND = Operation("first", 0.5, 0.3, 4), Operation("second", 1.0, 0.1, 2)
 LAYER = LayerCost(1.0, 2.0, 0.8, 10, saved_bytes=30, working_bytes=40, late_bytes=20, operations=(FIRST, SECOND))
-FAST = Machine(1e9, 1e9, 0)
+FAST = Budget(1e9, 1e9, 0)
 ROOM = 1 << 40
 KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
 
@@ -69,7 +69,7 @@ def test_with_a_fast_link_a_step_is_what_its_layers_compute():
 def test_forward_waits_for_the_layer_before_the_last():
     # 10 bytes at 4 B/s take 2.5 s: the inputs leave from 0, 2.5, 5 and 7.5 s on. The third layer begins at 2.5, the fourth at 5,
     # backward at 7.5, when but for the fourth's all has left.
-    step = play([BOUNDARY] * 4, Machine(4, 1e9, 0))
+    step = play([BOUNDARY] * 4, Budget(4, 1e9, 0))
     assert step.forward_s == pytest.approx(6)
     assert step.stall_s == pytest.approx(2 + 1.5)
 
@@ -77,20 +77,20 @@ def test_forward_waits_for_the_layer_before_the_last():
 def test_what_follows_the_layers_gives_the_link_time():
     # All but the last layer's has left at 7.5 s, forward ends at 6 and backward could begin at 7.25, or at 8.
     for turn_s, stall_s in ((1.25, 2.25), (2.0, 2.0)):
-        step = play([BOUNDARY] * 4, Machine(4, 1e9, 0, turn_s=turn_s))
+        step = play([BOUNDARY] * 4, Budget(4, 1e9, 0, turn_s=turn_s))
         assert step.stall_s == pytest.approx(stall_s)
         assert step.step_s == pytest.approx(4 * (3 + 0.8) + turn_s + stall_s)
 
 
 def test_a_result_leaves_when_it_is_there():
     # The first layer's 4 bytes are there at 0.5 s and take 8 s: gone at 8.5, before which the third layer cannot begin.
-    step = play([saving(off=[0], leaves=False), STAYS, STAYS], Machine(0.5, 1e9, 0))
+    step = play([saving(off=[0], leaves=False), STAYS, STAYS], Budget(0.5, 1e9, 0))
     assert step.forward_s == pytest.approx(8.5 + 1)
 
 
 def test_bytes_are_asked_for_in_the_middle_of_the_backward_behind_or_at_its_begin():
     # Backward of the last layer runs from 2.8 to 4.8 s. The first layer's input takes 2 s: from 3.8 to 5.8, or 2.8 to 4.8.
-    machine = Machine(1e9, 5, 0)
+    machine = Budget(1e9, 5, 0)
     assert play([BOUNDARY, BOUNDARY], machine).stall_s == pytest.approx(1)
     assert play([BOUNDARY, BOUNDARY], machine, early=True).stall_s == pytest.approx(0)
     assert play([BOUNDARY, BOUNDARY], machine, cost=replace(LAYER, late_at=0.25)).stall_s == pytest.approx(0.5)
@@ -105,12 +105,12 @@ POINTED = replace(LAYER, points=(Point(0.25, 30, "up"), Point(0.5, 25, "o"), Poi
 )
 def test_bytes_are_asked_for_at_the_first_point_with_room_for_them(room, stall_s, peak):
     # The input is 10 bytes and takes 2 s; the layer behind holds 40, then 30, 25 and 15 with 1.5, 1 and 0.5 s left.
-    step = predict([POINTED] * 2, [BOUNDARY] * 2, Machine(1e9, 5, room))
+    step = predict([POINTED] * 2, [BOUNDARY] * 2, Budget(1e9, 5, room))
     assert (step.stall_s, step.peak_bytes) == (pytest.approx(stall_s), peak)
 
 
 def test_with_each_layer_that_is_done_there_is_more_room():
-    machine = Machine(1e9, 5, 0)
+    machine = Budget(1e9, 5, 0)
     stay = [part_of(POINTED, STAYS, machine)] * 4
     assert fetches_of(stay, 0) == [0] * 4  # nothing comes
     sends = [saving(on=[0])] * 4
@@ -132,28 +132,28 @@ def test_what_a_layer_keeps_and_autograd_does_not_stays_to_the_end_of_its_backwa
 
 
 def test_the_last_layer_fetches_nothing():
-    assert play([KEPT, BOUNDARY], Machine(1e9, 1e-9, 0)).stall_s == 0
+    assert play([KEPT, BOUNDARY], Budget(1e9, 1e-9, 0)).stall_s == 0
 
 
 def test_recomputation_goes_as_far_as_what_has_arrived():
     # Asked for at 3.8 s, backward behind it ends at 4.8. At 4 B/s `second` (2 bytes) would be there at 3.8 + 2.5 + 0.5 = 6.8,
     # the input at 6.3. From there 0.4 s of the rest and 0.3 s of `first` take until 7.0: it has arrived by then.
-    in_time = play([saving(off=[1]), BOUNDARY], Machine(1e9, 4, 0))
+    in_time = play([saving(off=[1]), BOUNDARY], Budget(1e9, 4, 0))
     assert in_time.step_s == pytest.approx(7.0 + 2)
     # With both away `first` is there at 7.3, later than 6.3 + 0.2 of the rest, and `second` at 7.8, later than 7.5.
-    late = play([saving(off=[0, 1]), BOUNDARY], Machine(1e9, 4, 0))
+    late = play([saving(off=[0, 1]), BOUNDARY], Budget(1e9, 4, 0))
     assert late.step_s == pytest.approx(7.8 + 2)
     assert late.stall_s == pytest.approx(7.8 - 4.8 - 0.4)
 
 
 def test_work_behind_a_late_piece_comes_after_it():
     # `first` arrives 4 s after the middle of backward; 0.2 s of the rest and `second` are still to be computed then.
-    step = play([saving(off=[0], leaves=False), BOUNDARY], Machine(1e9, 1, 0))
+    step = play([saving(off=[0], leaves=False), BOUNDARY], Budget(1e9, 1, 0))
     assert step.step_s == pytest.approx(3.8 + 4 + 0.2 + 0.1 + 2)
 
 
 def test_without_a_link_nothing_can_leave():
-    none = Machine(0, 0, 0)
+    none = Budget(0, 0, 0)
     assert play([BOUNDARY] * 3, none).step_s == math.inf
     assert play([BOUNDARY] * 3, none).stall_s == math.inf
     assert play([STAYS, KEPT, STAYS], none).stall_s == 0
@@ -177,7 +177,7 @@ def test_what_is_on_its_way_counts():
     wide = LayerCost(1.0, 2.0, 0.8, 30, 10, 40, 20)
     assert play([BOUNDARY] * 3, cost=wide).peak_bytes == 30 + 20  # in the second half of a backward
     # Of two layers the first's input takes 5 s to leave, for which backward waits.
-    slow = play([BOUNDARY, KEPT], Machine(2, 1e9, 0))
+    slow = play([BOUNDARY, KEPT], Budget(2, 1e9, 0))
     assert (slow.peak_bytes, slow.stall_s) == (40, pytest.approx(3))
 
 
@@ -209,12 +209,12 @@ def test_what_is_too_small_to_leave_stays():
 def test_a_result_that_may_leave_late_leaves_late_and_comes_back_in_that_order():
     # `first` is there at 0.5 s, may leave at 1, and has left at 1 + 4 / 2 = 3: before that the third layer does not begin.
     cost = replace(LAYER, operations=(replace(FIRST, leaves_at=1.0), SECOND))
-    machine, plans = Machine(2, 1e9, 0), [saving(off=[0], leaves=False), STAYS, STAYS]
+    machine, plans = Budget(2, 1e9, 0), [saving(off=[0], leaves=False), STAYS, STAYS]
     assert play(plans, machine, cost=cost).forward_s == pytest.approx(3 + 1)
     assert play(plans, machine).forward_s == pytest.approx(2.5 + 1)
     # Asked for at 3.8 s; `second`, which left first, is there at 5.8, `first` at 9.8, for which `second` does not wait.
     cost = replace(cost, operations=(replace(FIRST, at=0.5, leaves_at=1.0), replace(SECOND, leaves_at=0.6)))
-    late = play([saving(off=[0, 1], leaves=False), BOUNDARY], Machine(1e9, 1, 0), cost=cost)
+    late = play([saving(off=[0, 1], leaves=False), BOUNDARY], Budget(1e9, 1, 0), cost=cost)
     assert late.step_s == pytest.approx(9.8 + 0.2 + 2)
 
 
@@ -224,11 +224,11 @@ def test_no_layers_no_step():
 
 def test_what_the_host_has_no_room_for_goes_to_disk_and_is_read_when_all_is_written():
     def step(host, disk):
-        return play([BOUNDARY] * 4, Machine(100, 100, 0, host_bytes=host, disk_bytes_per_s=disk))
+        return play([BOUNDARY] * 4, Budget(100, 100, 0, host_bytes=host, disk_bytes_per_s=disk))
 
     fits, spills = step(40, 4), step(25, 4)
     assert (fits.host_bytes, fits.disk_bytes) == (40, 0)
-    assert fits == play([BOUNDARY] * 4, Machine(100, 100, 0, host_bytes=40))._replace(disk_bytes=0)
+    assert fits == play([BOUNDARY] * 4, Budget(100, 100, 0, host_bytes=40))._replace(disk_bytes=0)
     assert (spills.host_bytes, spills.disk_bytes) == (20, 20)
     # The third layer's 10 bytes are on disk at 2 + 2.5 s, the fourth's at 7: reading begins then. The last layer is there
     # and done at 4 + 2.8, the third's input at 9.5, so that it ends at 12.3. The others come by the link in time.
@@ -300,7 +300,7 @@ def pieces(cost, plan):
 @settings(max_examples=200)
 @given(layers(), st.booleans(), st.integers(1, 100), st.integers(1, 100))
 def test_the_same_as_piece_by_piece(drawn, early, out, back):
-    machine = Machine(out, back, 0)
+    machine = Budget(out, back, 0)
     step = predict(*drawn, replace(machine, device_bytes=ROOM * early))
     assert step.step_s == pytest.approx(naive_step_s(*drawn, early, machine), abs=1e-9)
     assert step.stall_s >= 0
@@ -310,7 +310,7 @@ def test_the_same_as_piece_by_piece(drawn, early, out, back):
 def test_what_is_kept_of_a_layer_is_there_when_backward_is_through_with_it():
     """But for what autograd would hold as well at the point: results of operations before it."""
     cost = replace(POINTED, points=tuple(point._replace(forward_at=SECOND.at) for point in POINTED.points))
-    machine = Machine(1e9, 5, 1000)
+    machine = Budget(1e9, 5, 1000)
     none, first, second = (part_of(cost, saving(on=on), machine).points for on in ([], [0], [1]))
     assert first == none
     assert [after[1] - before[1] for after, before in zip(second, none, strict=True)] == [0, *[SECOND.nbytes] * 3]

@@ -1,0 +1,292 @@
+"""The public calls: switch the engine on for a model's layers or for a region of code, and off again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rlx.offload.autotune.controller import PlanController
+from rlx.offload.autotune.pass_profile import PassProfile
+from rlx.offload.autotune.profile_cache import ProfileCache
+from rlx.offload.autotune.profile_files import ProfileFolder
+from rlx.offload.plan.planner import Plan
+from rlx.offload.recompute.checkpoint import Repeatable
+from rlx.offload.recompute.module_state import TensorSites
+from rlx.offload.runner import run_recomputed
+from rlx.offload.runtime.forward_override import ForwardOverride
+from rlx.offload.runtime.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
+from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.runtime.pytree import map_leaves, sort_leaves
+from rlx.offload.runtime.session import Layer, OffloadSession
+from rlx.offload.save_all import RegionHooks, run_save_all, unpack
+from rlx.offload.storage.stats import OffloadStats
+
+logger = logging.getLogger("rlx.offload")
+_is_grad_enabled = torch.is_grad_enabled  # asked for each layer of each generated token
+
+
+class LayerForward(ForwardOverride):
+    """Stands in for a layer's forward. What it does again in backward gathers no parameters a second time."""
+
+    def __init__(self, handle: ActivationOffloading, layer: Layer, module: nn.Module) -> None:
+        super().__init__(module)
+        self.handle = handle
+        self._layer = layer
+        self._places: TensorSites | None = None
+        # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
+        self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's forward; what backward needs of it leaves the device."""
+        if _is_grad_enabled() and self.handle.is_enabled:
+            return self._run_uncompiled(args, kwargs)
+        # Without gradient; or disabled but still called, because somebody else has wrapped this object since.
+        if self.own_forward is not None:
+            return self.own_forward(*args, **kwargs)
+        module: Any = self.module()
+        return type(module).forward(module, *args, **kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.module()
+        assert module is not None
+        forward = self.original(module)
+        if module.training and is_checkpointed(module):
+            self.handle.take_over_checkpointing()
+        engine = self.handle.engine
+        if engine.save == "all":
+            return run_save_all(engine, self._layer, module, forward, args, kwargs)
+        tensors: list[torch.Tensor] = []
+        others: list[Any] = []
+        sort_leaves(args, tensors, others)
+        sort_leaves(kwargs.values(), tensors, others)
+        caches = [leaf for leaf in others if is_cache(leaf)] if others else others
+        if caches:
+            if not module.training:
+                return forward(*args, **kwargs)
+            self._check_empty(caches, module)
+            args = tuple(_without_caches(value) for value in args)
+            kwargs = {name: _without_caches(value) for name, value in kwargs.items()}
+        if self._places is None:
+            self._places = TensorSites(module)
+        repeatable = Repeatable(module, forward, self._places, self._recompute_context)
+        return run_recomputed(engine, self._layer, repeatable, args, kwargs, tensors)
+
+    def _check_empty(self, caches: Sequence[Any], module: nn.Module) -> None:
+        if any(is_filled(cache, module) for cache in caches):
+            raise ValueError(
+                f"layer {self._layer.name} got a key/value cache that is filled, which recomputation would fill a second "
+                "time; train without past_key_values and with use_cache=False, or use enable_ckpt=False"
+            )
+        self.handle.note_dropped_cache()
+
+    def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
+        module = self.module()
+        # transformers' own checkpointing, on again after disable() or switched on since forward, must not nest.
+        if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
+            return CheckpointingFlags.cleared(module.modules())
+        return None
+
+
+def _without_caches(value: Any) -> Any:
+    """A layer's argument with None for each cache in it; without one the same object, in which layers may leave things for others."""
+    others: list[Any] = []
+    sort_leaves((value,), [], others)
+    return map_leaves(lambda leaf: None if is_cache(leaf) else leaf, value) if any(map(is_cache, others)) else value
+
+
+class ActivationOffloading:
+    """Activation offloading of a model or a region: made by `enable_activation_offloading` or `offload_activations`."""
+
+    def __init__(self, options: OffloadOptions, save: str) -> None:
+        self.options = options
+        self.engine = OffloadSession(options, save)
+        self._model: weakref.ref[nn.Module] | None = None
+        self._controller: PlanController | None = None
+        if save == "auto":
+            folder = options.measurements_folder
+            self._controller = PlanController(
+                self.engine, self._parameters, None if folder is None else self._remembered(folder)
+            )
+            self.engine.orders = self._controller.orders
+        self.is_enabled = True
+        self._layers: list[weakref.ref[LayerForward]] = []
+        self._flags = CheckpointingFlags(())
+        self._has_noted_cache = False
+        self._has_noted_checkpointing = False
+
+    def stats(self, per_layer: bool = False) -> OffloadStats:
+        """What has been done since the engine was switched on; also after `disable`. Waits for no device.
+
+        Args:
+            per_layer: also give the figures of each layer.
+        """
+        return self.engine.stats(per_layer)
+
+    def plan(self) -> Plan | None:
+        """The plan that the latest forward followed with `save="auto"`; None before the first, and with any other `save`."""
+        return self._controller.plan if self._controller is not None else None
+
+    def agree(self, group: dist.ProcessGroup | None = None, reserve_bytes: int = 0) -> None:
+        """Make the plans of `save="auto"` together with other ranks, so that all have the same; without effect otherwise.
+
+        All ranks of the group call it, each before its steps, where none has a graph alive. From the first call on plans are
+        made here only: for each length that a rank has measured since, the slowest times and the least room of any rank.
+
+        Args:
+            group: of the ranks that train together; None: the default one. Without one this rank plans by itself.
+            reserve_bytes: device memory that this rank will take for good and has not taken yet: states of an optimizer
+                that has not stepped. Gradients are counted anyway.
+        """
+        if self._controller is not None:
+            self._controller.agree(group, reserve_bytes)
+
+    def measurement(self) -> PassProfile | None:
+        """What layers of the latest forward's length have been measured to cost, with `save="auto"`; None before that."""
+        return self._controller.measurement() if self._controller is not None else None
+
+    def limit_device_bytes(self, nbytes: int) -> None:
+        """Let plans of `save="auto"` hold no more than so much on the device from now on, whatever the options say.
+
+        Plans are made anew, from what has been measured, at the next `agree`, or where that is not called in the next passes.
+        """
+        if self._controller is not None:
+            self._controller.limit(nbytes)
+
+    def disable(self) -> None:
+        """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""
+        self.is_enabled = False
+        for reference in self._layers:
+            forward = reference()
+            if forward is not None:
+                forward.remove()
+        self._layers.clear()
+        self._flags.restore()
+
+    def wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+        """Put the engine around the layers of a model."""
+        self._model = weakref.ref(model)
+        self._flags = CheckpointingFlags.of(model, layers)
+        self.take_over_checkpointing()
+        for index, (name, module) in enumerate(layers):
+            layer = Layer(index, name)
+            self.engine.layers.append(layer)
+            self._layers.append(weakref.ref(LayerForward(self, layer, module)))
+
+    def take_over_checkpointing(self) -> None:
+        """Switch transformers' gradient checkpointing of the layers off, whoever has switched it on and when."""
+        if self.is_enabled and self._flags.switch_off() and not self._has_noted_checkpointing:
+            self._has_noted_checkpointing = True
+            logger.warning(
+                "activation offloading: gradient checkpointing of transformers is switched off; %s. "
+                "disable() switches it on again",
+                "enable_ckpt=False asks for no recomputation"
+                if self.engine.save == "all"
+                else "rlx recomputes the layers instead",
+            )
+
+    def layer_ids(self) -> set[int]:
+        """Ids of the layers that are wrapped."""
+        forwards = filter(None, (reference() for reference in self._layers))
+        return {id(module) for forward in forwards if (module := forward.module()) is not None}
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        model = self._model() if self._model is not None else None
+        return iter(()) if model is None else model.parameters()
+
+    def _remembered(self, folder: Path) -> ProfileCache:
+        return ProfileCache(
+            ProfileFolder(folder),
+            self.options,
+            model=lambda: self._model() if self._model is not None else None,
+            layers=lambda: [layer.name for layer in self.engine.layers],
+        )
+
+    def note_dropped_cache(self) -> None:
+        """Say once that recomputed layers fill no cache."""
+        if not self._has_noted_cache:
+            self._has_noted_cache = True
+            logger.info(
+                "activation offloading: recomputed layers leave the key/value cache empty; pass use_cache=False"
+            )
+
+
+def enable_activation_offloading(
+    model: nn.Module,
+    enable_ckpt: bool,
+    options: OffloadOptions | None = None,
+    layers: Sequence[str | nn.Module] | None = None,
+) -> ActivationOffloading:
+    """Move what a model's layers save for backward off the device until backward needs it.
+
+    Call it after FSDP has wrapped the model. The module tree, the keys of the state dict and what the model computes
+    stay as they are.
+
+    Args:
+        model: any module, wrapped by FSDP or not.
+        enable_ckpt: keep only the inputs of each layer and recompute the rest (transformers' own gradient checkpointing
+            is switched off for that); else keep every saved tensor off the device.
+        options: see `OffloadOptions`; None: the defaults.
+        layers: modules, module names or class names; None: see `find_layers`.
+
+    Returns:
+        The handle; the one that exists already if the model is enabled with equal options.
+
+    Raises:
+        ValueError: if no layer is found, if the options contradict `enable_ckpt`, or if the model is enabled already
+            with other options or layers.
+    """
+    options = options or OffloadOptions()
+    save = options.resolve_save(enable_ckpt)
+    found = find_layers(model, layers)
+    wrappers = [forward for _, m in found if isinstance(forward := vars(m).get("forward"), LayerForward)]
+    if wrappers:
+        handle = wrappers[0].handle
+        same_layers = handle.layer_ids() == {id(module) for _, module in found}
+        if same_layers and (handle.options, handle.engine.save) == (options, save):
+            return handle
+        raise ValueError(
+            f"activation offloading is enabled already for {len(wrappers)} of {len(found)} layers with "
+            f"{handle.options}, now asked for with {options} and enable_ckpt={enable_ckpt}; call disable() on the first "
+            "handle, or use the same options and layers"
+        )
+    options.log_without_effect(
+        any(p.device.type != "cpu" for p in model.parameters()) or torch.accelerator.is_available()
+    )
+    if len(found) < 3:
+        logger.warning(
+            "activation offloading: %s has %d layers only; little is gained", type(model).__name__, len(found)
+        )
+    handle = ActivationOffloading(options, save)
+    handle.wrap(model, found)
+    return handle
+
+
+@contextlib.contextmanager
+def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
+    """Move every tensor that autograd saves inside a block of code off the device until backward needs it.
+
+    Works on any code without touching a model. Frozen buffers cannot be told from activations here and leave as well;
+    parameters stay. Backward may run inside or after the block.
+
+    Args:
+        options: see `OffloadOptions`; `save` may only be `"all"` here.
+
+    Raises:
+        ValueError: if `save` asks for recomputation, for which layers are needed.
+    """
+    options = options or OffloadOptions()
+    save = options.resolve_save(enable_ckpt=False)
+    options.log_without_effect(torch.accelerator.is_available())
+    handle = ActivationOffloading(options, save)
+    region = RegionHooks(handle.engine)
+    with saved_tensors_hooks(region.pack, unpack):
+        yield handle

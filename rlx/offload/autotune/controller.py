@@ -1,0 +1,369 @@
+"""`save="auto"`: layers are measured in the first passes of each length, mostly one, and follow a plan from then on.
+
+Lengths come in buckets, each a quarter longer than the one before. In a pass that is measured the inputs of layers leave and
+the rest is recomputed, as in all passes until the device has passed what was measured; it is not waited for. The very first
+pass, in which kernels are chosen and memory is taken, is not measured, but where earlier runs have left measurements: it tells
+whether they hold for this one, and then they stand for measured passes (Note [figures of another run] in `remembered.py`).
+
+Note [ranks that agree]
+Ranks have different lengths in one pass, and one of them a dummy; what one of them measures the others may not meet. So
+nothing is exchanged inside a pass. Plans are made where the caller says that all ranks meet (`PlanController.agree`), from all
+that any of them has measured by then: for each length the slowest times, with the least of what any rank has to spend. All
+ranks get the plans of all lengths. Files of earlier runs count like measurements, those of lengths not met yet too, once each
+rank has found that they hold: by files of its own, or because its first pass has come to the bytes that another's files say
+(`joint.py`). So ranks with files and ranks without have the same figures. These are planned when all meet, or by each when it
+first meets the length: the same figures give the same plan. Until it is called each rank plans by itself and waits for nobody.
+In both cases two ranks may recompute differently in the same pass, by length or by plan. So a layer that has communication
+inside, which recomputation repeats, is not planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlx.offload.autotune.consensus import Means, Shared, join
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
+from rlx.offload.autotune.length_bucket import Key, LengthBucket
+from rlx.offload.autotune.pass_profile import PassProfile, planned
+from rlx.offload.autotune.profile_cache import ProfileCache
+from rlx.offload.autotune.profile_key import describe_call
+from rlx.offload.plan.costs import Budget
+from rlx.offload.plan.explain import explain
+from rlx.offload.plan.planner import Plan, make_plan
+from rlx.offload.replay.dataflow import DeadOpProof
+from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.runtime.session import Layer, OffloadSession
+from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
+
+logger = logging.getLogger("rlx.offload")
+
+BUCKET_RATIO = 1.25  # the longest over the shortest length that share a plan
+MARGIN = 0.05  # of device memory that a plan leaves free
+LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
+_TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
+
+
+class Inputs(NamedTuple):
+    """What a layer is called with: those that want a gradient, by id, their memory and that of the others, by address [bytes]."""
+
+    own: dict[int, int]
+    memory: dict[int, int]
+    shared: dict[int, int]
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Of those that want a gradient."""
+        return sum(self.own.values())
+
+
+class PlanController:
+    """Says what each layer call is to do.
+
+    Args:
+        engine: of the handle.
+        parameters: gives the model's.
+        remembered: what earlier runs have measured; None: nothing is read or kept.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadSession,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        remembered: ProfileCache | None = None,
+    ) -> None:
+        self.plan: Plan | None = None  # of the latest pass that followed one
+        self._engine = engine
+        self._parameters = parameters
+        self._remembered = remembered
+        self._seen: set[int] = set()  # layers that have been called
+        self._last: LengthBucket | None = None
+        self._devices: list[torch.device] = []
+        self._buckets: dict[Key, LengthBucket] = {}
+        self._is_warm = self._is_declined = self._has_noted_no_device = False
+        self._agrees = False  # plans are made in `agree` only
+        self._are_files_checked = False  # by all ranks that agree
+        self._explains = True
+        self._reserve_bytes = 0
+        self._gradient_bytes: int | None = None  # of all of them, as a rank holds them between steps
+        self._room_bytes: int | None = None  # the least that was found, where it is not the user who says how much
+        self._limit_bytes: int | None = None  # since the device ran out of memory
+
+    def orders(self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]) -> LayerPolicy | None:
+        """What a layer is to do with these inputs; None: send them off and be recomputed."""
+        sizes = [(size_bytes(tensor), tensor.device) for tensor in tensors if tensor.is_floating_point()]
+        if self._is_declined or not sizes:
+            return None
+        longest, device = max(sizes, key=lambda pair: pair[0])
+        if device not in self._devices:
+            self._devices.append(device)
+        if layer.index not in self._seen:
+            self._seen.add(layer.index)
+            if has_collectives(module):
+                self._decline(layer)
+                return None
+            if self._remembered is not None:
+                self._remembered.see(layer, module)
+        key = (self._devices.index(device), round(math.log(max(longest, 1)) / math.log(BUCKET_RATIO)))
+        bucket = self._buckets.get(key) or self._buckets.setdefault(key, LengthBucket())
+        if layer.index <= bucket.last_index or not bucket.passes:
+            self._begin_pass(bucket, key, tensors)
+        bucket.last_index = layer.index
+        if bucket.plan is not None:
+            return bucket.orders.get(layer.index)
+        if not bucket.is_measuring or layer.index in bucket.called:
+            return None
+        bucket.called.add(layer.index)
+        inputs = _inputs_of(tensors)
+        sample = LayerProfile(
+            layer.index,
+            device,
+            inputs.boundary_bytes,
+            bucket.backward,
+            bucket.finish,
+            inputs.shared,
+            self._engine.options.min_bytes,
+            inputs=inputs.memory,
+            gradient_bytes=partial(_made_gradient_bytes, tuple(module.parameters())),
+            sees_calls=bucket.sees_calls(layer.index),
+        )
+        bucket.begun[layer.index] = sample
+        return LayerPolicy(sample=sample)
+
+    def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
+        """Make the plans of all lengths that a rank has measured, together with all ranks of a group.
+
+        Args:
+            group: None: the default one, or this process alone where there is none.
+            reserve_bytes: that this rank will take for good in its next step, gradients aside.
+        """
+        for key, bucket in self._buckets.items():
+            if key[0] < len(self._devices):  # else only others have met the length
+                self._look_at(bucket, key)
+            if not self._agrees:
+                bucket.replan()
+        self._agrees, self._reserve_bytes, self._gradient_bytes = True, reserve_bytes, self._count_gradients()
+        own = self._to_share()
+        ranks = [own]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            self._explains = dist.get_rank(group) == 0
+            ranks = ranks * dist.get_world_size(group)
+            dist.all_gather_object(ranks, own, group)
+        joint = join(ranks, self._are_files_checked)
+        self._are_files_checked = joint.are_files_checked
+        if self._remembered is not None:
+            self._remembered.enlarge(joint.ratio)
+        if joint.are_files_wrong:
+            self._disbelieve()
+        machine = self._machine([rank.means for rank in ranks])
+        for key, measurement in joint.measurements.items():
+            bucket = self._buckets.setdefault(key, LengthBucket())
+            bucket.measurement, bucket.is_recalled, bucket.machine = measurement, False, machine
+            if bucket.passes:
+                self._make_plan(bucket, measurement, machine)
+
+    def measurement(self) -> PassProfile | None:
+        """Of the length of the latest pass; None while there is none."""
+        return None if self._last is None else self._last.measurement
+
+    def limit(self, device_bytes: int) -> None:
+        """Plan anew, with at most so much of the device."""
+        self._limit_bytes = device_bytes
+        self.plan = None
+        for bucket in self._buckets.values():
+            bucket.replan()
+
+    def _begin_pass(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor]) -> None:
+        bucket.passes += 1
+        self._last = bucket
+        self._is_warm = self._is_warm or bucket.passes > 1
+        self._look_at(bucket, key)
+        if bucket.measurement is None and self._remembered is not None:
+            self._recall(bucket, key, tensors, self._remembered)
+        if bucket.plan is None and bucket.measurement is not None:
+            if not self._agrees:
+                self._make_plan(bucket, bucket.measurement, self._machine([self._means()]))
+            elif bucket.machine is not None:
+                self._make_plan(bucket, bucket.measurement, bucket.machine)
+        if bucket.plan is not None:
+            self.plan = bucket.plan
+        elif bucket.measurement is None and (self._is_warm or self._compares_files):
+            call = describe_call(tensors, self._devices[key[0]])
+            bucket.begin_measuring(self._coming_bytes(), self._count_made_gradients, call, is_first=not self._is_warm)
+
+    @property
+    def _compares_files(self) -> bool:
+        """Whether the first pass is looked at: there are files, or there may be on another rank."""
+        return self._remembered is not None and (self._agrees or self._remembered.has_any)
+
+    def _recall(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor], remembered: ProfileCache) -> None:
+        """Take what an earlier run has measured for a pass that begins, if it holds."""
+        device, inputs = self._devices[key[0]], _inputs_of(tensors)
+        about = remembered.describe(describe_call(tensors, device), device)
+        is_allowed = self._are_files_checked or not self._agrees
+        found = remembered.recall(about, key[1], inputs.boundary_bytes) if is_allowed else None
+        if found is not None:
+            bucket.measurement, bucket.is_recalled = found, True
+            here = sum(inputs.memory.values()) + sum(inputs.shared.values())
+            self._note_room(device, max(0, DeviceMemoryProbe(device).look()[0] - here), self._coming_bytes())
+        elif bucket.is_first and self._is_warm and not remembered.may_settle(about, key[1]):
+            bucket.drop()  # nothing to compare it with, so that the device need not pass it
+
+    def _to_share(self) -> Shared:
+        """What is not planned yet. What earlier runs have measured counts once it is known what room there is here."""
+        waiting = {k: b for k, b in self._buckets.items() if b.machine is None and b.measurement is not None}
+        own = {k: b.measurement for k, b in waiting.items() if not b.is_recalled and b.measurement is not None}
+        recalled = {k: b.measurement for k, b in waiting.items() if b.is_recalled and b.measurement is not None}
+        remembered = self._remembered
+        for place, device in enumerate(self._devices if remembered is not None else ()):
+            assert remembered is not None
+            calls = [b.call for k, b in self._buckets.items() if k[0] == place and b.call]
+            if calls and (self._room_bytes is not None or not self._looks_for_room(device)):
+                known = {k[1] for k, b in self._buckets.items() if k[0] == place and b.measurement is not None}
+                found = remembered.recall_others(remembered.describe(calls[-1], device), known)
+                recalled |= {(place, length): measurement for length, measurement in found.items()}
+        first = {k: b.first for k, b in self._buckets.items() if b.measurement is None and b.first is not None}
+        return Shared(own, first, recalled, self._means(), None if remembered is None else remembered.is_believed)
+
+    def _disbelieve(self) -> None:
+        """Measure what was taken from earlier runs, and is not planned, anew."""
+        if self._remembered is not None:
+            self._remembered.is_believed = False
+        for bucket in self._buckets.values():
+            if bucket.is_recalled and bucket.machine is None:
+                bucket.measurement, bucket.is_recalled = None, False
+
+    def _coming_bytes(self) -> int:
+        """Gradients and other states that do not exist yet and will stay once they do."""
+        if any(parameter.grad is not None for parameter in self._parameters()):
+            return self._reserve_bytes
+        gradients = self._count_gradients() if self._gradient_bytes is None else self._gradient_bytes
+        return self._reserve_bytes + gradients
+
+    def _count_gradients(self) -> int:
+        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
+
+    def _count_made_gradients(self) -> int:
+        return _made_gradient_bytes(self._parameters())
+
+    def _look_at(self, bucket: LengthBucket, key: Key) -> None:
+        """Note what a pass has been measured to cost, and what room it has found on the device."""
+        found = bucket.take()
+        if found is None:
+            return
+        self._note_room(self._devices[key[0]], bucket.backward.begin_bytes, bucket.coming_bytes)
+        if self._remembered is None:
+            bucket.measurement = found
+        else:
+            about = self._remembered.describe(bucket.call, self._devices[key[0]])
+            bucket.measurement = self._remembered.settle(about, key[1], found, bucket.is_first)
+            bucket.first = found if bucket.is_first else None
+
+    def _note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
+        """Note what a device has beside what is there before the layers begin, and what will come for good."""
+        if device.type != "cpu":
+            free, total = torch.get_device_module(device.type).mem_get_info(device)
+            reach = free + torch.accelerator.memory_reserved(device)
+            room = int(reach - MARGIN * total) - begin_bytes - coming_bytes
+            self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
+
+    def _looks_for_room(self, device: torch.device) -> bool:
+        return isinstance(self._engine.options.max_device_bytes, str) and device.type != "cpu"
+
+    def _means(self) -> Means:
+        stats, options = self._engine.stats(per_layer=False), self._engine.options
+        budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
+        return Means(
+            link_bytes_per_s=_rate(stats.copied_bytes, stats.copy_ms),
+            device_bytes=budget,
+            host_bytes=options.host_bytes,
+            disk_bytes_per_s=_rate(stats.disk_bytes, stats.disk_ms),
+        )
+
+    def _machine(self, ranks: Sequence[Means]) -> Budget:
+        """The least of what any rank has."""
+        known = ([value for value in values if value is not None] for values in zip(*ranks, strict=True))
+        links, budgets, hosts, disks = known
+        if not budgets and not self._has_noted_no_device:
+            self._has_noted_no_device = True
+            logger.info(
+                "activation offloading: there is no accelerator, whose free memory max_device_bytes='auto' stands for: as "
+                "little as possible stays; set a number of bytes to have more kept"
+            )
+        budget = min(budgets, default=0)
+        budget = budget if self._limit_bytes is None else min(budget, self._limit_bytes)
+        link = min(links, default=LINK_BYTES_PER_S)
+        disk = min(disks, default=DISK_BYTES_PER_S) if self._engine.options.uses_disk else 0.0
+        return Budget(link, link, budget, min(hosts, default=None), disk)
+
+    def _make_plan(self, bucket: LengthBucket, measurement: PassProfile, machine: Budget) -> None:
+        kinds = [planned(kind) for kind in measurement.kinds]
+        of_layer = {index: kind for kind in kinds for index in kind.members}
+        indices = sorted(of_layer)
+        costs = [of_layer[index].cost for index in indices]
+        machine = replace(machine, turn_s=measurement.turn_s, turn_bytes=measurement.outside_bytes)
+        plan = make_plan(costs, machine)
+        bucket.orders.clear()
+        proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
+        for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
+            bucket.orders[index] = of_layer[index].orders(layer, fetch, proofs)
+        bucket.plan = plan
+        if self._explains and logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "activation offloading: plan for layers with inputs of %d bytes\n%s",
+                max(cost.boundary_bytes for cost in costs),
+                explain(costs, plan, machine),
+            )
+
+    def _decline(self, layer: Layer) -> None:
+        self._is_declined = True
+        logger.info(
+            "activation offloading: layer %s communicates inside its forward, so that ranks must recompute alike; "
+            "save='auto' sends off inputs only, as 'boundary' does",
+            layer.name,
+        )
+
+
+def _inputs_of(tensors: Sequence[Tensor]) -> Inputs:
+    own = [t for t in tensors if t.requires_grad and not is_parameter(t)]
+    return Inputs(
+        {id(t): size_bytes(t) for t in own},
+        {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
+        {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
+    )
+
+
+def _rate(nbytes: int, ms: float) -> float | None:
+    return nbytes / ms * 1e3 if nbytes >= _TIMED_BYTES and ms else None
+
+
+def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return sum(_own_bytes(gradient) for gradient in gradients if gradient.device.type != "cpu")
+
+
+def _own_bytes(parameter: Tensor) -> int:
+    """Size of what this rank holds of a parameter that may be sharded."""
+    own = getattr(parameter, "to_local", None)
+    return size_bytes(parameter if own is None else own())
+
+
+def has_collectives(module: nn.Module) -> bool:
+    """Whether a layer communicates inside its forward: tensor-parallel weights, or units of FSDP inside."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    inner = [child for child in module.modules() if child is not module]
+    has_units = any(isinstance(child, (FSDPModule, FullyShardedDataParallel)) for child in inner)
+    return has_units or any(isinstance(parameter, DTensor) for parameter in module.parameters())

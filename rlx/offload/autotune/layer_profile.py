@@ -1,0 +1,354 @@
+"""What one layer costs: times, bytes and calls of one forward and backward with `save="auto"`, inputs off the device.
+
+Device times are events that are looked at when the device has passed them. Memory is torch's allocator's; its peak is
+reset while layers are measured.
+
+Note [what a layer is charged with]
+A budget is for all that a step holds above what is there before its layers begin, and the gradients it makes. So to what a
+layer holds at most, in forward or in backward, is added what is there beside it and no plan can change: rotary tables and
+masks, the first layer's inputs, where the model keeps them, what follows the layers, the gradient that comes from above. What other layers hold in
+the pass that is measured is not: their inputs while they are leaving, and those fetched ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlx.offload.replay.dataflow import Dataflow
+from rlx.offload.storage.regions import is_parameter, is_plain
+from rlx.offload.storage.stats import Mark, mark
+
+
+@dataclass
+class OpProfile:
+    """One operation, a call of attention or of a linear map or another one: what it is, when it ran, and what an answer to
+    it would hold [bytes].
+    """
+
+    name: str
+    variant: str  # what else tells how dear it is
+    start: Mark
+    stop: Mark | None = None
+    stored: Mark | None = None  # when the last of an answer may leave
+    nbytes: int = 0
+    stays_bytes: int = 0  # of these what is too small to leave
+    extra_bytes: int = 0  # of these what autograd does not save
+    summed_bytes: int = 0  # of its input, if a bias wants a gradient
+    can_be_answered: bool = False
+    slots: int = -1  # how many tensors autograd had saved after it
+    again: tuple[Mark, Mark] | None = None  # begin and end in recomputation
+    storages: dict[int, int] = field(default_factory=dict)  # of an answer, while forward runs: addresses and bytes
+
+    @property
+    def seconds(self) -> float:
+        """Time it took."""
+        assert self.stop is not None
+        return seconds(self.start, self.stop)
+
+    @property
+    def again_s(self) -> float:
+        """Time it took in recomputation, which is not what it took in forward: other kernels run beside it."""
+        return self.seconds if self.again is None else seconds(*self.again)
+
+
+class DeviceMemoryProbe:
+    """What torch's allocator says of a device's memory; nothing where that is the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def look(self) -> tuple[int, int]:
+        """Allocated bytes, and the most of them since the last reset."""
+        if self._device.type == "cpu":
+            return 0, 0
+        return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+
+@dataclass
+class BackwardWindow:
+    """What the samples of one forward and backward share: the layer whose backward is at work, and memory outside of layers.
+
+    Args:
+        gradient_bytes: how much memory gradients of parameters take at the moment it is called.
+    """
+
+    gradient_bytes: Callable[[], int] = lambda: 0
+    open: LayerProfile | None = None
+    last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
+    has_begun: bool = False
+    begin_bytes: int = 0  # allocated when the first layer begins, what it is called with aside
+    beside_bytes: int = 0  # what is there beside layers when backward begins (Note [what a layer is charged with])
+    outside_bytes: int = 0  # the most that what follows the layers holds, the same included
+    begin_gradient_bytes: int = 0
+    turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and their backward begins
+
+    @property
+    def turn_s(self) -> float:
+        """Time between, in which what follows the layers is at work."""
+        return 0.0 if self.turn is None else seconds(*self.turn)
+
+
+class LayerProfile:
+    """The measurement of one layer call.
+
+    Args:
+        index: of the layer.
+        device: where it computes.
+        boundary_bytes: of its inputs that want a gradient.
+        backward: shared by the layers of a pass.
+        finished: called when the layer has been recomputed.
+        shared: address and bytes of memory that all layers are called with, so that none is charged with it alone.
+        min_bytes: less than this does not leave.
+        memory: of the device; None: what torch says.
+        inputs: address and bytes of these inputs' memory.
+        gradient_bytes: how much memory gradients of the layer's parameters take at the moment it is called.
+        sees_calls: look at each operation (`rlx.offload.autotune.profiler`); else at where the layer begins and ends, which takes the
+            host no time.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        boundary_bytes: int,
+        backward: BackwardWindow,
+        finished: Callable[[LayerProfile], None],
+        shared: Mapping[int, int] | None = None,
+        min_bytes: int = 1,
+        memory: DeviceMemoryProbe | None = None,
+        inputs: Mapping[int, int] | None = None,
+        gradient_bytes: Callable[[], int] = lambda: 0,
+        sees_calls: bool = True,
+    ) -> None:
+        self.index = index
+        self.sees_calls = sees_calls
+        self.is_starved = False  # the device has waited for the host, or may have: times are the host's
+        self.boundary_bytes = boundary_bytes
+        self.calls: list[OpProfile] = []
+        self.others: list[OpProfile] = []  # operations that are no calls
+        self.flow: Dataflow | None = None
+        self.saved_bytes = self.forward_bytes = 0
+        self.min_bytes = max(min_bytes, 1)
+        self.working_bytes: int | None = None
+        self.late_bytes: int | None = None
+        self._device = device
+        self._backward = backward
+        self._finished = finished
+        self._shared = shared or {}
+        self._inputs = inputs or {}
+        self.inputs = frozenset(self._inputs) | frozenset(self._shared)  # addresses
+        self.extra_bytes = 0  # of the inputs what autograd does not save
+        self._memory = memory or DeviceMemoryProbe(device)
+        self._marks: dict[str, Mark] = {}
+        self._base_bytes = self._leaving_bytes = 0
+        # Slots that backward has not come below yet, and below which it fetches. Those it has, with what was held before.
+        self._borders_left: list[int] = []
+        self._middle = 0
+        self._passed: list[tuple[int, Mark, int]] = []
+        self._rest_bytes = 0
+        self._gradient_bytes = gradient_bytes
+        self._had_bytes = self._made_bytes = (
+            0  # of gradients, when backward came to the layer; made until the last border
+        )
+
+    def mark(self) -> Mark:
+        """A point in time on the device."""
+        return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
+
+    def begin_forward(self) -> None:
+        """The layer's forward begins, and its inputs are leaving."""
+        shared = self._backward
+        if shared.last_boundary_bytes is None:
+            tables = sum(self._shared.values())  # made in this step as well
+            shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes - tables)
+            shared.begin_gradient_bytes = shared.gradient_bytes()
+        self._leaving_bytes = shared.last_boundary_bytes or 0
+        shared.last_boundary_bytes = self.boundary_bytes
+        self._memory.reset()
+        self._marks["forward"] = self.mark()
+
+    def pass_forward(self) -> None:
+        """The layer's forward has ended."""
+        self._marks["forward_end"] = self.mark()
+        self._look_for_waiting("forward")
+
+    def _look_for_waiting(self, begin: str) -> None:
+        # The host is through with the layer. If the device has begun with it, it is less than a layer behind, and has
+        # waited for the host unless it was busy with the very last operations; which of the two cannot be told.
+        self.is_starved = self.is_starved or is_passed(self._marks[begin])
+
+    def end_forward(self, saved: Sequence[Tensor], can_be_answered: Sequence[bool], flow: Dataflow | None) -> None:
+        """The same of one whose operations were seen.
+
+        Args:
+            saved: what autograd has saved in it.
+            can_be_answered: of each of `calls`.
+            flow: what reads what.
+        """
+        self.pass_forward()
+        for call, can_be in zip(self.calls, can_be_answered, strict=True):
+            call.can_be_answered = can_be
+        self.flow = flow
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in saved
+            if is_plain(tensor) and not is_parameter(tensor)
+        }
+        self.saved_bytes = sum(nbytes for address, nbytes in storages.items() if address not in self._shared)
+        self.extra_bytes = sum(nbytes for address, nbytes in self._inputs.items() if address not in storages)
+        for call in (*self.calls, *self.others):
+            call.extra_bytes = sum(nbytes for address, nbytes in call.storages.items() if address not in storages)
+            call.storages.clear()
+        answers = sum(
+            call.extra_bytes for call in self.calls
+        )  # all of these of them are there while the layer is measured
+        self.forward_bytes = max(0, self._memory.look()[1] - self._backward.begin_bytes - self._leaving_bytes - answers)
+
+    def leave_forward(self) -> None:
+        """Nothing is left of what the layer's forward has saved."""
+        self._memory.reset()
+
+    def begin_recompute(self) -> None:
+        """Backward comes to the layer."""
+        if "recompute" in self._marks:
+            return
+        self._marks["recompute"] = now = self.mark()
+        shared = self._backward
+        allocated, peak = self._memory.look()
+        if shared.open is not None:
+            shared.open.end_backward(now, peak)
+        elif not shared.has_begun:
+            gradients = shared.gradient_bytes() - shared.begin_gradient_bytes
+            inputs = self.boundary_bytes + self._leaving_bytes
+            shared.beside_bytes = max(0, allocated - shared.begin_bytes - gradients - inputs)
+            shared.outside_bytes = peak - allocated + shared.beside_bytes
+            shared.turn = self._marks["forward_end"], now
+            allocated = max(0, allocated - self._leaving_bytes)  # which is waited for now
+        shared.has_begun = True
+        shared.open = self
+        self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
+        self._memory.reset()
+
+    def end_recompute(self) -> None:
+        """The layer has been recomputed; its backward follows."""
+        if "recompute_end" not in self._marks:
+            self._marks["recompute_end"] = self.mark()
+            self._look_for_waiting("recompute")
+            self._finished(self)
+
+    def begin_borders(self, middle: int) -> int:
+        """Backward will ask for slots; when it has come below `middle` it fetches. Returns the first border."""
+        self._middle = middle
+        if not self._passed:
+            self._borders_left = sorted({middle, *(call.slots for call in self.calls)} - {0, -1}, reverse=True)
+        return self._borders_left[0] if self._borders_left else middle
+
+    def pass_border(self, slot: int) -> int:
+        """Backward asks for a slot below a border; returns the next one, 0 for none."""
+        if self._backward.open is not self:
+            return self._middle if slot >= self._middle else 0
+        below = [border for border in self._borders_left if slot < border]
+        if below:
+            self._passed.append((below[-1], self.mark(), self._segment(self._memory.look()[1])))
+            self._made_bytes = self._gradient_bytes() - self._had_bytes
+            self._memory.reset()
+            self._borders_left = self._borders_left[len(below) :]
+        return self._borders_left[0] if self._borders_left else 0
+
+    def is_late(self, slot: int) -> bool:
+        """Whether backward that asks for this slot is to fetch what the layer before has sent."""
+        return slot < self._middle
+
+    def end_backward(self, now: Mark, peak: int) -> None:
+        """Backward has come to the layer before."""
+        self._marks["backward_end"] = now
+        self._rest_bytes = rest = self._segment(peak)
+        self.working_bytes = max(rest, 0, *(held for _, _, held in self._passed))
+        self.late_bytes = self.held_from(self._middle)
+
+    def _segment(self, peak: int) -> int:
+        """What was held since the last border; what is fetched is as much as was fetched for this layer before it."""
+        is_fetching = any(border <= self._middle for border, _, _ in self._passed)
+        return self._held(peak) + (0 if is_fetching else self.boundary_bytes)
+
+    @property
+    def borders(self) -> list[int]:
+        """Slots below which backward has come, from the last to the first."""
+        return [border for border, _, _ in self._passed]
+
+    def held_from(self, border: int) -> int:
+        """What backward holds at most once it has come below a border."""
+        return max(self._rest_bytes, 0, *(held for at, _, held in self._passed if at < border))
+
+    def reaches(self, border: int) -> float:
+        """After which share of backward it has come below a border, in [0, 1]."""
+        mark = next(mark for at, mark, _ in self._passed if at == border)
+        return min(1.0, seconds(self._marks["recompute_end"], mark) / max(self.backward_s or 0.0, 1e-12))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has passed all marks."""
+        marks = [*self._marks.values(), *(mark for call in self.calls for mark in (call.stop, call.stored))]
+        marks += [mark for call in self.others for mark in (call.stop, call.stored)]
+        marks += [mark for _, mark, _ in self._passed]
+        return all(not isinstance(m, torch.Event) or m.query() for m in marks)
+
+    @property
+    def forward_s(self) -> float:
+        """Time of forward."""
+        return seconds(self._marks["forward"], self._marks["forward_end"])
+
+    @property
+    def recompute_s(self) -> float:
+        """Time of recomputation."""
+        return seconds(self._marks["recompute"], self._marks["recompute_end"])
+
+    @property
+    def backward_s(self) -> float | None:
+        """Time of backward without it; None for the first layer, whose end is not seen."""
+        end = self._marks.get("backward_end")
+        return None if end is None else seconds(self._marks["recompute_end"], end)
+
+    @property
+    def late_at(self) -> float | None:
+        """After which share of backward its widest part is over; None where that was not seen."""
+        if self._middle not in self.borders or self.backward_s is None:
+            return None
+        return self.reaches(self._middle)
+
+    def ends_at(self, call: OpProfile) -> float:
+        """Where in forward a call ended, in [0, 1]."""
+        assert call.stop is not None
+        return min(1.0, seconds(self._marks["forward"], call.stop) / max(self.forward_s, 1e-12))
+
+    def stored_at(self, call: OpProfile) -> float:
+        """Where in forward an answer to a call could leave, in [0, 1]."""
+        mark = call.stop if call.stored is None else call.stored
+        assert mark is not None
+        return min(1.0, seconds(self._marks["forward"], mark) / max(self.forward_s, 1e-12))
+
+    def _held(self, peak: int) -> int:
+        """What is above what was there when backward came to the layer, and beside layers; gradients count elsewhere."""
+        return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes
+
+
+def is_passed(mark: Mark) -> bool:
+    """Whether a device has passed a mark that it was given; false on the CPU, which is never behind."""
+    return isinstance(mark, torch.Event) and mark.query()
+
+
+def seconds(start: Mark, stop: Mark) -> float:
+    """Time between two marks that have been passed."""
+    if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
+        return start.elapsed_time(stop) / 1e3
+    assert isinstance(start, float) and isinstance(stop, float)
+    return (stop - start) / 1e3

@@ -1,0 +1,272 @@
+"""What a measured pass comes to: what its layers cost, by kinds, on one rank or the slowest of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from rlx.offload.autotune.layer_profile import LayerProfile
+from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
+from rlx.offload.replay.dataflow import Dataflow, DeadOpProof
+from rlx.offload.replay.layer_policy import LayerPolicy
+
+_SMALL = 256  # a result that is so many times smaller than a layer's largest always stays if others are not read then
+_MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
+_LESS = 0.98  # of what is held before a point is held behind it, if the point is worth being looked at
+
+
+class LayerKind(NamedTuple):
+    """Layers that call the same, and what each of them costs.
+
+    Args:
+        members: their indices.
+        names: of the calls that all of them make, up to the first that not all do.
+        cost: mean of them; its operations are those of the calls that can be answered.
+        places: of the operations (Note [places] in `rlx.offload.replay.layer_policy`).
+        flow: what the layers compute from what; None: not known.
+        small: places of results so small that they always stay, for what nobody reads then is left out.
+    """
+
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    cost: LayerCost
+    places: tuple[int, ...]
+    flow: Dataflow | None = None
+    small: tuple[int, ...] = ()
+
+    def orders(
+        self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]
+    ) -> LayerPolicy:
+        """What a layer is to do by its plan.
+
+        Args:
+            layer: the plan.
+            fetch: at which of the fetch points.
+            proofs: by kinds and what is left out; one is added where it is missing.
+        """
+        point = self.cost.fetch_points[fetch]
+        on_device = frozenset(self.places[i] for i in layer.on_device)
+        off_device = frozenset(self.places[i] for i in layer.off_device)
+        orders = LayerPolicy(
+            keep=layer.keep,
+            boundary_leaves=layer.boundary_leaves,
+            on_device=on_device.union(self.small),
+            off_device=off_device,
+            names=self.names,
+            fetch_early=fetch == 0,
+            fetch_call=point.call if point.call >= 0 else None,
+            fetch_below=point.slots if point.call >= 0 else None,
+            saved_bytes=self.cost.saved_bytes,
+        )
+        if self.flow is None or layer.keep:
+            return orders
+        unread = self.flow.left_out(orders.on_device | off_device)
+        proof = proofs.setdefault((self.members[0], unread), DeadOpProof()) if unread else None
+        readings = self.flow.expected(unread)
+        return replace(orders, unread=unread, others=self.flow.names, readings=readings, proof=proof)
+
+
+class PassProfile(NamedTuple):
+    """One pass: the layers, the most that is there beside them while what follows them is at work [bytes], and its time [s]."""
+
+    kinds: tuple[LayerKind, ...]
+    outside_bytes: int
+    turn_s: float = 0.0
+
+
+def measured(samples: Sequence[LayerProfile], outside_bytes: int, turn_s: float = 0.0) -> PassProfile:
+    """What the samples of a pass come to. Layers are of one kind if they call the same maps and the same kind of attention."""
+    groups: dict[tuple[object, ...], list[LayerProfile]] = {}
+    for sample in samples:
+        # Each call once: experts are called as often as tokens are sent to them.
+        calls = tuple(dict.fromkeys((call.name, call.variant) for call in sample.calls))
+        groups.setdefault((sample.boundary_bytes, calls), []).append(sample)
+    return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turn_s)
+
+
+def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
+    """The longest time and the most bytes of each kind, of ranks that have called the same layers as the first."""
+    first = [kind.members for kind in measurements[0].kinds]
+    alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
+    kinds = zip(*(m.kinds for m in alike), strict=True)
+    outside_bytes, turn_s = max(m.outside_bytes for m in alike), max(m.turn_s for m in alike)
+    return PassProfile(tuple(map(_slowest, kinds)), outside_bytes, turn_s)
+
+
+def planned(kind: LayerKind) -> LayerKind:
+    """The kind with as many operations as are planned."""
+    operations = dict(zip(kind.places, kind.cost.operations, strict=True))
+    dearest = sorted(operations, key=lambda place: -operations[place].seconds)[:_MAX_OPERATIONS]
+    return _with(kind, {place: operations[place] for place in operations if place in dearest})
+
+
+def _with(kind: LayerKind, operations: dict[int, Operation]) -> LayerKind:
+    return kind._replace(cost=replace(kind.cost, operations=tuple(operations.values())), places=tuple(operations))
+
+
+def _kind(members: Sequence[LayerProfile]) -> LayerKind:
+    timed: Sequence[LayerProfile] = [sample for sample in members if not sample.is_starved]
+    if all(sample.backward_s is None for sample in timed):
+        timed = members
+    names: list[str] = []
+    operations: dict[int, Operation] = {}
+    for place, calls in enumerate(zip(*(sample.calls for sample in members), strict=False)):
+        if len({call.name for call in calls}) > 1:
+            break
+        names.append(calls[0].name)
+        if all(call.can_be_answered for call in calls):
+            operations[place] = _operation(timed, place)
+    flow = members[0].flow if all(sample.flow == members[0].flow for sample in members) else None
+    others: dict[int, Operation] = {}
+    if flow is not None and len(names) == len(members[0].calls):
+        for index, calls in enumerate(zip(*(sample.others for sample in members), strict=True)):
+            if all(call.can_be_answered and call.again is not None for call in calls):
+                others[-1 - index] = _operation(timed, -1 - index)
+    operations, small, saved_s = shortened(flow, operations, others) if others and flow else (operations, (), 0.0)
+    forward_s = fmean(sample.forward_s for sample in timed)
+    middles = [sample.late_at for sample in timed if sample.late_at is not None]
+    backwards = [sample.backward_s for sample in timed if sample.backward_s is not None]
+    boundary = members[0].boundary_bytes
+    saved = round(fmean(sample.saved_bytes for sample in members))
+    working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
+    late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
+    working_bytes = max(working) if late else saved + 2 * boundary
+    points = _points(members, timed, len(names), working_bytes) if late else ()
+    # Without an allocator's figures: what is saved, and a gradient or two.
+    cost = LayerCost(
+        forward_s=forward_s,
+        backward_s=fmean(backwards) if backwards else 2 * forward_s,
+        recompute_s=max(0.0, fmean(sample.recompute_s for sample in timed) - saved_s),
+        boundary_bytes=boundary,
+        saved_bytes=saved,
+        working_bytes=working_bytes,
+        late_bytes=max(late) if late else saved // 2 + 2 * boundary,
+        operations=tuple(operations.values()),
+        late_at=fmean(middles) if middles else 0.5,
+        forward_bytes=max(sample.forward_bytes for sample in members),
+        points=points,
+        extra_bytes=max(sample.extra_bytes for sample in members),
+        kept_bytes=_kept_bytes(members, points, working_bytes) if late else 0,
+    )
+    members_ = tuple(sample.index for sample in members)
+    return LayerKind(members_, tuple(names), cost, tuple(operations), flow if others else None, small)
+
+
+def _operation(members: Sequence[LayerProfile], place: int) -> Operation:
+    calls = [sample.calls[place] if place >= 0 else sample.others[-1 - place] for sample in members]
+    return Operation(
+        name=calls[0].name,
+        at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
+        seconds=fmean(call.again_s for call in calls),
+        nbytes=round(fmean(call.nbytes for call in calls)),
+        leaves_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
+        stays_bytes=round(fmean(call.stays_bytes for call in calls)),
+        extra_bytes=round(fmean(call.extra_bytes for call in calls)),
+    )
+
+
+def shortened(
+    flow: Dataflow, calls: Mapping[int, Operation], others: Mapping[int, Operation]
+) -> tuple[dict[int, Operation], tuple[int, ...], float]:
+    """What is gained where nothing is computed that nobody reads.
+
+    Args:
+        flow: of the layer.
+        calls, others: by places, what can be answered.
+
+    Returns:
+        The operations, in the order in which they run: in place of a call another one, if the call is not read where that is
+        answered and it is no larger (rotated queries for queries); their time is that of all that need not run.
+        The places of results that always stay, for they are small beside what is not read then.
+        The time of the latter, with all that is not read [s].
+    """
+    everything = {**calls, **others}
+
+    def seconds(places: Iterable[int]) -> float:
+        return sum(everything[place].seconds for place in places if place in everything)
+
+    largest = max(operation.nbytes for operation in everything.values())
+    small = {place for place, one in others.items() if one.nbytes * _SMALL <= largest and flow.left_out({place})}
+    for place in sorted(small, reverse=True):  # the mean of squares is not read where it is kept with epsilon added
+        if place in flow.left_out(small - {place}):
+            small.remove(place)
+    base = flow.left_out(small)
+    left_out = {place: flow.left_out({*small, place}) - base for place in everything if place not in base}
+    gained = {place: seconds({place, *out}) for place, out in left_out.items()}
+    found: dict[int, Operation] = {}
+    for call, operation in calls.items():
+        rivals = [p for p in others if p not in small and p not in base and call in left_out[p]]
+        rivals = [p for p in rivals if others[p].nbytes <= operation.nbytes]
+        best = max((call, *rivals), key=lambda place: gained[place]) if call not in base else None
+        if best is not None:
+            found[best] = replace(everything[best], name=operation.name, seconds=gained[best])
+    order = [step.place for step in flow.steps]
+    ordered = {place: found[place] for place in sorted(found, key=order.index)}
+    return ordered, tuple(sorted(small)), seconds(base | small)
+
+
+def _points(
+    members: Sequence[LayerProfile], timed: Sequence[LayerProfile], calls: int, working_bytes: int
+) -> tuple[Point, ...]:
+    """The begins of the backward of calls, from which on less is held than before; the last call comes first."""
+    seen = [sample for sample in members if sample.backward_s is not None]
+    borders = [set(sample.borders) for sample in seen]
+    points: list[Point] = []
+    for place, call in reversed(list(enumerate(members[0].calls[:calls]))):
+        border, held = call.slots, points[-1].nbytes if points else working_bytes
+        is_everywhere = all(border in passed for passed in borders)
+        if not is_everywhere or any(sample.calls[place].slots != border for sample in members):
+            continue
+        nbytes = max(sample.held_from(border) for sample in seen)
+        if nbytes < _LESS * held:
+            at = fmean(sample.reaches(border) for sample in timed if sample.backward_s is not None)
+            ends_at = fmean(sample.ends_at(sample.calls[place]) for sample in timed)  # as an operation's
+            points.append(Point(at, nbytes, call.name, place, border, ends_at))
+    return tuple(points)
+
+
+def _kept_bytes(members: Sequence[LayerProfile], points: Sequence[Point], working_bytes: int) -> int:
+    """What backward of the layer holds at most where it was kept: `Call.summed_bytes` come to what is held at that call."""
+    most, held = working_bytes, {point.call: point.nbytes for point in points}
+    at_call = working_bytes
+    for place in reversed(range(max(len(sample.calls) for sample in members))):
+        at_call = held.get(place, at_call)
+        most = max(most, at_call + max(s.calls[place].summed_bytes for s in members if place < len(s.calls)))
+    return most
+
+
+def _same_points(ranks: Sequence[LayerCost], calls: int) -> tuple[Point, ...]:
+    """The points that all ranks have seen, with the latest time and the most bytes."""
+    found = [{(point.call, point.slots): point for point in cost.points} for cost in ranks]
+    points = []
+    for key, point in found[0].items():
+        same = [others[key] for others in found if key in others]
+        if len(same) == len(ranks) and point.call < calls:
+            at, nbytes = max(p.at for p in same), max(p.nbytes for p in same)
+            forward_at = min((p.forward_at for p in same if p.forward_at is not None), default=None)
+            points.append(point._replace(at=at, nbytes=nbytes, forward_at=forward_at))
+    return tuple(points)
+
+
+def _slowest(ranks: Sequence[LayerKind]) -> LayerKind:
+    is_same = all((kind.flow, kind.small) == (ranks[0].flow, ranks[0].small) for kind in ranks)
+    names = list(zip(*(kind.names for kind in ranks), strict=False))
+    count = next((i for i, called in enumerate(names) if len(set(called)) > 1), len(names))
+    found = [dict(zip(kind.places, kind.cost.operations, strict=True)) for kind in ranks]
+    operations: dict[int, Operation] = {}
+    for place in found[0]:
+        if (0 <= place < count or is_same) and all(place in others for others in found):
+            same = [others[place] for others in found]
+            operations[place] = Operation(same[0].name, **_most(same, besides=("name",)))
+    costs = [kind.cost for kind in ranks]
+    cost = LayerCost(**_most(costs, besides=("operations", "points")), points=_same_points(costs, count))
+    flow, small = (ranks[0].flow, ranks[0].small) if is_same else (None, ())
+    return _with(LayerKind(ranks[0].members, ranks[0].names[:count], cost, (), flow, small), operations)
+
+
+def _most(figures: Sequence[Operation] | Sequence[LayerCost], besides: Sequence[str]) -> dict[str, Any]:
+    """The largest of each number."""
+    names = [field.name for field in fields(figures[0]) if field.name not in besides]
+    return {name: max(getattr(one, name) for one in figures) for name in names}

@@ -1,0 +1,151 @@
+"""What looks at the operations of a layer while it is measured, in forward and as they run again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rlx.offload.autotune.layer_profile import LayerProfile, OpProfile
+from rlx.offload.recompute.stash import StashedTensor
+from rlx.offload.replay.cached_op import LayerRecording, sources_of, why_not_cacheable
+from rlx.offload.replay.dataflow import CALL, DataflowRecorder, known_name
+from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.recorder import PlannedRecorder, attention_variant, call_name, versions_of
+from rlx.offload.replay.replay_mode import ReplayMode
+from rlx.offload.runtime.pytree import tensors_in
+from rlx.offload.storage.regions import is_plain, size_bytes, storage_address
+from rlx.offload.storage.stats import Mark
+
+
+class ProfilingRecorder(PlannedRecorder):
+    """Times each operation and finds out what an answer to it would hold, and who reads its result; nothing is answered."""
+
+    def __init__(self, recording: LayerRecording, sample: LayerProfile) -> None:
+        super().__init__(recording, LayerPolicy())
+        self.sees_all = True
+        self.flow = DataflowRecorder(sample.inputs)
+        self._sample = sample
+        self._seen: set[tuple[int, int]] = set()
+        self._waiting: list[OpProfile] = []  # others whose results may leave when the next call begins
+
+    def __enter__(self) -> Any:
+        self._sample.begin_forward()
+        return super().__enter__()
+
+    def end_forward(self, outputs: Any) -> None:
+        """Close the forward: note what could be answered."""
+        super().end_forward(outputs)
+        self._let_leave()
+        saved = self._recording.saved_since(0)
+        can_be_answered = [self.answers[place] is not None for place in range(len(self._sample.calls))]
+        self._sample.end_forward(saved, can_be_answered, self.flow.flow(saved))
+        self.answers = {}
+
+    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
+        variant = attention_variant(args, kwargs) if is_attention else ""
+        call = OpProfile(call_name(function, args, is_attention), variant, self._sample.mark())
+        self._let_leave()
+        place = len(self._sample.calls)
+        self._sample.calls.append(call)
+        try:
+            result = super()._run(function, args, kwargs, is_attention)
+        finally:
+            call.stop = self._sample.mark()
+            call.slots = self._recording.slot_count
+        call.summed_bytes = 0 if is_attention else _summed_bytes(tensors_in((args, kwargs)))
+        is_answered = self.answers[place] is not None and not is_attention
+        self.flow.step(place, CALL, tensors_in((args, kwargs)), tensors_in(result), is_answered)
+        return result
+
+    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See `Watcher.run_other`."""
+        arguments, name = tensors_in((args, kwargs)), known_name(function, kwargs)
+        versions = versions_of(arguments)
+        if name is None:
+            result = function(*args, **kwargs)
+            self.flow.pass_by(function, arguments, versions != versions_of(arguments), tensors_in(result))
+            return result
+        sample, first_slot = self._sample, self._recording.slot_count
+        call = OpProfile(name, "", sample.mark())
+        sample.others.append(call)
+        result = function(*args, **kwargs)
+        call.stop = sample.mark()
+        seen, results = self._recording.saved_since(first_slot), tensors_in(result)
+        may_be_left_out = why_not_cacheable((*arguments, *results)) is None and all(map(is_plain, seen))
+        if may_be_left_out:
+            may_be_left_out = sources_of(seen, arguments, [], lambda tensor: None, is_attention=False) is not None
+        # When a result may be stored follows from the graph behind it (Note [when a result is stored]).
+        call.can_be_answered = may_be_left_out and all(tensor.grad_fn is not None for tensor in results)
+        for tensor in results:
+            call.nbytes += size_bytes(tensor)
+            call.stays_bytes += size_bytes(tensor) if size_bytes(tensor) < sample.min_bytes else 0
+            call.storages[storage_address(tensor)] = size_bytes(tensor)
+        self._waiting.append(call)
+        self.flow.step(-len(sample.others), name, arguments, results, may_be_left_out)
+        return result
+
+    def _let_leave(self) -> None:
+        if self._waiting:
+            now = self._sample.mark()
+            for call in self._waiting:
+                call.stored = now
+            self._waiting.clear()
+
+    def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
+        return True
+
+    def _save(self, place: int, tensor: Tensor) -> StashedTensor:
+        storage, call, nbytes = tensor.untyped_storage(), self._sample.calls[place], size_bytes(tensor)
+        address = (place, storage.data_ptr())
+        if address not in self._seen:  # attention saves its own result as well
+            self._seen.add(address)
+            call.nbytes += nbytes
+            call.stays_bytes += nbytes if nbytes < self._sample.min_bytes else 0
+            call.storages[storage.data_ptr()] = storage.nbytes()
+            call.stored = self._sample.mark()
+        return StashedTensor(tensor, None)
+
+
+def _summed_bytes(arguments: list[Tensor]) -> int:
+    """Of the input of a linear map with a bias that wants a gradient: what autograd lets go of only when that is summed up.
+
+    A layer that is recomputed has let go of it before, so that it holds less in that moment than one that was kept.
+    """
+    if not any(tensor.requires_grad and tensor.dim() == 1 for tensor in arguments):
+        return 0
+    return max((size_bytes(tensor) for tensor in arguments if tensor.dim() > 1 and not tensor.is_leaf), default=0)
+
+
+class ProfilingReplayMode(ReplayMode):
+    """Times each call as it runs again.
+
+    Args:
+        sample: whose calls.
+        how: as `ReplayMode` takes them.
+    """
+
+    def __init__(self, sample: LayerProfile, *how: Any) -> None:
+        super().__init__(*how)
+        self._sample = sample
+        self._again = {False: iter(sample.calls), True: iter(sample.others)}
+        self.sees_all = True
+
+    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
+        start = self._sample.mark()
+        result = super()._run(function, args, kwargs, is_attention)
+        self._note(start, False)
+        return result
+
+    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See `Watcher.run_other`."""
+        start = self._sample.mark()
+        result = super().run_other(function, args, kwargs)
+        if known_name(function, kwargs) is not None:
+            self._note(start, True)
+        return result
+
+    def _note(self, start: Mark, is_other: bool) -> None:
+        call = next(self._again[is_other], None)
+        if call is not None and call.again is None:
+            call.again = start, self._sample.mark()

@@ -1,0 +1,91 @@
+"""The models to measure: a named shape or a local Hugging Face configuration, built with random weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rlx.offload.plan.shapes import SHAPES
+
+_VOCABULARY = 1024  # embedding and head are no part of what is measured
+
+
+class Case(NamedTuple):
+    """How much of a model is run: one sequence of `tokens` through `layers` layers."""
+
+    tokens: int
+    layers: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens x {self.layers} layers"
+
+
+def read_shape(name: str) -> dict[str, Any]:
+    """The configuration of a named shape, or of a local file or folder in HF's format.
+
+    Raises:
+        ValueError: if there is neither, or the file is no such configuration.
+    """
+    if name in SHAPES:
+        return {**SHAPES[name], "vocab_size": _VOCABULARY}
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"model {name!r} is neither a named shape nor a local configuration; choose one of {', '.join(SHAPES)}, "
+            "or give the path of a config.json or of its folder"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    if not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path} is not the configuration of a model: it has no 'model_type'")
+    return config
+
+
+def number_of_layers(shape: dict[str, Any]) -> int:
+    """How many layers the shape has by itself."""
+    return int(_config(shape).num_hidden_layers)
+
+
+def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A model without a head, in train mode, its random weights made on the device."""
+    from transformers import AutoModel
+
+    config = _config(_with_layers(shape, case.layers))
+    config.use_cache = False
+    if (getattr(config, "max_position_embeddings", None) or case.tokens) < case.tokens:
+        config.max_position_embeddings = case.tokens
+    torch.manual_seed(0)
+    with device:
+        model: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.train()
+
+
+def share(model: nn.Module) -> nn.Module:
+    """A second module tree on the same parameters and buffers, on which another mode can be switched on."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def _config(shape: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**shape)
+
+
+def _with_layers(shape: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The shape with another number of layers; lists with an entry for each layer are cut or repeated."""
+    name = _config(shape).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    changed = {**shape, name: layers}
+    if isinstance(shape.get("layer_types"), list):
+        types = shape["layer_types"]
+        changed["layer_types"] = (types * (layers // len(types) + 1))[:layers]
+    return changed

@@ -1,0 +1,1 @@
+"""Cached ops: operations whose results are kept, so that recomputation does not repeat them."""

@@ -1,0 +1,142 @@
+"""`save="all"`: what autograd saves inside a layer, or inside any region, waits off the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rlx.offload.runtime.pytree import tensors_in
+from rlx.offload.runtime.session import Layer, LayerCall, OffloadSession
+from rlx.offload.storage.offloader import OffloadedRange
+from rlx.offload.storage.regions import (
+    TensorLayout,
+    is_parameter,
+    is_plain,
+    modified_in_place,
+    size_bytes,
+    span_length,
+    storage_address,
+)
+
+# A region without layers is cut into stretches of this many parked bytes, so that backward can fetch ahead.
+STRETCH_BYTES = 64 << 20
+
+
+class KeptTensor:
+    """A saved tensor that stayed. Holds an alias, never the tensor itself: an output would hold its own graph."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def restore(self) -> Tensor:
+        """The tensor; RuntimeError if it was written to since."""
+        tensor = self._tensor
+        if tensor._version != self._version:
+            found = f"but is at version {tensor._version}"
+            raise modified_in_place(tensor.shape, tensor.dtype, self._version, found)
+        return tensor
+
+
+class OffloadedTensor:
+    """A saved tensor whose bytes have left."""
+
+    __slots__ = ("_call", "_look", "_parked")
+
+    def __init__(self, call: SaveAllCall, parked: OffloadedRange, tensor: Tensor) -> None:
+        self._call = call
+        self._parked = parked
+        self._look = TensorLayout(tensor)
+
+    def restore(self) -> Tensor:
+        """The tensor with its layout, on bytes brought back; RuntimeError if the original was written to since."""
+        look = self._look
+        if not look.is_untouched:
+            raise modified_in_place(look.shape, look.dtype, look.version, "but was written to after that")
+        self._call.begin_unpack()
+        return look.on(*self._parked.on_device())
+
+
+def unpack(packed: KeptTensor | OffloadedTensor) -> Tensor:
+    """The unpack hook."""
+    return packed.restore()
+
+
+class SaveAllCall(LayerCall):
+    """A layer call, or a stretch of a region, whose saved tensors leave.
+
+    Args:
+        engine: where they go.
+        layer: which place in the model this is.
+        device_type: the type of device that leaves; tensors elsewhere stay where they are.
+        fixed: addresses of the storages of parameters and buffers, which never leave.
+    """
+
+    def __init__(self, engine: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
+        super().__init__(engine, layer)
+        self._device_type = device_type
+        self._fixed = fixed
+        self.parked_bytes = 0
+
+    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
+        """The pack hook."""
+        if is_parameter(tensor) or storage_address(tensor) in self._fixed:
+            return KeptTensor(tensor)
+        if self._may_leave(tensor):
+            parked = self.engine.park(tensor, self)
+            if parked is not None:
+                self.parked_bytes += parked.nbytes
+                return OffloadedTensor(self, parked, tensor)
+        self.layer.counters.kept_bytes += size_bytes(tensor)
+        return KeptTensor(tensor)
+
+    def begin_unpack(self) -> None:
+        """Fetch ahead when backward comes to this call."""
+        if self.begin_backward():
+            layers = self.engine.options.prefetch_layers
+            self.prefetch(1 if layers is None else layers)
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        # Tangents that stand for zeros have no storage at all.
+        if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
+            return False
+        return span_length(tensor) >= (self.engine.options.min_bytes or 1)
+
+
+def run_save_all(
+    engine: OffloadSession, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run a layer's forward with everything that it saves for backward off the device."""
+    own = (*module.parameters(), *module.buffers())
+    accelerators = {tensor.device.type for tensor in (*own, *tensors_in((args, kwargs)))} - {"cpu", "meta"}
+    fixed = frozenset(map(storage_address, own)) - {0}
+    call = SaveAllCall(engine, layer, accelerators.pop() if accelerators else "cpu", fixed)
+    with saved_tensors_hooks(call.pack, unpack):
+        return forward(*args, **kwargs)
+
+
+class RegionHooks:
+    """Packs for a region of code without layers: one call after the other, a stretch of bytes each."""
+
+    def __init__(self, engine: OffloadSession) -> None:
+        self._engine = engine
+        accelerator = torch.accelerator.current_accelerator()
+        self._device_type = accelerator.type if accelerator is not None else "cpu"
+        self._layer = Layer(0, "region")
+        engine.layers.append(self._layer)
+        self._call: weakref.ref[SaveAllCall] | None = None
+
+    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
+        """The pack hook."""
+        call = self._call() if self._call is not None else None
+        if call is None or call.parked_bytes >= STRETCH_BYTES:
+            call = SaveAllCall(self._engine, self._layer, self._device_type, frozenset())
+            self._call = weakref.ref(call)
+        return call.pack(tensor)

@@ -1,0 +1,322 @@
+"""Host memory for what has left the device: one arena per process and kind of memory, shared by all who offload.
+
+Activations, and as well parameters and optimizer states. `HostArena` owns the memory and takes it from the system;
+an `Account` is one user's share of it, with a cap and its own accounting::
+
+    arena = host_arena(pinned=True)
+    arena.limit(64 << 30)                        # in all
+    account = arena.account(max_bytes=16 << 30, name="weights")  # of one user
+    block = account.take(nbytes)                 # None: no room
+    ...                                          # copy to and from block.views
+    account.give(block, after=event)             # free once the last copy's event has passed
+    arena.trim()                                 # what is free goes back to the system
+
+`trim()` before memory is needed elsewhere (generation, say) costs little when nothing is free, but what it gives back is
+taken anew, and page-locked anew, in the next step: about 0.4 s per GiB. Whether that pays is the caller's decision.
+
+Note [who may free a host buffer]
+A block belongs to the object that took it. A copy may still read from it or write to it when its owner dies, which is
+any moment at which Python collects garbage, on any thread. So `Account.give` takes no lock and waits for nothing: it
+appends the block and the event after which no copy touches it to a queue (appending to a deque is atomic). Whoever next
+takes memory or asks for figures returns to the free ranges those blocks whose event has passed; one who finds no room
+waits for the events, oldest first, before any memory is asked of the system. That is why a steady step takes none, and
+why no copy runs on a slab of which all is free: it may be unlocked and go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlx.offload.storage.pages import Pages, empty_cache_of_locked_pages, slab_bytes
+from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Piece, RangeAllocator, aligned, growth_bytes
+
+logger = logging.getLogger("rlx.offload")
+
+
+class Event(Protocol):
+    """What an arena needs of an event on a device's stream."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+
+    def synchronize(self) -> None:
+        """Wait until it has passed."""
+
+
+class Block:
+    """Host bytes taken from an arena, in one or several pieces."""
+
+    __slots__ = ("_typed", "nbytes", "pieces", "reserved_bytes", "views")
+
+    def __init__(self, nbytes: int, pieces: list[Piece], views: list[Tensor]) -> None:
+        self.nbytes = nbytes
+        self.pieces = pieces
+        self.views = views  # uint8 tensors whose lengths add up to nbytes
+        self.reserved_bytes = sum(piece.length for piece in pieces)  # alignment included
+        self._typed: Tensor | None = None
+
+    def whole(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """The block as a tensor; None where it is in pieces, or longer than that."""
+        typed = self._typed
+        if typed is None or typed.shape != shape or typed.dtype != dtype:
+            if len(self.views) != 1 or self.nbytes != shape.numel() * dtype.itemsize:
+                return None
+            self._typed = typed = self.views[0].view(dtype).view(shape)  # kept: steps repeat
+        return typed
+
+    def pairs(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A contiguous tensor, in parts, each with as much host memory of the same dtype and shape.
+
+        The block may be longer than the tensor, by bytes that mean nothing.
+        """
+        whole = self.whole(tensor.shape, tensor.dtype)
+        if whole is not None:
+            return [(tensor, whole)]
+        flat, first, pairs = as_bytes(tensor), 0, []
+        for view in self.views:
+            part = flat[first : first + view.nbytes]
+            pairs.append((part, view[: part.nbytes]))
+            first += part.nbytes
+        return pairs
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8, in one dimension."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class Account:
+    """One user's share of an arena.
+
+    Args:
+        arena: where the memory comes from.
+        max_bytes: hard cap of what the account holds [bytes]; None: no cap.
+        name: of the user; several accounts may share one.
+    """
+
+    def __init__(self, arena: HostArena, max_bytes: int | None, name: str) -> None:
+        self.arena = arena
+        self.max_bytes = max_bytes
+        self.name = name
+        self._held_bytes = 0
+        self._reserved_bytes = 0
+
+    def take(self, nbytes: int) -> Block | None:
+        """A block of `nbytes`, or None when the cap is reached or the system has no memory left."""
+        return self.arena.take(self, nbytes)
+
+    def give(self, block: Block, after: Event | None = None) -> None:
+        """Return a block; `after`: the last event before which a copy may touch it. Never blocks, on any thread."""
+        self.arena.returned.append((self, block, after))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that are held now."""
+        self.arena.settle()
+        return self._held_bytes
+
+
+class HostArena:
+    """Host memory that grows to the largest amount ever held, and no further.
+
+    Args:
+        pinned: page-locked memory; where the system refuses it, pageable memory with one warning.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self.max_bytes: int | None = None  # of all accounts together; see `limit`
+        self.returned: deque[tuple[Account, Block, Event | None]] = deque()
+        self.allocations = 0
+        self._cooling: deque[tuple[Block, Event]] = deque()
+        # Free blocks by length, not joined with what is free beside them: a step that repeats takes the same lengths again.
+        self._idle: dict[int, list[Block]] = {}
+        self._ranges = RangeAllocator()
+        self._slabs: dict[int, Pages] = {}
+        self._accounts: weakref.WeakSet[Account] = weakref.WeakSet()
+        self._reserved_bytes = 0
+        self._has_warned_full = False
+        self._lock = threading.Lock()
+
+    def limit(self, max_bytes: int | None) -> None:
+        """Cap what the arena reserves for all its accounts together; what it has above that goes with `trim`.
+
+        Args:
+            max_bytes: hard cap [bytes]; None: no cap.
+
+        Raises:
+            ValueError: for a negative number.
+        """
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"HostArena.limit: got {max_bytes} bytes, expected a number >= 0 or None")
+        self.max_bytes = max_bytes
+
+    def account(self, max_bytes: int | None = None, name: str = "others") -> Account:
+        """A new share of the arena.
+
+        Args:
+            max_bytes: hard cap of what the account holds [bytes]; None: no cap but the arena's.
+            name: of its user, for `holders`.
+        """
+        account = Account(self, max_bytes, name)
+        with self._lock:
+            self._accounts.add(account)
+        return account
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory taken from the system and not given back [bytes]."""
+        return self._reserved_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that are held, alignment included, and of those that a copy still works on."""
+        with self._lock:
+            self._settle()
+            self._join_idle()
+            return self._reserved_bytes - self._ranges.free_bytes
+
+    def holders(self) -> dict[str, int]:
+        """Bytes of the blocks that are held, by the names of the accounts that hold them."""
+        with self._lock:
+            self._settle()
+            held: dict[str, int] = {}
+            for account in self._accounts:
+                held[account.name] = held.get(account.name, 0) + account._held_bytes
+            return held
+
+    def take(self, account: Account, nbytes: int) -> Block | None:
+        """A block of `nbytes` for an account, or None when its cap is reached or the system has no memory left."""
+        needed = aligned(nbytes)
+        with self._lock:
+            if self.returned or self._cooling:
+                self._settle()
+            if account.max_bytes is not None and account._reserved_bytes + needed > account.max_bytes:
+                return None
+            idle = self._idle.get(nbytes)
+            block = idle.pop() if idle else self._new_block(nbytes, needed)
+            if block is not None:
+                account._held_bytes += nbytes
+                account._reserved_bytes += needed
+            return block
+
+    def settle(self) -> None:
+        """Put what was given back in the books."""
+        with self._lock:
+            self._settle()
+
+    def trim(self) -> int:
+        """Give slabs of which nothing is in use back to the system; returns how many bytes that were."""
+        with self._lock:
+            self._settle()
+            while self._cooling:
+                self._wait_for_oldest()
+            self._join_idle()
+            freed = 0
+            for slab in self._ranges.remove_free_slabs():
+                pages = self._slabs.pop(slab)
+                freed += pages.bytes.nbytes
+                pages.close()
+                del pages
+            self._reserved_bytes -= freed
+        empty_cache_of_locked_pages()
+        return freed
+
+    def _settle(self) -> None:
+        while self.returned:
+            account, block, after = self.returned.popleft()
+            account._held_bytes -= block.nbytes
+            account._reserved_bytes -= block.reserved_bytes
+            if after is None:
+                self._idle.setdefault(block.nbytes, []).append(block)
+            else:
+                self._cooling.append((block, after))
+        while self._cooling and self._cooling[0][1].query():
+            block = self._cooling.popleft()[0]
+            self._idle.setdefault(block.nbytes, []).append(block)
+
+    def _wait_for_oldest(self) -> None:
+        self._cooling[0][1].synchronize()  # before it is taken out: a wait that fails loses no block
+        self._ranges.give(self._cooling.popleft()[0].pieces)
+
+    def _join_idle(self) -> None:
+        for blocks in self._idle.values():
+            for block in blocks:
+                self._ranges.give(block.pieces)
+        self._idle.clear()
+
+    def _new_block(self, nbytes: int, needed: int) -> Block | None:
+        self._join_idle()
+        pieces = self._ranges.take(needed)
+        while pieces is None and self._cooling:
+            self._wait_for_oldest()
+            pieces = self._ranges.take(needed)
+        if pieces is None:
+            self._grow(needed)
+            pieces = self._ranges.take(needed)
+        return None if pieces is None else Block(nbytes, pieces, self._views(pieces, nbytes))
+
+    def _views(self, pieces: list[Piece], nbytes: int) -> list[Tensor]:
+        views, left = [], nbytes
+        for piece in pieces:
+            length = min(piece.length, left)
+            views.append(self._slabs[piece.slab].bytes[piece.start : piece.start + length])
+            left -= length
+        return views
+
+    def _grow(self, needed: int) -> None:
+        missing = growth_bytes(needed - self._ranges.usable_bytes(needed), self._reserved_bytes)
+        caps = [account.max_bytes for account in self._accounts]
+        if caps and None not in caps:
+            missing = min(missing, sum(cap for cap in caps if cap is not None) - self._reserved_bytes)
+        if self.max_bytes is not None:
+            missing = min(missing, self.max_bytes - self._reserved_bytes)
+        while missing >= PAGE_ALIGN_BYTES:
+            size = slab_bytes(missing - missing % PAGE_ALIGN_BYTES, self.pinned)
+            pages = self._new_pages(size)
+            if pages is None:
+                return
+            self._slabs[self.allocations] = pages
+            self._ranges.extend(self.allocations, size)
+            self.allocations += 1
+            self._reserved_bytes += size
+            missing -= size
+
+    def _new_pages(self, size: int) -> Pages | None:
+        try:
+            return Pages(size, self.pinned)
+        except OSError as error:
+            if not self._has_warned_full:
+                self._has_warned_full = True
+                logger.warning("activation offloading: no host memory left for %d more bytes (%s)", size, error)
+            return None
+        except RuntimeError as error:
+            if not self.pinned:
+                raise
+            self.pinned = False
+            logger.warning(
+                "activation offloading: the system refused %d more bytes of page-locked memory beside %d (%s); "
+                "pageable memory is used from here on, whose copies do not overlap compute. "
+                "Raise the limit of locked memory, or lower max_host_bytes",
+                size,
+                self._reserved_bytes,
+                str(error).splitlines()[0],
+            )
+            return self._new_pages(size)
+
+
+_ARENAS: dict[bool, HostArena] = {}
+_ARENAS_LOCK = threading.Lock()
+
+
+def host_arena(pinned: bool) -> HostArena:
+    """The arena of this process for page-locked (`pinned`) or for pageable memory."""
+    with _ARENAS_LOCK:
+        return _ARENAS.setdefault(pinned, HostArena(pinned))

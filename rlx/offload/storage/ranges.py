@@ -1,0 +1,112 @@
+"""Where bytes lie in memory or in a file: pure bookkeeping, touches neither.
+
+Best fit with coalescing over slabs, and what fits no single free range is laid over several. On responses of varying
+length this reserves a few percent more than is held, where size classes reserve a multiple.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# A page: what direct I/O asks of offsets, lengths and addresses.
+PAGE_ALIGN_BYTES = 4096
+# A tensor is laid over several free ranges only if each is at least this long: every piece costs one copy command.
+MIN_PIECE_BYTES = 64 << 10
+# Growth is a multiple of this, one huge page.
+GROWTH_UNIT_BYTES = 2 << 20
+# Up to 1 GiB, growth by this much keeps the number of slabs small; above, by the same share of what is reserved (1/32).
+GROWTH_STEP_BYTES = 32 << 20
+
+
+class Piece(NamedTuple):
+    """`length` bytes from byte `start` of a slab."""
+
+    slab: int
+    start: int
+    length: int
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of `PAGE_ALIGN_BYTES`."""
+    return -(-nbytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+
+
+def growth_bytes(missing_bytes: int, reserved_bytes: int) -> int:
+    """How much more to reserve when `missing_bytes` do not fit: few slabs, and at most 1/32 too much from 1 GiB on."""
+    wanted = max(missing_bytes, min(reserved_bytes, GROWTH_STEP_BYTES), reserved_bytes // 32)
+    return -(-wanted // GROWTH_UNIT_BYTES) * GROWTH_UNIT_BYTES
+
+
+class RangeAllocator:
+    """Hands out ranges of slabs."""
+
+    def __init__(self) -> None:
+        self._by_size: list[tuple[int, int, int]] = []  # (length, slab, start), sorted
+        self._by_start: dict[tuple[int, int], int] = {}  # (slab, start) -> length
+        self._by_end: dict[tuple[int, int], int] = {}  # (slab, end) -> start
+        self._slabs: dict[int, int] = {}
+
+    def extend(self, slab: int, nbytes: int) -> None:
+        """Add free bytes (a multiple of `PAGE_ALIGN_BYTES`) at the end of a slab; a new one begins empty."""
+        start = self._slabs.get(slab, 0)
+        self._slabs[slab] = start + nbytes
+        self.give([Piece(slab, start, nbytes)])
+
+    def take(self, nbytes: int) -> list[Piece] | None:
+        """Pieces of `nbytes` in all (a multiple of `PAGE_ALIGN_BYTES`), or None when they do not fit."""
+        if nbytes > self.usable_bytes(nbytes):
+            return None
+        pieces: list[Piece] = []
+        while nbytes > 0:
+            best = bisect_left(self._by_size, (nbytes, -1, -1))
+            length, slab, start = self._by_size[min(best, len(self._by_size) - 1)]
+            self._remove(slab, start, length)
+            used = min(length, nbytes)
+            if used < length:
+                self._insert(slab, start + used, length - used)
+            pieces.append(Piece(slab, start, used))
+            nbytes -= used
+        return pieces
+
+    def usable_bytes(self, nbytes: int) -> int:
+        """How many of `nbytes` the free ranges can hold without pieces that are too short."""
+        if self._by_size and self._by_size[-1][0] >= nbytes:
+            return nbytes
+        return sum(length for length, _, _ in self._by_size[bisect_left(self._by_size, (MIN_PIECE_BYTES, -1, -1)) :])
+
+    def give(self, pieces: Sequence[Piece]) -> None:
+        """Return pieces, joined with the free ranges beside them."""
+        for slab, start, length in pieces:
+            before = self._by_end.get((slab, start))
+            if before is not None:
+                self._remove(slab, before, start - before)
+                start, length = before, length + start - before
+            after = self._by_start.get((slab, start + length))
+            if after is not None:
+                self._remove(slab, start + length, after)
+                length += after
+            self._insert(slab, start, length)
+
+    def remove_free_slabs(self) -> list[int]:
+        """Forget the slabs of which nothing is in use, and name them."""
+        free = [slab for slab, length in self._slabs.items() if self._by_start.get((slab, 0)) == length]
+        for slab in free:
+            self._remove(slab, 0, self._slabs.pop(slab))
+        return free
+
+    @property
+    def free_bytes(self) -> int:
+        """Sum of the free ranges [bytes]."""
+        return sum(length for length, _, _ in self._by_size)
+
+    def _insert(self, slab: int, start: int, length: int) -> None:
+        insort(self._by_size, (length, slab, start))
+        self._by_start[slab, start] = length
+        self._by_end[slab, start + length] = start
+
+    def _remove(self, slab: int, start: int, length: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (length, slab, start))]
+        del self._by_start[slab, start]
+        del self._by_end[slab, start + length]

@@ -1,0 +1,221 @@
+"""A file without a name whose ranges are handed out: one per process and directory, shared by all who offload there.
+
+The file is made without a name (or its name is taken away at once), so that the system removes it with the process,
+however that ends. It grows in steps whose room is taken from the file system at once: a full disk is noticed before
+anything is written. Reads and writes go past the page cache where the file system allows it: each byte is written once
+and read once, and a cache of them would only push other pages out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from rlx.offload.storage.copy_streams import Latch
+from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Piece, RangeAllocator, aligned, growth_bytes
+
+logger = logging.getLogger("rlx.offload")
+
+WRITER_THREADS = 4
+READER_THREADS = 8
+
+
+class DiskError(OSError):
+    """The disk tier's directory cannot be used, is full, or failed to read or write."""
+
+
+class ExtentFile:
+    """A file without a name in one directory, and the threads that read and write it.
+
+    Args:
+        directory: an existing, writable folder.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = directory
+        self.returned: deque[list[Piece]] = deque()  # filled on any thread, see Note [who may free an extent]
+        self._nbytes = 0
+        self._ranges = RangeAllocator()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        self.is_direct = self._allow_direct()
+        # Separate, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
+        self._writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
+        self._readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
+        self._unfinished = Latch()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file [bytes]."""
+        return self._nbytes
+
+    def take(self, nbytes: int) -> list[Piece]:
+        """Extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`.
+
+        Raises:
+            DiskError: if the file system has no room for them.
+        """
+        self._check_process()
+        needed = aligned(nbytes)
+        with self._lock:
+            self._settle()
+            pieces = self._ranges.take(needed)
+            if pieces is None:
+                self._grow(needed - self._ranges.usable_bytes(needed))
+                pieces = self._ranges.take(needed)
+            assert pieces is not None
+            return pieces
+
+    def submit_write(self, task: Callable[[], None]) -> None:
+        """Run a task on a writer thread."""
+        self._submit(self._writers, task)
+
+    def submit_read(self, task: Callable[[], None]) -> None:
+        """Run a task on a reader thread."""
+        self._submit(self._readers, task)
+
+    def drain(self) -> None:
+        """Wait until no task is queued or running."""
+        self._unfinished.wait()
+
+    def write(self, views: Sequence[Tensor], offset: int) -> None:
+        """Write host memory to the file, from byte `offset`; lengths and offset are multiples of `PAGE_ALIGN_BYTES`."""
+        for view in views:
+            left = _bytes_of(view)
+            while left:
+                written = os.pwrite(self._descriptor, left, offset)
+                left, offset = left[written:], offset + written
+
+    def read(self, views: Sequence[Tensor], offset: int) -> None:
+        """Read from byte `offset` of the file into host memory."""
+        for view in views:
+            left = _bytes_of(view)
+            while left:
+                read = os.preadv(self._descriptor, [left], offset)
+                if read == 0:
+                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
+                left, offset = left[read:], offset + read
+
+    def trim(self) -> int:
+        """Give the file's room back if nothing is in use once tasks have ended; returns how many bytes that were."""
+        self.drain()
+        with self._lock:
+            self._settle()
+            if not self._ranges.remove_free_slabs():
+                return 0
+            freed, self._nbytes = self._nbytes, 0
+            os.ftruncate(self._descriptor, 0)
+            return freed
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "activation offloading to disk was switched on before this process was forked, and its threads are not "
+                "here; switch it on in the process that trains"
+            )
+
+    def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+        self._check_process()
+        future = pool.submit(
+            task
+        )  # where that fails for want of one more thread, another may run the task all the same
+        self._unfinished.expect(1)
+        future.add_done_callback(lambda _: self._unfinished.done())
+
+    def _settle(self) -> None:
+        while self.returned:
+            self._ranges.give(self.returned.popleft())
+
+    def _grow(self, missing: int) -> None:
+        """Make the file longer: by a growth step or, where that finds no room, by what is missing."""
+        for more in (growth_bytes(missing, self._nbytes), missing):
+            try:
+                os.posix_fallocate(self._descriptor, self._nbytes, more)
+                break
+            except OSError as error:
+                failure = error
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    # The file system takes no room ahead: if it is full, a write fails.
+                    os.ftruncate(self._descriptor, self._nbytes + more)
+                    break
+                os.ftruncate(self._descriptor, self._nbytes)
+        else:
+            raise DiskError(
+                failure.errno,
+                f"activation offloading to disk has a file of {self._nbytes} bytes and needs {missing} more "
+                f"({failure.strerror}); make room, choose another OffloadOptions.directory, or offload less",
+                self.directory,
+            ) from failure
+        self._ranges.extend(0, more)
+        self._nbytes += more
+
+    def _allow_direct(self) -> bool:
+        """Switch direct I/O on if a page can be written so; else write it through the cache."""
+        page = mmap.mmap(-1, PAGE_ALIGN_BYTES)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwrite(self._descriptor, page, 0)
+            is_direct = True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+            os.pwrite(self._descriptor, page, 0)
+            logger.info("activation offloading: no direct I/O in %s; the page cache is used", self.directory)
+            is_direct = False
+        os.ftruncate(self._descriptor, 0)
+        return is_direct
+
+
+def _bytes_of(view: Tensor) -> memoryview:
+    # The caller holds the tensor for as long as the view is used.
+    return memoryview((ctypes.c_char * view.numel()).from_address(view.data_ptr())).cast("B")
+
+
+_FILES: weakref.WeakValueDictionary[tuple[int, int, int], ExtentFile] = weakref.WeakValueDictionary()
+_FILES_LOCK = threading.Lock()
+
+
+def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
+    """The file of this process in a directory.
+
+    Raises:
+        DiskError: if no file can be made there.
+    """
+    with _FILES_LOCK:
+        try:
+            folder = os.stat(directory)
+            key = (os.getpid(), folder.st_dev, folder.st_ino)
+            file = _FILES.get(key)
+            if file is None:
+                file = _FILES[key] = ExtentFile(directory)
+            return file
+        except OSError as error:
+            raise DiskError(
+                error.errno,
+                f"activation offloading to disk cannot use the directory ({error.strerror}); expected a folder that "
+                "exists, is writable and has room: make one, or choose another OffloadOptions.directory",
+                directory,
+            ) from error
+
+
+def extent_files() -> list[ExtentFile]:
+    """All files of this process, of which one that forked it has others."""
+    with _FILES_LOCK:
+        return [file for (process, _, _), file in _FILES.items() if process == os.getpid()]

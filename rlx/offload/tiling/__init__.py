@@ -1,0 +1,1 @@
+"""MLPs and norms computed tile by tile over the positions."""

@@ -1,0 +1,304 @@
+"""One call of a position-wise module, computed tile by tile over the positions, forward and backward.
+
+Of the call remain its input and the weights; each tile is recomputed when backward comes to it. So what is alive at once
+are the intermediate results of one tile. The idea is that of Arctic long sequence training (arXiv:2506.13996); this one
+returns the gradients of the weights to autograd instead of adding them up itself, which needs nothing of whoever shards
+the weights, and repeats no operation behind the last one whose result a tile's backward needs.
+
+Note [what a tiled call keeps]
+Input and weights are saved before anything is computed. Where the call lies in a layer that is recomputed, and nothing
+behind it needs its output, the recomputation ends there: the module does not run then. Each tile's graph is made in
+forward, on aliases of the weights, so that hooks of the weights see their gradients once, and with numbers in place of
+what it saves. Backward asks for the first of these, the tile's forward runs again up to the last one, and each value is
+handed out once. The sums of the weights' gradients over tiles are in fp32 or wider, rounded once at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from rlx.offload.recompute.ambient_state import AmbientState
+
+
+class _EnoughRecomputedError(BaseException):
+    """Ends the recomputation of a tile."""
+
+
+class TileRange(NamedTuple):
+    """A module as tiles need it.
+
+    Args:
+        module: position-wise: maps (..., width) to the same shape, each position by itself.
+        forward: its forward, bound.
+        names: of its parameters.
+        lock: held while it runs with other weights than its own.
+    """
+
+    module: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    names: tuple[str, ...]
+    lock: threading.RLock
+
+    def weights(self) -> list[Tensor]:
+        """Its parameters as they are now; under FSDP1 views of gathered ones."""
+        return [_at(self.module, name) for name in self.names]
+
+    def with_weights(self, weights: Sequence[Tensor], run: Callable[[], None]) -> None:
+        """Run something while the module has other weights."""
+        registered: dict[str, Tensor] = {}
+        with self.lock, contextlib.ExitStack() as stack:
+            for name, weight in zip(self.names, weights, strict=True):
+                path, _, leaf = name.rpartition(".")
+                attributes = vars(self.module.get_submodule(path))
+                if leaf in attributes:  # FSDP1 puts what it has gathered there, where it hides the parameter
+                    stack.callback(attributes.__setitem__, leaf, attributes[leaf])
+                    attributes[leaf] = weight
+                else:
+                    registered[f"module.{name}"] = weight
+            torch.func.functional_call(_Around(self.module, run), registered, ())
+
+
+class _Around(nn.Module):
+    """Holds the module, so that its own hooks and forward are not called when its weights are replaced."""
+
+    def __init__(self, module: nn.Module, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.module = module
+        self._run = run
+
+    def forward(self) -> None:
+        self._run()
+
+
+class _Tile:
+    """The graph of one tile, and what its backward needs while it runs."""
+
+    def __init__(self, start: int, length: int) -> None:
+        self.start = start
+        self.length = length
+        self.recompute: Callable[[_Tile], list[Tensor]] | None = None  # set while backward is at the tile
+        self.looks: list[tuple[torch.Size, torch.dtype]] = []
+        self.values: list[Tensor | None] = []
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The tile's part of what `_rows` gives."""
+        return rows.narrow(-2, self.start, self.length)
+
+    def pack(self, tensor: Tensor) -> int:
+        self.looks.append((tensor.shape, tensor.dtype))
+        return len(self.looks) - 1
+
+    def unpack(self, index: int) -> Tensor:
+        value = self.values[index] if self.values else None
+        if value is None:
+            assert self.recompute is not None
+            self.values = [*self.recompute(self)]
+            value = self.values[index]
+            assert value is not None
+        self.values[index] = None
+        return value
+
+
+class _Sum:
+    """The gradient of a weight over the tiles: added in fp32 or wider, rounded once.
+
+    A pass over it is as long as one over the weight, so there is none that only fills or only rounds. Two parts are added and
+    rounded in one, as torch adds in fp32 what is narrower.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._first: Tensor | None = None
+        self._sum: Tensor | None = None
+        self.rounded: Tensor | None = None  # when the last tile is in
+
+    def add(self, part: Tensor | None, is_last: bool) -> None:
+        """What one tile gives; None where its result does not depend on the weight."""
+        if is_last:
+            self.rounded = self._total(part)
+            self._first = self._sum = None
+        elif part is None:
+            return
+        elif self._sum is not None:
+            self._sum.add_(part)
+        elif self._first is None:
+            self._first = part
+        else:
+            wide = torch.promote_types(self._weight.dtype, torch.float32)
+            self._sum = self._first.to(wide, copy=True).add_(
+                part
+            )  # autograd may have given the first to others as well
+            self._first = None
+
+    def _total(self, part: Tensor | None) -> Tensor:
+        held = self._sum if self._first is None else self._first
+        if held is None:
+            return torch.zeros_like(self._weight) if part is None else part.to(self._weight.dtype)
+        if part is None:
+            return held.to(self._weight.dtype)
+        return torch.add(held, part, out=torch.empty_like(self._weight))
+
+
+class TiledCall:
+    """One call that backward will repeat tile by tile.
+
+    Args:
+        part: what is called.
+        hidden: its argument, contiguous, (..., width).
+        length: positions of a tile.
+    """
+
+    def __init__(self, part: TileRange, hidden: Tensor, length: int) -> None:
+        self._part = part
+        self._tiles = _tiles(hidden, length)
+        self._edges: list[tuple[GradientEdge, GradientEdge | None]] = []  # of each tile's output and input
+        self._weight_edges: list[GradientEdge | None] = []
+        self._ambient: AmbientState | None = None
+
+    def forward(self, hidden: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
+        """Fill the output and make the graphs of the tiles."""
+        leaves = [_leaf(weight, weight.requires_grad) for weight in weights]
+        self._weight_edges = [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in leaves]
+        rows, out_rows = _rows(hidden.detach()), _rows(out.detach())
+        self._ambient = ambient = AmbientState([] if hidden.is_cpu else [hidden.device])
+
+        def run() -> None:
+            for tile in self._tiles:
+                entry = _leaf(tile.of(rows), hidden.requires_grad)
+                with torch.enable_grad(), saved_tensors_hooks(tile.pack, tile.unpack):
+                    result = self._part.forward(entry)
+                with torch.no_grad():
+                    tile.of(out_rows).copy_(result)
+                self._edges.append(
+                    (get_gradient_edge(result), get_gradient_edge(entry) if entry.requires_grad else None)
+                )
+                entry.data = torch.empty(0, dtype=entry.dtype, device=entry.device)  # the graph keeps the leaf alive
+
+        try:
+            self._part.with_weights(leaves, run)
+        except BaseException:
+            ambient.leave_forward()
+            raise
+        ambient.end_forward()
+
+    def backward(self, gradient: Tensor, hidden: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the input and of the weights; None for those that want none."""
+        wanted = [place for place, edge in enumerate(self._weight_edges) if edge is not None]
+        sums = {place: _Sum(weights[place]) for place in wanted}
+        leaves = [_leaf(w, edge is not None) for w, edge in zip(weights, self._weight_edges, strict=True)]
+        rows, gradient_rows = _rows(hidden), _rows(gradient)
+        wants_hidden = self._edges[0][1] is not None
+        hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wants_hidden else None
+
+        def recompute(tile: _Tile) -> list[Tensor]:
+            return self._recompute(tile, _leaf(tile.of(rows), wants_hidden), leaves)
+
+        for number, (tile, (output, entry)) in enumerate(zip(self._tiles, self._edges, strict=True), start=1):
+            tile.recompute = recompute
+            inputs = [edge for edge in (*self._weight_edges, entry) if edge is not None]
+            found = list(
+                torch.autograd.grad([output], inputs, [tile.of(gradient_rows)], retain_graph=True, allow_unused=True)
+            )
+            tile.recompute, tile.values = None, []
+            if hidden_gradient is not None:
+                part = found.pop()
+                into = tile.of(_rows(hidden_gradient))
+                into.zero_() if part is None else into.copy_(part)
+            for place in reversed(wanted):
+                sums[place].add(found.pop(), is_last=number == len(self._tiles))
+        return [hidden_gradient, *(sums[i].rounded if i in sums else None for i in range(len(weights)))]
+
+    def _recompute(self, tile: _Tile, entry: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+        saved: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> None:
+            saved.append(tensor.detach())
+            if len(saved) >= len(tile.looks):
+                raise _EnoughRecomputedError
+
+        def run() -> None:
+            with torch.enable_grad(), saved_tensors_hooks(collect, _unused):
+                self._part.forward(entry)
+
+        assert self._ambient is not None
+        with contextlib.suppress(_EnoughRecomputedError), self._ambient.restored() or contextlib.nullcontext():
+            self._part.with_weights(leaves, run)
+        if [(tensor.shape, tensor.dtype) for tensor in saved] != tile.looks:
+            raise RuntimeError(
+                f"recomputing a tile of {type(self._part.module).__name__} did not save the tensors that its forward saved; "
+                "a module that is computed in tiles must do the same each time. Leave it out of the tiling"
+            )
+        return saved
+
+
+class _Held(torch.autograd.Function):
+    """Saves input and weights and gives the output, not yet filled: see Note [what a tiled call keeps]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: TiledCall, dtype: torch.dtype, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(hidden, *weights)
+        return torch.empty_like(hidden, dtype=dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, *weights = ctx.saved_tensors
+        return None, None, *ctx.call.backward(gradient, hidden, weights)
+
+
+def run_tiled(part: TileRange, hidden: Tensor, weights: Sequence[Tensor], length: int, dtype: torch.dtype) -> Tensor:
+    """What the module gives, computed in tiles.
+
+    Args:
+        part: the module.
+        hidden: its argument, contiguous, (..., width).
+        weights: as `part.weights` gives them.
+        length: positions of a tile.
+        dtype: of the output.
+    """
+    call = TiledCall(part, hidden, length)
+    out: Tensor = _Held.apply(call, dtype, hidden, *weights)  # type: ignore[no-untyped-call]
+    call.forward(hidden, weights, out)
+    return out
+
+
+def run_tiled_without_graph(part: TileRange, hidden: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """The same where no gradient is wanted."""
+    out = torch.empty_like(hidden, dtype=dtype)
+    with torch.no_grad():
+        for tile in _tiles(hidden, length):
+            tile.of(_rows(out)).copy_(part.forward(tile.of(_rows(hidden))))
+    return out
+
+
+def _tiles(hidden: Tensor, length: int) -> list[_Tile]:
+    positions = hidden.numel() // hidden.shape[-1]
+    return [_Tile(start, min(length, positions - start)) for start in range(0, positions, length)]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(..., width) as (1, ..., positions, width), of as many dimensions: some modules ask for three."""
+    return tensor.reshape(*[1] * (tensor.dim() - 2), -1, tensor.shape[-1])
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.detach().requires_grad_(requires_grad)
+
+
+def _at(module: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(path), leaf)
+    return tensor
+
+
+def _unused(packed: None) -> Tensor:
+    raise AssertionError("nothing is unpacked while a tile is recomputed")

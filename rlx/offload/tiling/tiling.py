@@ -1,0 +1,303 @@
+"""Which parts of a model are computed in tiles, and how long a tile is: `enable_tiling`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rlx.offload.plan.memory import tile_tokens
+from rlx.offload.recompute.ambient_state import has_autocast
+from rlx.offload.replay.replay_mode import run_as_one_call, unrecorded
+from rlx.offload.runtime.forward_override import ForwardOverride
+from rlx.offload.runtime.layers import find_layers
+from rlx.offload.storage.regions import is_plain
+from rlx.offload.tiling.tiles import TileRange, run_tiled, run_tiled_without_graph
+
+logger = logging.getLogger("rlx.offload")
+
+_CHECKED = 16  # positions on which a module shows that it works on each by itself
+_MAX_DIFFERENCE = 0.02  # of the largest value; kernels chosen by size differ by roundings of bf16 only
+_MIXES = "mixes positions, draws random numbers or returns something else"
+_SEVERAL_STREAMS = "computes on several streams"  # a tile's recomputation would end before the last waits among them
+_FUSED = (nn.LayerNorm, nn.RMSNorm)  # keep nothing but their input anyway
+
+
+class TileableModules(NamedTuple):
+    """A module that may be computed in tiles."""
+
+    name: str
+    module: nn.Module
+    is_mlp: bool
+
+
+class TiledForward(ForwardOverride):
+    """Stands in for the forward of a position-wise module."""
+
+    def __init__(self, tiling: Tiling, found: TileableModules) -> None:
+        super().__init__(found.module)
+        self._tiling = tiling
+        self._name, self._is_mlp = found.name, found.is_mlp
+        self._widest = max(max(parameter.shape) for parameter in found.module.parameters())
+        self._lock = threading.RLock()
+        # Of the output, by what it may depend on; or why the module cannot be computed in tiles.
+        self._dtypes: dict[tuple[Any, ...], torch.dtype | str] = {}
+        self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
+
+    @property
+    def positions_per_tile(self) -> int | None:
+        """As `enable_tiling` takes it."""
+        return self._tiling.positions_per_tile
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, in tiles if its one argument is longer than a tile."""
+        module: Any = self.module()
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and self._is_long(args[0]):
+            return self._run_uncompiled(module, args[0])
+        return self.original(module)(*args, **kwargs)
+
+    def _is_long(self, hidden: Tensor) -> bool:
+        return hidden.dim() > 1 and hidden.numel() > self._length(hidden) * hidden.shape[-1]
+
+    def _length(self, hidden: Tensor) -> int:
+        width = max(hidden.shape[-1], 1)
+        return self._tiling.tile_length(hidden.numel() // width, width, self._widest)
+
+    def _run(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        part = self._part(module)
+        weights = part.weights()
+        why_not = self._why_not(part, hidden, weights)
+        if why_not is not None:
+            self._tiling.note_left_alone(self._name, why_not)
+            return part.forward(hidden)
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (hidden, *weights)):
+            return run_tiled_without_graph(part, hidden, self._length(hidden), self._dtype(part, hidden))
+        if self._is_mlp:
+            return run_as_one_call(self._run_tiled, hidden, *weights)  # type: ignore[no-any-return]
+        return self._run_tiled(hidden, *weights)
+
+    def _run_tiled(self, hidden: Tensor, *weights: Tensor) -> Tensor:
+        module = self.module()
+        assert module is not None
+        part = self._part(module)
+        return run_tiled(part, hidden, weights, self._length(hidden), self._dtype(part, hidden))
+
+    def _part(self, module: nn.Module) -> TileRange:
+        return TileRange(module, self.original(module), _weight_names(module), self._lock)
+
+    def _why_not(self, part: TileRange, hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
+        if not all(map(is_plain, (hidden, *weights))) or _has_units(part.module):
+            return "gets or holds other than plain tensors"
+        if not hidden.is_contiguous():
+            return "gets a tensor that is not contiguous"
+        key = self._key(part, hidden)
+        if key not in self._dtypes:
+            self._dtypes[key] = _dtype_if_position_wise(part, hidden)
+        found = self._dtypes[key]
+        return found if isinstance(found, str) else None
+
+    def _dtype(self, part: TileRange, hidden: Tensor) -> torch.dtype:
+        dtype = self._dtypes[self._key(part, hidden)]
+        assert not isinstance(dtype, str)
+        return dtype
+
+    @staticmethod
+    def _key(part: TileRange, hidden: Tensor) -> tuple[Any, ...]:
+        kind = hidden.device.type
+        is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
+        cast = torch.get_autocast_dtype(kind) if is_cast else None
+        return hidden.dtype, hidden.shape[-1], cast, part.module.training
+
+
+class Tiling:
+    """Parts of a model that are computed in tiles: made by `enable_tiling`.
+
+    Args:
+        positions_per_tile: as `enable_tiling` takes it.
+    """
+
+    def __init__(self, positions_per_tile: int | None) -> None:
+        self.positions_per_tile = positions_per_tile
+        self._forwards: list[weakref.ref[TiledForward]] = []
+        self._has_noted: set[str] = set()
+        self.mlps: tuple[str, ...] = ()
+        self.norms: tuple[str, ...] = ()
+
+    def add(self, found: Sequence[TileableModules]) -> None:
+        """Compute modules in tiles from now on."""
+        self._forwards += [weakref.ref(TiledForward(self, each)) for each in found]
+        self.mlps += tuple(each.name for each in found if each.is_mlp)
+        self.norms += tuple(each.name for each in found if not each.is_mlp)
+
+    def tile_length(self, positions: int, width: int, widest: int) -> int:
+        """Positions of a tile.
+
+        Args:
+            positions: of the input.
+            width: of the input.
+            widest: width of the widest intermediate result.
+        """
+        if self.positions_per_tile is not None:
+            return self.positions_per_tile
+        return tile_tokens(positions, width, widest)
+
+    def note_left_alone(self, name: str, why: str) -> None:
+        """Say once for each reason that a module is not computed in tiles."""
+        if why not in self._has_noted:
+            self._has_noted.add(why)
+            logger.info("tiling: %s %s, and is not computed in tiles. Said once", name, why)
+
+    def disable(self) -> None:
+        """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""
+        for reference in self._forwards:
+            forward = reference()
+            if forward is not None:
+                forward.remove()
+        self._forwards.clear()
+
+
+def enable_tiling(
+    model: nn.Module, positions_per_tile: int | None = None, layers: Sequence[str | nn.Module] | None = None
+) -> Tiling:
+    """Compute the MLPs and norms of a model tile by tile over the positions, forward and backward.
+
+    One layer's working set stops growing with its widest intermediate result: of a call its input is kept, each tile is
+    recomputed when backward comes to it. Where a layer is recomputed as well, it is so without its MLP. What is not
+    position-wise (experts with routing, convolutions) or computes on streams of its own stays as it is. Call it before FSDP1
+    wraps the model.
+
+    Args:
+        model: any module with layers; under FSDP2 before or after it is sharded.
+        positions_per_tile: tokens over all sequences together; None: as many as make the widest intermediate result of a tile
+            about 2^28 elements, or eight of them as large as the input, whichever is more.
+        layers: modules, module names or class names; None: see `find_layers`.
+
+    Returns:
+        The handle, whose `mlps` and `norms` are the names of what is computed in tiles.
+
+    Raises:
+        ValueError: if there are no layers, tiling is on already, or FSDP1 has flattened the weights.
+    """
+    if positions_per_tile is not None and positions_per_tile < 1:
+        raise ValueError(f"positions_per_tile: got {positions_per_tile}, expected at least 1, or None")
+    named = find_layers(model, layers)
+    modules = list(model.modules())
+    if any(isinstance(vars(module).get("forward"), TiledForward) for module in modules):
+        raise ValueError("tiling is enabled already for this model; call disable() on the first handle")
+    if any(_is_fsdp1(module) for module in modules):
+        raise ValueError("FSDP1 has wrapped this model, whose weights have no shapes now; enable tiling before")
+    tiling, alone = Tiling(positions_per_tile), dict[str, str]()
+    for name, layer in named:
+        mlp = _find_mlp(layer)
+        if isinstance(mlp, str):
+            alone.setdefault(mlp, name)
+        else:
+            tiling.add([TileableModules(f"{name}.{mlp[0]}", mlp[1], is_mlp=True)])
+    tiling.add(
+        [TileableModules(name, norm, is_mlp=False) for name, norm in _norms(model, [layer for _, layer in named])]
+    )
+    logger.info(
+        "tiling: %d MLPs and %d norms in tiles of %s positions%s",
+        len(tiling.mlps),
+        len(tiling.norms),
+        positions_per_tile or "as many as length and width ask for",
+        "".join(f"; left alone: {name}, which {why}" for why, name in alone.items()),
+    )
+    return tiling
+
+
+def _find_mlp(layer: nn.Module) -> tuple[str, nn.Module] | str:
+    """The submodule with the widest linear maps among those that take one argument; or why there is none."""
+    wide = {
+        name: max(max(matrix.shape) for matrix in matrices)
+        for name, child in layer.named_children()
+        if len(matrices := [p for p in child.parameters() if p.dim() > 1]) > 1 and _takes_one(child)
+    }
+    if not wide:
+        return "has no MLP of its own"
+    name = max(wide, key=wide.__getitem__)
+    mlp = layer.get_submodule(name)
+    if any(p.dim() > 2 for p in mlp.parameters()) or any(isinstance(m, nn.ModuleList) for m in mlp.modules()):
+        return "has experts or convolutions"
+    return name, mlp
+
+
+def _takes_one(module: nn.Module) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    return len(kinds) == 1 and kinds[0] is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _norms(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with vectors for weights that are no fused norms: inside the layers, and beside the list that holds them."""
+    inside = {module for layer in layers for module in layer.modules()}
+    ids = set(map(id, layers))
+    lists = {module for module in model.modules() if any(id(child) in ids for child in module.children())}
+    beside = {
+        child for module in model.modules() if not lists.isdisjoint(module.children()) for child in module.children()
+    }
+    for name, module in model.named_modules():
+        parameters = list(module.parameters())
+        is_norm = parameters and all(p.dim() == 1 for p in parameters) and not any(True for _ in module.children())
+        if is_norm and module in inside | beside and not isinstance(module, _FUSED) and _takes_one(module):
+            yield name, module
+
+
+def _weight_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters; FSDP1 puts plain tensors in their place, or before them, while they are gathered."""
+    names: dict[str, None] = {}
+    for path, inner in module.named_modules():
+        own = (*inner.named_parameters(recurse=False), *vars(inner).items())
+        names |= {f"{path}.{name}" if path else name: None for name, value in own if isinstance(value, Tensor)}
+    return tuple(sorted(names))
+
+
+def _dtype_if_position_wise(part: TileRange, hidden: Tensor) -> torch.dtype | str:
+    """The type of a module's output; or why there are no tiles: the module does not give for each position what it gives
+    without the others, or it saves tensors on other streams than the current one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randn(*[1] * (hidden.dim() - 2), _CHECKED, hidden.shape[-1], generator=generator).to(hidden)
+    devices = [] if hidden.is_cpu else [hidden.device]
+    home = _stream(hidden)
+    strays: list[torch.Stream | None] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if (stream := _stream(hidden)) != home:
+            strays.append(stream)
+        return tensor
+
+    with unrecorded(), torch.random.fork_rng(devices, device_type=hidden.device.type):
+        with torch.enable_grad(), saved_tensors_hooks(look, lambda tensor: tensor):
+            whole = part.forward(some.requires_grad_() * 1)  # no leaf, which nobody may write to
+        with torch.no_grad():
+            halves = [part.forward(half) for half in some.chunk(2, -2)]
+    if strays:
+        return _SEVERAL_STREAMS
+    if not isinstance(whole, Tensor) or whole.shape != some.shape:
+        return _MIXES
+    difference = (whole.detach() - torch.cat(halves, -2)).abs().max()
+    return whole.dtype if bool(difference <= _MAX_DIFFERENCE * whole.detach().abs().max()) else _MIXES
+
+
+def _stream(tensor: Tensor) -> torch.Stream | None:
+    """The current stream of a tensor's device; None on the CPU, which has none."""
+    return None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
+
+
+def _has_units(module: nn.Module) -> bool:
+    return any(_is_fsdp1(inner) for inner in module.modules())
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return isinstance(module, FullyShardedDataParallel)

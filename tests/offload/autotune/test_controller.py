@@ -1,0 +1,272 @@
+"""`save="auto"`: a pass is measured, a plan is made, and whatever it is, gradients are those of plain autograd."""
+
+import copy
+import gc
+import logging
+
+import pytest
+import torch
+import transformers
+
+from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.autotune import controller as controller
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe
+from rlx.offload.autotune.pass_profile import measured
+
+PLENTY = 1 << 40
+
+
+def read(model, tokens=6):
+    return model(torch.linspace(-1, 1, 2 * tokens * 16).sin().view(2, tokens, 16))
+
+
+@pytest.fixture
+def auto(enable):
+    """`auto(model, budget)`: the handle."""
+    return lambda model, budget=PLENTY, **options: enable(model, True, save="auto", max_device_bytes=budget, **options)
+
+
+@pytest.mark.parametrize("budget", [0, 20_000, PLENTY])
+def test_gradients_are_those_of_plain_autograd_before_and_after_the_plan(toys, auto, budget):
+    model = toys.decoder(4, dropout=0.2)
+    expected = toys.grade(copy.deepcopy(model), read)
+    handle = auto(model, budget)
+    for number in range(5):
+        expected.assert_equal(toys.grade(model, read))
+        assert (handle.plan() is None) == (number < 2)  # the first pass warms up, the second is measured
+        assert handle.stats().held_bytes == 0
+
+
+def test_where_everything_fits_nothing_leaves_and_nothing_is_recomputed(toys, auto):
+    model = toys.decoder(3)
+    handle = auto(model)
+    for _ in range(3):
+        read(model).backward()
+    before = handle.stats()
+    read(model).backward()
+    step = handle.stats().since(before)
+    assert all(layer.keep for layer in handle.plan().layers)
+    assert (step.offloaded_bytes, step.recomputed_ms) == (0, 0)
+    assert step.kept_bytes > 0
+
+
+def test_without_an_accelerator_auto_means_that_little_stays(toys, auto, caplog):
+    model = toys.decoder(4)
+    caplog.set_level(logging.INFO, "rlx.offload")
+    handle = auto(model, "auto")
+    for _ in range(3):
+        read(model).backward()
+    assert sum("there is no accelerator" in record.getMessage() for record in caplog.records) == 1
+    assert [layer.keep for layer in handle.plan().layers][:3] == [False] * 3
+    assert not any(layer.on_device for layer in handle.plan().layers[:3])
+
+
+def test_host_memory_is_a_limit(toys, auto):
+    model = toys.decoder(4)
+    handle = auto(model, 0, max_host_bytes=2000)
+    for _ in range(3):
+        read(model).backward()
+    loss = read(model)
+    assert handle.plan().prediction.host_bytes <= 2000
+    assert handle.stats().held_bytes <= 2000
+    loss.backward()
+
+
+@pytest.mark.parametrize(("tier", "host"), [("disk", None), ("cpu", 24 * 4096 * 4 + 1500)])
+def test_what_the_host_has_no_room_for_goes_to_disk(toys, auto, tmp_path, monkeypatch, tier, host):
+    monkeypatch.setattr(controller, "DISK_BYTES_PER_S", 1e12)
+    model = toys.decoder(4, dropout=0.2)
+    expected = toys.grade(copy.deepcopy(model), lambda model: read(model, 800))
+    handle = auto(model, 0, tier=tier, directory=str(tmp_path), max_host_bytes=host)
+    for _ in range(4):
+        expected.assert_equal(toys.grade(model, lambda model: read(model, 800)))
+        assert handle.stats().held_bytes == 0
+    found = handle.plan().prediction
+    assert found.disk_bytes > 0 and found.host_bytes <= (host or 0)
+    assert handle.stats().disk_bytes > 0
+
+
+def test_each_length_has_its_plan(toys, auto):
+    model = toys.decoder(3)
+    handle = auto(model)
+    for _ in range(3):
+        read(model).backward()
+    plan = handle.plan()
+    read(model, 40).backward()  # warm already: this pass is measured
+    assert handle.plan() is plan
+    read(model, 40).backward()
+    assert handle.plan() is not plan
+    read(model).backward()
+    assert handle.plan() is plan
+
+
+def test_graphs_alive_at_once_and_graphs_dropped(toys, auto):
+    model = toys.decoder(3, dropout=0.1)
+    handle = auto(model)
+
+    def accumulated(model):
+        first, second = read(model), read(model)
+        first.backward()
+        return second
+
+    expected = toys.grade(copy.deepcopy(model), accumulated)
+    for _ in range(2):
+        read(model)  # measured in vain
+        gc.collect()
+    assert handle.plan() is None
+    for _ in range(3):
+        expected.assert_equal(toys.grade(model, accumulated))
+    assert handle.plan() is not None
+
+
+def test_a_layer_that_is_not_always_called(toys, auto):
+    model = toys.decoder(3)
+    handle = auto(model)
+    for _ in range(3):
+        read(model).backward()
+    few = copy.deepcopy(model.layers)
+    model.layers = model.layers[1:]
+    read(model).backward()
+    assert handle.plan() is not None and len(few) == 3
+
+
+def test_frozen_weights(toys, auto):
+    model = toys.decoder(3)
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.requires_grad_(False)
+        layer.v.requires_grad_(True)
+    expected = toys.grade(copy.deepcopy(model), read)
+    handle = auto(model, 4000)
+    for _ in range(4):
+        expected.assert_equal(toys.grade(model, read))
+    assert handle.plan() is not None
+
+
+def test_a_plan_is_explained_once_and_nothing_warns(toys, auto, caplog):
+    caplog.set_level(logging.INFO, "rlx.offload")
+    model = toys.decoder(3)
+    auto(model, 30_000)
+    for _ in range(5):
+        read(model).backward()
+    plans = [record for record in caplog.records if "plan for layers" in record.getMessage()]
+    assert len(plans) == 1 and "x plain" in plans[0].getMessage()
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+
+
+def test_measured_costs(toys, enable):
+    """The calls that can be answered, in the order of calls, with the bytes of their results."""
+    model = toys.decoder(3)
+    handle = enable(model, True, save="auto", max_device_bytes=0)
+    seen = []
+    follow = handle.engine.orders
+
+    def note(layer, module, tensors):
+        orders = follow(layer, module, tensors)
+        if orders is not None and orders.sample is not None:
+            seen.append(orders.sample)
+        return orders
+
+    handle.engine.orders = note
+    for _ in range(2):
+        read(model).backward()
+    names = ["linear 16x16", "linear 16x8", "linear 16x8", "attention", "linear 16x16", "linear 16x32", "linear 32x16"]
+    assert [[call.name for call in sample.calls] for sample in seen] == [names] * 3
+    sizes = {call.name: call.nbytes for call in seen[0].calls if call.can_be_answered}
+    row = 2 * 6 * 4  # bytes of a column in fp32
+    assert (sizes["linear 16x16"], sizes["linear 16x8"], sizes["linear 16x32"]) == (16 * row, 8 * row, 32 * row)
+    assert sizes["attention"] == 16 * row + 2 * 4 * 6 * 4  # and the log-sum-exp of four heads
+    for sample in seen:
+        assert sample.boundary_bytes == 16 * row
+        assert 0 < sum(call.seconds for call in sample.calls) < sample.forward_s
+        assert sample.recompute_s > 0
+        again = [call.again for call in sample.calls]
+        assert None not in again[:-1] and again[-1] is None  # recomputation ends in the last one
+        assert 0 < sum(call.again_s for call in sample.calls[:-1]) < sample.recompute_s
+        assert sample.borders == sorted({call.slots for call in sample.calls}, reverse=True)
+        assert sample.extra_bytes == 0
+        assert sample.saved_bytes > 100 * row
+    assert [sample.backward_s is not None for sample in seen] == [False, True, True]
+    assert all(0 < sample.late_at < 1 for sample in seen[1:]) and seen[0].late_at is None
+
+
+def test_none_but_auto_has_a_plan(toys, enable):
+    model = toys.decoder(3)
+    handle = enable(model, True)
+    read(model).backward()
+    assert handle.plan() is None
+
+
+def test_auto_recomputes_and_therefore_needs_enable_ckpt(toys):
+    with pytest.raises(ValueError, match="enable_ckpt=True"):
+        enable_activation_offloading(toys.decoder(), False, OffloadOptions(save="auto"))
+
+
+PAIR = (PLENTY, 10_000)
+
+
+def test_ranks_that_agree_follow_one_plan_made_of_the_slowest_and_the_least(two_ranks):
+    # Each measures two lengths that the other has not met, one of them a dummy's; 6 is met by both.
+    first, second = two_ranks("auto", "plans", PAIR, ((6, 6, 40), (6, 2, 6, 300)), (6, 40, 2, 300))
+    assert first == second
+    assert None not in first
+    for plan in first[:4]:
+        assert plan.prediction.peak_bytes <= 10_000 or not any(layer.keep for layer in plan.layers[:-1])
+    assert first[0].prediction.forward_s >= 3 * 0.002, "the slower rank's"
+    assert all(not any(layer.keep or layer.on_device for layer in plan.layers[:-1]) for plan in first[4:])
+
+
+def test_ranks_plan_alone_until_they_agree(two_ranks):
+    (roomy, agreed), (tight, other) = two_ranks("auto", "planned_alone", (PLENTY, 0))
+    assert all(layer.keep for layer in roomy.layers) and not all(layer.keep for layer in tight.layers)
+    assert agreed == other
+
+
+@pytest.mark.parametrize(("tokens", "kinds"), [(24, {(0, 2), (1,)}), (6, {(0, 1, 2)})])
+def test_layers_of_different_attention_are_of_different_kinds(enable, tokens, kinds):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, sliding_window=8, layer_types=types)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    seen = []
+    handle = enable(model, True, save="auto", max_device_bytes=0)
+    follow = handle.engine.orders
+    handle.engine.orders = lambda *call: seen.append(follow(*call)) or seen[-1]
+    ids = torch.arange(tokens)[None] % 64
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    samples = [orders.sample for orders in seen if orders is not None and orders.sample is not None]
+    assert {kind.members for kind in measured(samples, 0).kinds} == kinds
+
+
+class Falling(DeviceMemoryProbe):
+    """A device on which backward holds less with each call that it comes to; forward and what is behind backward hold little."""
+
+    PEAKS = (0, 5_000, 100, 80_000, 80_000, 40_000, 20_000)
+
+    def __init__(self, device):
+        super().__init__(device)
+        self._resets = 0
+
+    def look(self):
+        return 0, self.PEAKS[min(self._resets, 6)]
+
+    def reset(self):
+        self._resets += 1
+
+
+@pytest.mark.parametrize(("budget", "expected_call"), [(81_000, 5), (PLENTY, None)])
+def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
+    toys, auto, monkeypatch, budget, expected_call
+):
+    # Of 768 bytes of inputs, beside which layers hold 80,768, and half of it once backward has come to the last call but one.
+    monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemory", Falling)
+    model = toys.decoder(4, dropout=0.2)
+    expected = toys.grade(copy.deepcopy(model), read)
+    handle = auto(model, budget, min_bytes=0)
+    follow, seen = handle.engine.orders, []
+    handle.engine.orders = lambda *call: seen.append(follow(*call)) or seen[-1]
+    for _ in range(4):
+        expected.assert_equal(toys.grade(model, read))
+    assert [orders.fetch_call for orders in seen[-3:]] == [expected_call] * 3
+    assert [orders.fetch_early for orders in seen[-4:]] == [True] + [expected_call is None] * 3

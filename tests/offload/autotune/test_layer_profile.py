@@ -1,0 +1,168 @@
+"""What a measured layer is charged with: device memory of a pass played by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlx.offload.autotune.layer_profile import BackwardWindow, DeviceMemoryProbe, LayerProfile, OpProfile
+from rlx.offload.autotune.pass_profile import measured, slowest
+from rlx.offload.plan import Budget, LayerPlan, predict
+
+CPU = torch.device("cpu")
+BASE, INPUT, SAVED = 1000, 10, 300  # bytes of weights and gradients, of a layer's input, of what autograd saves of it
+TABLE, TABLE_BYTES = torch.zeros(1), 4  # shared by all layers
+
+
+class Memory(DeviceMemoryProbe):
+    """Takes and gives as it is told."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.now = self.peak = BASE
+
+    def take(self, *nbytes):
+        for one in nbytes:
+            self.now += one
+            self.peak = max(self.peak, self.now)
+
+    def look(self):
+        return self.now, self.peak
+
+    def reset(self):
+        self.peak = self.now
+
+
+@pytest.fixture(params=[0, 70], ids=["gradients are there", "gradients are made"])
+def samples(request):
+    """Three layers of a pass, and what they share: the head holds 40 more for a moment, and makes some gradients."""
+    memory, made, own = Memory(), [0], [0]
+    backward, found = BackwardWindow(lambda: made[0]), []
+    memory.take(TABLE_BYTES, INPUT)
+    for index in range(3):
+        saved = [torch.zeros(SAVED, dtype=torch.uint8), TABLE]
+        shared = {TABLE.untyped_storage().data_ptr(): TABLE_BYTES}
+        sample = LayerProfile(
+            index, CPU, INPUT, backward, lambda sample: None, shared, memory=memory, gradient_bytes=lambda: own[0]
+        )
+        if index > 1:
+            memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
+            memory.take(INPUT * (index == 2))
+        # Three calls, of attention, what follows it and the MLP, of which autograd saves two tensors each.
+        sample.calls = [OpProfile(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("aom", 1)]
+        sample.begin_forward()
+        memory.take(SAVED, INPUT, -INPUT, INPUT)  # the output at last, and something as large before
+        sample.end_forward(saved, [False] * 3, None)
+        memory.take(-SAVED)
+        sample.leave_forward()
+        found.append(sample)
+    memory.take(40, -40, INPUT, -INPUT)  # the output is the user's, and its gradient comes
+    memory.take(request.param)
+    made[0] = request.param
+    memory.take(INPUT)
+    for sample in reversed(found):
+        sample.begin_recompute()
+        if sample.index == 2:
+            memory.take(-INPUT)  # that of the layer before has left
+        memory.take(SAVED)
+        assert sample.begin_borders(middle=4) == 6
+        sample.end_recompute()
+        memory.take(50)
+        assert sample.pass_border(5) == 4 and not sample.is_late(5)
+        memory.take(50, -100 - SAVED // 2)  # backward of the MLP
+        memory.take(request.param)  # gradients of its weights are made when it is over, where there are none yet
+        own[0] += request.param
+        assert sample.pass_border(3) == 2 and sample.is_late(3)
+        memory.take(INPUT * (sample.index > 0), 30, -30 - SAVED // 4)  # the next input comes
+        assert sample.pass_border(1) == 0
+        memory.take(-SAVED // 4)
+        memory.take(-INPUT)  # the own one goes
+    return found, backward
+
+
+def test_what_follows_the_layers_is_not_charged_with_what_the_last_one_saved(samples):
+    _, backward = samples
+    assert backward.begin_bytes == BASE
+    assert backward.beside_bytes == TABLE_BYTES + 3 * INPUT  # the first layer's input, the output and its gradient
+    # The 40 come before the gradient, and before gradients of weights, which count elsewhere.
+    assert backward.outside_bytes in (backward.beside_bytes - INPUT + 40, backward.beside_bytes)
+
+
+def test_a_layer_is_charged_with_what_is_there_beside_it(samples):
+    found, backward = samples
+    for sample in found[1:]:
+        assert sample.saved_bytes == SAVED
+        assert sample.working_bytes == INPUT + SAVED + 100 + backward.beside_bytes
+        assert sample.late_bytes == SAVED // 2 + INPUT + 30 + backward.beside_bytes
+        assert sample.forward_bytes == TABLE_BYTES + INPUT + SAVED + INPUT + INPUT * (sample.index == 2)
+
+
+def test_a_plan_of_it_needs_what_the_pass_needed(samples):
+    found, backward = samples
+    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    prediction = predict([cost] * 3, [LayerPlan()] * 3, Budget(1e12, 1e12, 0))
+    assert prediction.peaks.backward == TABLE_BYTES + 4 * INPUT + SAVED + 100
+    assert prediction.peaks.forward == TABLE_BYTES + 2 * INPUT + SAVED + 2 * INPUT
+
+
+def test_what_is_held_once_backward_has_come_to_a_call(samples):
+    found, backward = samples
+    beside = backward.beside_bytes
+    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    # The map of the MLP comes when nothing has been given back.
+    assert [(point.name, point.call, point.slots) for point in cost.points] == [("o", 1, 4), ("a", 0, 2)]
+    assert [point.nbytes for point in cost.points] == [SAVED // 2 + INPUT + 30 + beside, SAVED // 4 + INPUT + beside]
+    assert 0 <= cost.points[0].at <= cost.points[1].at <= 1
+
+
+WIDEST = INPUT + SAVED + 100
+
+
+@pytest.mark.parametrize(
+    ("call", "nbytes", "most"),
+    [("m", 50, WIDEST + 50), ("o", 350, SAVED // 2 + INPUT + 30 + 350), ("o", 50, WIDEST), ("a", 50, WIDEST)],
+)
+def test_a_layer_that_is_kept_holds_an_input_until_the_gradient_of_a_bias_is_summed(samples, call, nbytes, most):
+    """Of the widest part it comes on top; elsewhere only if it is more than what has been given back by then."""
+    found, backward = samples
+    for sample in found:
+        (biased,) = (one for one in sample.calls if one.name == call)
+        biased.summed_bytes = nbytes
+    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    assert cost.kept_bytes == most + backward.beside_bytes
+    machine = Budget(1e12, 1e12, 1 << 40)
+    kept, again = (predict([cost] * 3, [LayerPlan(keep=keep)] * 3, machine).peaks.last for keep in (True, False))
+    assert kept - 2 * SAVED == cost.kept_bytes, "what the layers before the last one keep comes on top"
+    assert again == cost.working_bytes + INPUT, "with that of the layer before, which has come back"
+
+
+def test_a_bias_that_wants_a_gradient_is_seen(toys, enable):
+    """Queries, keys, values and the MLP have one, the map behind attention has none; of what goes in 2 x 6 x 16 floats."""
+    model = toys.decoder()
+    model.layers[1].q.bias.requires_grad_(False)
+    handle, found = enable(model, True, save="auto", max_device_bytes=0), {}
+    follow = handle.engine.orders
+
+    def note(layer, module, tensors):
+        orders = follow(layer, module, tensors)
+        if orders is not None and orders.sample is not None:
+            found[layer.index] = orders.sample
+        return orders
+
+    handle.engine.orders = note
+    for _ in range(2):
+        toys.read(model).backward()
+    size = 2 * 6 * 16 * 4
+    assert [call.summed_bytes for call in found[0].calls] == [size, size, size, 0, 0, size, 2 * size]
+    assert [call.summed_bytes for call in found[1].calls] == [0, size, size, 0, 0, size, 2 * size]
+
+
+def test_of_several_ranks_those_points_count_that_all_have_seen(samples):
+    found, backward = samples
+    own = measured(found, backward.outside_bytes)
+    (kind,) = own.kinds
+    o, a = kind.cost.points
+    other = replace(kind.cost, points=(o._replace(at=0.9, nbytes=1),))
+    both = slowest([own, own._replace(kinds=(kind._replace(cost=other),))]).kinds[0].cost
+    assert both.points == (o._replace(at=0.9),)
+    assert slowest([own, own]).kinds[0].cost.points == (o, a)

@@ -1,0 +1,356 @@
+"""Boundary mode: each hazard of recomputation against plain autograd, bit for bit."""
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from rlx.offload.recompute import saved_slots as slots
+from rlx.offload.recompute.checkpoint import RecomputedCall
+
+
+def test_gradients_are_those_of_plain_autograd(compare, toys):
+    stats = compare(toys.stack(), toys.step, True)
+    assert stats.offloaded_bytes == 3 * 4 * 8 * 4  # each block's input
+    assert stats.copied_bytes == 2 * stats.offloaded_bytes
+    assert stats.recomputed_ms > 0
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 1, 2, 100])
+def test_any_prefetch_is_valid(compare, toys, prefetch):
+    compare(toys.stack(blocks=5), toys.step, True, prefetch_layers=prefetch)
+
+
+@pytest.mark.parametrize(("prefetch", "early", "late"), [(None, 0, 1), (0, 0, 0), (1, 1, 1), (2, 2, 2), (100, 3, 3)])
+def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, late):
+    """How many layers' inputs are back when the last layer has just been recomputed, and when it is nearly done."""
+    calls, ahead = [], []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            ahead.append(sum(parked()._arrival is not None for call in calls for parked in call.parked if parked()))
+            return grad
+
+    def forward(block, x):
+        y = torch.tanh(block.lin(Watch.apply(x)))
+        return torch.tanh(Watch.apply(block.lin(y)))
+
+    model = toys.of(forward, blocks=4)
+    handle = enable(model, True, prefetch_layers=prefetch)
+    loss = toys.step(model)
+    call = handle.engine._thread.last()
+    while call.previous is not None:
+        call = call.previous()
+        calls.append(call)
+    loss.backward()
+    assert ahead[:2] == [early, late]
+
+
+@pytest.mark.parametrize("save", ["boundary", "attention"])
+def test_what_recomputation_saved_keeps_no_input_and_no_result_of_another_call(enable, toys, save):
+    """When a layer's backward has just begun, its input and what its last projection gave are gone."""
+    seen, alive = [], []
+
+    def forward(block, x):
+        query = block.lin(x.clone())[None, None]
+        y = block.lin(F.scaled_dot_product_attention(query, query, query, is_causal=True)[0, 0])
+        seen.extend(weakref.ref(t.untyped_storage()) for t in (x, y))
+        z = torch.exp(y + 1)
+        z.register_hook(lambda grad: alive.append([memory() is not None for memory in seen[-2:]]))
+        return torch.exp(z)
+
+    model = toys.of(forward, blocks=3)
+    enable(model, True, save=save, min_bytes=0)
+    toys.step(model).backward()
+    assert len(seen) == 12 and alive == [[False, False]] * 3
+
+
+def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
+    model = toys.stack()
+    handle = enable(model, True)
+    loss = toys.step(model)
+    loss.backward(retain_graph=True)
+    alive = gc.get_objects()
+    calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
+    assert len(calls) == 3
+    assert all(call.slot_count > 0 and not any(v is not None for v in call._values[0]) for call in calls)
+    assert all(parked()._arrival is None for call in calls for parked in call.parked)
+
+
+def test_small_inputs_stay(compare, toys):
+    stats = compare(toys.stack(), toys.step, True, min_bytes=1 << 20)
+    assert stats.offloaded_bytes == 0
+    assert stats.kept_bytes == 3 * 4 * 8 * 4
+
+
+def test_recomputation_stops_early(enable, toys):
+    calls = []
+
+    def forward(block, x):
+        y = torch.relu(block.lin(x))
+        calls.append("saved")
+        y = y.sum(0, keepdim=True).expand(4, 8) + x
+        calls.append("not needed")
+        return y
+
+    model = toys.of(forward)
+    enable(model, True)
+    loss = toys.step(model)
+    assert calls.count("saved") == calls.count("not needed") == 3
+    loss.backward()
+    assert calls.count("saved") == 3  # stopped at relu, before the first append
+    assert calls.count("not needed") == 3
+
+
+PRODUCT_FLOPS = 2 * 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "worth", "again"),
+    [
+        ("product", PRODUCT_FLOPS, 0),
+        ("product", PRODUCT_FLOPS + 1, 3),
+        ("without a bias", PRODUCT_FLOPS, 0),
+        ("without a bias", PRODUCT_FLOPS + 1, 3),
+        ("of a frozen weight", PRODUCT_FLOPS, 0),
+        ("of a frozen weight", PRODUCT_FLOPS + 1, 3),
+        ("function", math.inf, 0),
+    ],
+)
+def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monkeypatch, kind, worth, again):
+    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", worth)
+    ends = []
+
+    def forward(block, x):
+        if kind == "function":
+            y = x.sin()
+        elif kind == "without a bias":
+            y = F.linear(x.sin()[None], block.lin.weight)[0]
+        else:
+            y = block.lin(x.sin())
+        ends.append(None)
+        return y
+
+    model = toys.of(forward)
+    if kind == "of a frozen weight":
+        for layer in model.layers:
+            layer.lin.weight.requires_grad_(False)
+    compare(model, toys.step, True)
+    assert len(ends) == 2 * 3 + again, "two steps, one of them without the engine"
+
+
+def test_among_processes_a_product_at_the_end_is_left_out_whatever_its_size(compare, toys, monkeypatch):
+    """What follows may be a collective operation, which all of them repeat or none."""
+    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", math.inf)
+    ends = []
+
+    def forward(block, x):
+        y = block.lin(x.sin())
+        ends.append(None)
+        return y
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compare(toys.of(forward), toys.step, True)
+    finally:
+        dist.destroy_process_group()
+    assert len(ends) == 2 * 3
+
+
+@pytest.mark.parametrize("where", ["in the layer", "outside"])
+def test_a_parameter_in_the_place_of_another_tensor_is_refused(enable, toys, where):
+    model = toys.of(
+        lambda block, x: F.linear(x.sin(), block.lin.weight if where == "in the layer" else outside[0]).sin()
+    )
+    lin = model.layers[1].lin
+    parameter = lin.weight
+    outside = [parameter * 2]
+    if where == "in the layer":
+        del lin.weight
+        lin.weight = outside[0]
+    enable(model, True)
+    loss = toys.step(model).sum()
+    outside[0] = parameter
+    if where == "in the layer":
+        del lin.weight
+        lin.weight = parameter
+    with pytest.raises(RuntimeError, match=r"parameter of shape .* replaced"):
+        loss.backward()
+
+
+def test_layer_hooks_run_once_a_call(enable, toys):
+    model = toys.stack()
+    ran = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: ran.append("pre"))
+        layer.register_forward_hook(lambda *_: ran.append("post"))
+        layer.register_full_backward_hook(lambda *_: ran.append("back"))
+    enable(model, True)
+    toys.step(model).backward()
+    assert {name: ran.count(name) for name in ran} == {"pre": 3, "post": 3, "back": 3}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_random_numbers_are_repeated_and_the_generator_goes_on(enable, toys, dropout):
+    model = toys.stack(lambda: toys.block(dropout=dropout))
+    plain = copy.deepcopy(model)
+
+    def two_steps(m):
+        first = toys.grade(m, toys.step)
+        drawn = torch.rand(1)
+        return first, drawn
+
+    expected = two_steps(plain)
+    enable(model, True)
+    got = two_steps(model)
+    expected[0].assert_equal(got[0])
+    assert torch.equal(expected[1], got[1])
+
+
+def test_autocast_is_repeated(compare, toys):
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(toys.batch())
+
+    compare(toys.stack(), step, True)
+
+
+def test_autocast_inside_out(compare, toys):
+    """Autocast off inside a region where it is on, as models do for their norms."""
+
+    def forward(block, x):
+        y = block.lin(x)
+        with torch.autocast("cpu", enabled=False):
+            z = torch.softmax(y.float(), -1)
+        return block.lin(z) + x
+
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(toys.batch())
+        return loss.float()
+
+    compare(toys.of(forward), step, True)
+
+
+def test_the_default_device_of_forward_is_repeated(enable, toys):
+    seen = []
+
+    def forward(block, x):
+        seen.append(torch.empty(1).device.type)
+        return torch.relu(block.lin(x)) * 2
+
+    model = toys.of(forward)
+    enable(model, True)
+    with torch.device("meta"):
+        x = torch.randn(4, 8, device="cpu")
+        loss = model(x)
+    loss.backward()
+    assert seen == ["meta"] * 6
+
+
+def test_gradients_accumulate(compare, toys):
+    def step(model):
+        for seed in (1, 2, 3):
+            model(toys.batch(seed=seed)).backward()
+        return model(toys.batch())
+
+    compare(toys.stack(), step, True)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_several_graphs_alive(compare, toys, order):
+    def step(model):
+        losses = [model(toys.batch(seed=seed)) for seed in range(3)]
+        for index in order:
+            losses[index].backward()
+        return losses[0].detach()
+
+    compare(toys.stack(), step, True)
+
+
+def test_retain_graph(compare, toys):
+    def step(model):
+        loss = model(toys.batch())
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        return loss
+
+    compare(toys.stack(), step, True)
+
+
+def test_partial_backward(compare, toys):
+    def step(model):
+        loss = model(toys.batch())
+        (grad,) = torch.autograd.grad(loss, model.layers[2].up.weight, retain_graph=True)
+        return loss + grad.sum()
+
+    compare(toys.stack(), step, True)
+
+
+def test_double_backward(compare, toys):
+    def step(model):
+        x = toys.batch().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+        return (grad**2).sum()
+
+    compare(toys.stack(), step, True)
+
+
+def test_a_node_that_asks_twice_for_what_it_saved(compare, toys):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0] + grad * ctx.saved_tensors[0]
+
+    compare(toys.of(lambda block, x: Square.apply(block.lin(x))), toys.step, True)
+
+
+def test_frozen_input_still_gives_adapter_gradients(compare, toys):
+    model = toys.stack()
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.up.requires_grad_(False)
+        layer.norm.requires_grad_(False)
+    stats = compare(model, toys.step, True)
+    assert stats.offloaded_bytes == 2 * 4 * 8 * 4  # the first block's input wants no gradient and stays
+
+
+def test_a_model_without_gradients_moves_nothing(enable, toys):
+    model = toys.stack().requires_grad_(False)
+    handle = enable(model, True)
+    assert not toys.step(model).requires_grad
+    assert handle.stats().offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_nothing_happens_without_grad_mode(enable, toys, context):
+    model = toys.stack()
+    handle = enable(model, True)
+    with context():
+        toys.step(model)
+    assert handle.stats().offloaded_bytes == handle.stats().kept_bytes == 0
+
+
+def test_inputs_made_in_inference_mode(compare, toys):
+    with torch.inference_mode():
+        mask = torch.tensor([1.0, 0.0] * 4)
+
+    def forward(block, x, mask=None):
+        return torch.where(mask > 0, block.lin(x), x)
+
+    compare(toys.of(forward), lambda model: model(toys.batch(), mask=mask), True)

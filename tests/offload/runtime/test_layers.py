@@ -1,0 +1,86 @@
+import pytest
+import torch
+from torch import nn
+
+from rlx.offload.runtime.layers import CheckpointingFlags, find_layers
+
+
+def names(model, layers=None):
+    return [name for name, _ in find_layers(model, layers)]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+
+def test_no_split_modules_come_first():
+    class Block(nn.Module):
+        pass
+
+    class Model(nn.Module):
+        _no_split_modules = ("Block", "Embeddings")
+
+        def __init__(self):
+            super().__init__()
+            self.embeddings = type("Embeddings", (nn.Module,), {})()
+            self.other = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    assert names(Model()) == ["blocks.0", "blocks.1"]
+    assert names(nn.ModuleDict({"inner": Model()})) == ["inner.blocks.0", "inner.blocks.1"]
+
+
+def test_the_outermost_lists_of_one_class():
+    model = nn.Module()
+    model.encoder = nn.ModuleList(Experts() for _ in range(2))
+    model.decoder = nn.ModuleList(Experts() for _ in range(2))
+    model.mixed = nn.ModuleList([nn.Linear(1, 1), nn.ReLU()])
+    assert names(model) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+
+
+def test_layers_are_named_in_any_way_and_kept_in_order(toys):
+    model = toys.stack()
+    wanted = ["layers.0", "layers.2"]
+    assert names(model, ["layers.2", "layers.0"]) == wanted
+    assert names(model, [model.layers[2], model.layers[0]]) == wanted
+    assert names(model, ["Block"]) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_bad_layers_are_told(toys):
+    with pytest.raises(ValueError, match="layers="):
+        find_layers(nn.Linear(1, 1), None)
+    with pytest.raises(ValueError, match=r"'layers\.7'"):
+        find_layers(toys.stack(), ["layers.7"])
+    with pytest.raises(ValueError, match="the string 'Block'"):
+        find_layers(toys.stack(), "Block")
+    with pytest.raises(ValueError, match="module Linear"):
+        find_layers(toys.stack(), [nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match="inside one another"):
+        find_layers(toys.stack(), ["layers.0", "layers.0.up"])
+
+
+def test_flags_come_back_exactly():
+    class Layer(nn.Module):
+        gradient_checkpointing = True
+
+    own, inherited, off = Layer(), Layer(), nn.Linear(1, 1)
+    own.gradient_checkpointing = True
+    flags = CheckpointingFlags([own, inherited, off])
+    assert flags.switch_off()
+    assert not flags.switch_off()
+    assert not own.gradient_checkpointing
+    assert not inherited.gradient_checkpointing
+    flags.restore()
+    assert vars(own)["gradient_checkpointing"] is True
+    assert "gradient_checkpointing" not in vars(inherited)
+    with CheckpointingFlags.cleared([own]):
+        assert not own.gradient_checkpointing
+    assert own.gradient_checkpointing
+    assert not hasattr(off, "gradient_checkpointing")
+
+
+def test_meta_models_have_layers_too(toys):
+    with torch.device("meta"):
+        assert len(names(toys.stack())) == 3

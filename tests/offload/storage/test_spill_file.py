@@ -1,0 +1,259 @@
+"""Bytes that wait on disk: gradients, sharing, and what comes back."""
+
+import copy
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.offload import OffloadOptions, host_arena, offload_activations, trim
+from rlx.offload.storage.copy_streams import Arrival, CopyStreams
+from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, aligned
+from rlx.offload.storage.spill_file import extent_file
+from rlx.offload.storage.stats import Counters, Timeline
+from rlx.offload.storage.tiers import MIN_STAGING_BYTES, DiskTier, StagingBuffers
+
+MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
+MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("emptied_folder")
+
+
+def on_disk(path, **options):
+    return {"tier": "disk", "directory": str(path), **options}
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("prefetch_layers", "max_host_bytes"),
+    [(None, None), (None, MIN_STAGING_BYTES), (0, 8 * MIB), (1, 8 * MIB), (100, MIN_STAGING_BYTES)],
+)
+def test_gradients_are_equal(compare, toys, tmp_path, enable_ckpt, prefetch_layers, max_host_bytes):
+    options = on_disk(tmp_path, prefetch_layers=prefetch_layers, max_host_bytes=max_host_bytes)
+    stats = compare(toys.wide(), toys.read_wide, enable_ckpt, **options)
+    assert stats.disk_bytes >= 2 * stats.offloaded_bytes > 0
+    assert stats.copied_bytes == 2 * stats.offloaded_bytes
+    assert stats.disk_reserved_bytes >= stats.offloaded_bytes or enable_ckpt
+    assert stats.kept_bytes == 0
+    assert stats.disk_gb_per_s > 0
+    assert 0 <= stats.overlap <= 1
+
+
+@MODES
+def test_gradients_of_a_transformer_are_equal(compare, tmp_path, enable_ckpt):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    ids = torch.randint(0, 64, (2, 48))
+    for save in ("boundary", "attention") if enable_ckpt else ("all",):
+        compare(model, lambda m: m(input_ids=ids, labels=ids).loss, enable_ckpt, **on_disk(tmp_path, save=save))
+
+
+def test_a_region_goes_to_disk(toys, tmp_path):
+    model = toys.wide()
+    expected = toys.grade(copy.deepcopy(model), toys.read_wide)
+    with offload_activations(OffloadOptions(**on_disk(tmp_path, min_bytes=0))) as handle:
+        got = toys.grade(model, toys.read_wide)
+    expected.assert_equal(got)
+    assert handle.stats().disk_bytes > 0
+
+
+@MODES
+def test_a_retained_graph_is_read_again(compare, toys, tmp_path, enable_ckpt):
+    def twice(model):
+        loss = toys.read_wide(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    compare(toys.wide(), twice, enable_ckpt, **on_disk(tmp_path))
+
+
+@MODES
+def test_two_graphs_alive_backward_in_either_order(compare, toys, tmp_path, enable_ckpt):
+    def both(model):
+        first, second = toys.read_wide(model), model(torch.ones(700, 72))
+        first.backward()
+        second.backward()
+        return first.detach()
+
+    compare(toys.wide(), both, enable_ckpt, **on_disk(tmp_path))
+
+
+@MODES
+def test_a_graph_dropped_while_its_bytes_are_written_or_read(enable, toys, tmp_path, enable_ckpt):
+    model = toys.wide()
+    expected = toys.grade(copy.deepcopy(model), toys.read_wide)
+    handle = enable(model, enable_ckpt, **on_disk(tmp_path, prefetch_layers=3, max_host_bytes=8 * MIN_STAGING_BYTES))
+    for number in range(6):
+        torch.manual_seed(7)
+        loss = toys.read_wide(model)
+        if number % 2:  # only the last layers run backward: what was fetched ahead for the others is never used
+            torch.autograd.grad(loss, model.layers[3].up.weight)
+        del loss
+        assert handle.stats().held_bytes == 0
+        expected.assert_equal(toys.grade(model, toys.read_wide))
+    assert handle.stats().held_bytes == 0
+
+
+@MODES
+def test_an_exception_in_a_layer_leaves_nothing(enable, toys, tmp_path, enable_ckpt):
+    model = toys.wide()
+    expected = toys.grade(copy.deepcopy(model), toys.read_wide)
+    handle = enable(model, enable_ckpt, **on_disk(tmp_path))
+    hook = model.layers[3].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        toys.read_wide(model)
+    hook.remove()
+    gc.collect()
+    assert handle.stats().held_bytes == 0
+    hook = model.layers[2].register_forward_hook(lambda _, __, y: y.register_hook(lambda grad: 1 / 0) and None)
+    with pytest.raises(ZeroDivisionError):
+        toys.read_wide(model).backward()
+    hook.remove()
+    gc.collect()
+    assert handle.stats().held_bytes == 0
+    expected.assert_equal(toys.grade(model, toys.read_wide))
+
+
+def test_what_host_memory_has_no_room_for_goes_to_disk(compare, toys, tmp_path, caplog):
+    cap = 2 * MIB
+    host_arena(False).trim()
+    stats = compare(toys.wide(), toys.read_wide, False, directory=str(tmp_path), max_host_bytes=cap)
+    assert 0 < stats.disk_bytes < 2 * stats.offloaded_bytes + 100 * PAGE_ALIGN_BYTES
+    assert stats.kept_bytes == 0
+    assert stats.reserved_bytes <= cap
+    warnings = [record.getMessage() for record in caplog.records if "host memory is full" in record.getMessage()]
+    assert len(warnings) == 1
+    assert str(tmp_path) in warnings[0]
+
+
+def test_buffers_for_the_disk_stay_below_the_cap(compare, toys, tmp_path):
+    host_arena(False).trim()
+    stats = compare(toys.wide(), toys.read_wide, False, **on_disk(tmp_path, max_host_bytes=3 * MIN_STAGING_BYTES + 5))
+    assert 0 < stats.reserved_bytes <= max(3 * MIN_STAGING_BYTES, 2 * MIB)  # whole pages
+
+
+def test_an_arena_that_others_fill_makes_room_beside_it_with_one_warning(compare, toys, tmp_path, caplog):
+    arena = host_arena(False)
+    arena.trim()
+    arena.limit(MIB)
+    account = arena.account()
+    block = account.take(MIB)
+    try:
+        stats = compare(toys.wide(), toys.read_wide, True, **on_disk(tmp_path))
+    finally:
+        arena.limit(None)
+        account.give(block)
+    assert stats.reserved_bytes == MIB
+    assert caplog.text.count("host arena is full") == 1
+
+
+def test_two_models_share_a_file(enable, toys, tmp_path):
+    models = [toys.wide(), toys.wide(blocks=3)]
+    expected = [toys.grade(copy.deepcopy(model), toys.read_wide) for model in models]
+    handles = [enable(model, bool(index), **on_disk(tmp_path)) for index, model in enumerate(models)]
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    assert extent_file(str(tmp_path)) is extent_file(str(link))
+    link.unlink()
+    # Interleaved, so that extents of one lie between those of the other.
+    torch.manual_seed(7)
+    first = toys.read_wide(models[0])
+    assert handles[1].stats().held_bytes == 0 < handles[0].stats().held_bytes
+    expected[1].assert_equal(toys.grade(models[1], toys.read_wide))
+    first.backward()
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(parameter.grad, expected[0].grads[name])
+    assert handles[0].stats().disk_reserved_bytes == handles[1].stats().disk_reserved_bytes
+
+
+def test_two_models_in_two_threads(enable, toys, tmp_path):
+    model = toys.stack(lambda: toys.block(72), 4, 72)
+    results, errors = {}, []
+
+    def train(number):
+        try:
+            mine = copy.deepcopy(model)
+            enable(mine, bool(number % 2), **on_disk(tmp_path, max_host_bytes=4 * MIN_STAGING_BYTES))
+            for _ in range(3):
+                mine.zero_grad()
+                toys.read_wide(mine).backward()
+            results[number] = [parameter.grad for parameter in mine.parameters()]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    toys.read_wide(model).backward()
+    for grads in results.values():
+        assert all(torch.equal(grad, p.grad) for grad, p in zip(grads, model.parameters(), strict=True))
+
+
+def test_trim_empties_the_file_once_nothing_is_in_use(tmp_path):
+    file = extent_file(str(tmp_path))
+    kept, given = file.take(5 * MIB), file.take(MIB)
+    file.returned.append(given)
+    trim()
+    assert file.nbytes >= 6 * MIB
+    assert os.fstat(file._descriptor).st_blocks * 512 >= 6 * MIB  # the room is taken, not only promised
+    file.returned.append(kept)
+    trim()
+    assert file.nbytes == 0
+    assert os.fstat(file._descriptor).st_size == 0
+    assert file.take(MIB)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 300_000), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    chunk_pages=st.integers(1, 40),
+)
+def test_what_comes_back_is_what_left(tmp_path_factory, sizes, order, chunk_pages):
+    """Tensors of any length through chunks of any size; some are dropped on the way, others take their extents."""
+    file = extent_file(str(tmp_path_factory.getbasetemp()))
+    store = DiskTier(file, StagingBuffers(host_arena(False), chunk_pages * PAGE_ALIGN_BYTES), warning=None)
+    copier = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
+    held = []
+    for number, size in enumerate(sizes):
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        place = store.take(size)
+        place.write(copier, source)
+        held.append((place, source))
+        del place
+        if number % 3 == 2:
+            held.pop(order.randrange(len(held)))[0].give()
+    order.shuffle(held)
+    arrivals = []
+    for place, source in held:
+        arrival = Arrival(source.shape, source.dtype, source.device, None)
+        place.read(copier, arrival)
+        arrivals.append((arrival, source))
+    for arrival, source in arrivals:
+        copier.wait_for(arrival)
+        assert torch.equal(arrival.buffer, source)
+    assert store.held_bytes == sum(source.numel() for _, source in held)
+    for place, _ in held:
+        place.give()
+    assert store.held_bytes == 0
+    assert aligned(sum(sizes)) <= file.nbytes
+    del place
+    held.clear()
+    file.trim()
+    assert file.nbytes == 0

@@ -1,0 +1,269 @@
+"""The disk tier when something fails. Faults are real ones: a limit on file size, descriptors that refuse, a killed process."""
+
+import copy
+import errno
+import gc
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from rlx.offload import DiskError, OffloadOptions, enable_activation_offloading, host_arena, trim
+from rlx.offload.storage.copy_streams import CopyStreams
+from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES
+from rlx.offload.storage.spill_file import ExtentFile, extent_file
+from rlx.offload.storage.stats import Counters, Timeline
+from rlx.offload.storage.tiers import DiskTier, StagingBuffers
+
+MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
+MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("emptied_folder")
+
+
+def on_disk(path, **options):
+    return {"tier": "disk", "directory": str(path), **options}
+
+
+CHILD = """
+    import sys, torch
+    from torch import nn
+    from rlx.offload import OffloadOptions, enable_activation_offloading
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)])
+    x = torch.randn(2000, 64)
+    def run():
+        y = x
+        for layer in layers:
+            y = layer(y)
+        return y.square().sum()
+    expected = torch.autograd.grad(run(), list(layers.parameters()))
+    enable_activation_offloading(layers, False, OffloadOptions(tier="disk", directory=sys.argv[1], min_bytes=0), layers=list(layers))
+    loss = run()
+    print("forward", flush=True)
+    sys.stdin.readline()
+    grads = torch.autograd.grad(loss, list(layers.parameters()))
+    print(all(map(torch.equal, grads, expected)), flush=True)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    """`child()`: a process that stands between forward and backward, with its activations in the folder."""
+    started = []
+
+    def start():
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)], **pipes)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_that_share_a_folder_and_one_that_is_killed(child, tmp_path):
+    killed, other = child(), child()
+    assert (killed.stdout.readline(), other.stdout.readline()) == ("forward\n", "forward\n")
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert list(tmp_path.iterdir()) == []
+    out, _ = other.communicate("go on\n", timeout=60)
+    assert (out, other.returncode) == ("True\n", 0)
+
+
+@pytest.fixture
+def room():
+    """`room(nbytes)`: no file may become longer, as on a disk that is full; none: as before."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(nbytes=None):
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if nbytes is None else (nbytes, before[1]))
+
+    yield limit
+    limit()
+
+
+@MODES
+def test_a_full_disk_is_an_error_in_forward_and_the_next_step_is_clean(enable, toys, tmp_path, room, enable_ckpt):
+    model = toys.wide()
+    expected = toys.grade(copy.deepcopy(model), toys.read_wide)
+    before = copy.deepcopy(model.state_dict())
+    handle = enable(model, enable_ckpt, **on_disk(tmp_path))
+    room(PAGE_ALIGN_BYTES * 150)
+    with pytest.raises(DiskError, match=r"needs \d+ more") as error:
+        toys.read_wide(model)
+    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(tmp_path))
+    assert pickle.loads(pickle.dumps(error.value)).args == error.value.args
+    del error
+    gc.collect()
+    assert handle.stats().held_bytes == 0
+    room()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    expected.assert_equal(toys.grade(model, toys.read_wide))
+
+
+def test_less_than_a_growth_step_is_taken_where_no_more_is_left(tmp_path, room):
+    file = ExtentFile(str(tmp_path))
+    file.take(2 * MIB)
+    room(2 * MIB + 5 * PAGE_ALIGN_BYTES)
+    file.take(5 * PAGE_ALIGN_BYTES)
+    with pytest.raises(DiskError):
+        file.take(PAGE_ALIGN_BYTES)
+    assert file.nbytes == 2 * MIB + 5 * PAGE_ALIGN_BYTES
+
+
+@pytest.fixture
+def break_file():
+    """`break_file(file, path, flags)`: the file's descriptor is another one from now on; none: as before."""
+    saved = []
+
+    def swap(file, path=None, flags=0):
+        if path is None:
+            os.dup2(saved.pop(), file._descriptor)
+            return
+        saved.append(os.dup(file._descriptor))
+        broken = os.open(path, flags)
+        os.dup2(broken, file._descriptor)
+        os.close(broken)
+
+    yield swap
+    assert not saved
+
+
+@MODES
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_a_failing_disk_is_an_error_in_backward_and_the_next_step_is_clean(
+    enable, toys, tmp_path, break_file, enable_ckpt, what
+):
+    model = toys.wide()
+    expected = toys.grade(copy.deepcopy(model), toys.read_wide)
+    handle = enable(model, enable_ckpt, **on_disk(tmp_path))
+    expected.assert_equal(toys.grade(model, toys.read_wide))
+    file = extent_file(str(tmp_path))
+    moved = handle.stats().disk_bytes
+    if what == "write":
+        break_file(file, "/dev/full", os.O_RDWR)  # each write: no space left on device
+        loss = toys.read_wide(model)
+        file.drain()
+        assert handle.stats().disk_bytes == moved
+    else:
+        loss = toys.read_wide(model)
+        file.drain()
+        break_file(file, "/dev/null", os.O_RDWR)  # each read: end of file
+    with pytest.raises(DiskError, match=f"failed to {what}"):
+        loss.backward()
+    break_file(file)
+    del loss
+    gc.collect()
+    assert handle.stats().held_bytes == 0
+    file.drain()
+    assert host_arena(False).held_bytes == 0
+    for _ in range(2):
+        expected.assert_equal(toys.grade(model, toys.read_wide))
+    trim()
+    assert file.nbytes == 0  # no extent was lost
+
+
+@pytest.mark.parametrize("where", ["missing", "file", "/proc"])
+def test_a_directory_that_cannot_be_used_is_refused_when_switched_on(toys, tmp_path, where):
+    path = tmp_path / where
+    if where == "file":
+        path.write_text("")
+    options = OffloadOptions(**on_disk(path))  # a driver may lack the folder
+    model = toys.stack()
+    with pytest.raises(DiskError, match="exists, is writable and has room") as error:
+        enable_activation_offloading(model, True, options)
+    assert str(path) in str(error.value)
+    assert "forward" not in vars(model.layers[0])
+    assert not (tmp_path / "missing").exists()
+    if where == "file":
+        path.unlink()
+
+
+def test_an_unused_file_is_closed(toys, tmp_path):
+    def open_files():
+        return sorted(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = open_files()
+    model = toys.wide()
+    handle = enable_activation_offloading(model, True, OffloadOptions(**on_disk(tmp_path, min_bytes=0)))
+    toys.read_wide(model).backward()
+    assert open_files() != before
+    handle.disable()
+    del handle, model
+    gc.collect()
+    for _ in range(100):  # an idle thread lets go of the last task's results when it sees that it is done
+        if open_files() == before:
+            break
+        threading.Event().wait(0.01)
+    assert open_files() == before
+
+
+def test_a_forked_child_is_refused(enable, toys, tmp_path):
+    """Also where the parent ran forward: the threads that would read are not in the child."""
+    model = toys.stack()
+    enable(model, False, **on_disk(tmp_path))
+    loss = model(torch.randn(4, 8)).sum()
+    file = extent_file(str(tmp_path))
+    for run in (loss.backward, lambda: file.take(1)):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                run()
+            except RuntimeError as error:
+                os._exit(17 if "forked" in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    loss.backward()
+
+
+def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
+    file = extent_file(str(tmp_path))
+    file.returned.append(file.take(MIB))
+    size = file.nbytes
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        trim()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.fstat(file._descriptor).st_size == size
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(tmp_path, monkeypatch):
+    file = ExtentFile(str(tmp_path))
+    store = DiskTier(file, StagingBuffers(host_arena(False), PAGE_ALIGN_BYTES), warning=None)
+    copier = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
+    source = torch.zeros(40 * PAGE_ALIGN_BYTES, dtype=torch.uint8)
+    go_on = threading.Event()
+    file.submit_write(go_on.wait)  # the one thread there is has something to do
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            store.take(source.numel()).write(copier, source)
+    go_on.set()
+    gc.collect()
+    place = store.take(source.numel())
+    place.write(copier, source)
+    file.drain()
+    place.written.wait()
+    del place
+    assert host_arena(False).held_bytes == 0
+    file.trim()
+    assert file.nbytes == 0

@@ -1,0 +1,383 @@
+"""`save="all"` and regions: every saved tensor leaves and comes back, bit for bit."""
+
+import copy
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rlx.offload import OffloadOptions, offload_activations
+from rlx.offload.save_all import SaveAllCall
+
+
+def test_gradients_are_those_of_plain_autograd(compare, toys):
+    stats = compare(toys.stack(), toys.step, False)
+    assert stats.offloaded_bytes > 3 * 4 * (8 + 8 + 16 + 16) * 4  # norm's and linears' inputs, silu's input
+    assert stats.copied_bytes == 2 * stats.offloaded_bytes
+    assert stats.recomputed_ms == 0
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 1, 100])
+def test_any_prefetch_is_valid(compare, toys, prefetch):
+    compare(toys.stack(), toys.step, False, prefetch_layers=prefetch)
+
+
+def test_parameters_and_buffers_never_leave(enable, toys):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+            self.register_buffer("table", torch.randn(4, 8))
+
+        def forward(self, x):
+            return (x @ self.weight.t()) * self.table * self.weight[:4] * self.table.view(4, 8)
+
+    model = toys.stack(Layer)
+    handle = enable(model, False)
+    toys.step(model).backward()
+    # x, and what is multiplied with the second parameter; the buffers' products save the buffers alone
+    assert handle.stats().offloaded_bytes == 3 * 2 * (4 * 8 * 4)
+    assert handle.stats().kept_bytes == 0
+
+
+def test_a_tensor_saved_twice_costs_one_copy(compare, toys):
+    def forward(block, x):
+        y = block.lin(x)
+        return y * y.sin() + y.t().contiguous().t().cos() * y + (y.t() @ y).sum()
+
+    stats = compare(toys.of(forward), toys.step, False)
+    # x, y (for sin, two products and both sides of the matrix product), sin(y), y transposed, its cosine
+    assert stats.offloaded_bytes == 3 * 5 * (4 * 8 * 4)
+
+
+def test_a_tensor_and_its_transpose_are_not_mixed_up(compare, toys):
+    def forward(block, x):
+        y = torch.tanh(block.lin(x))
+        square = y.t() @ y  # (8, 8)
+        return (y @ square) * (y @ square.t().tril())
+
+    compare(toys.of(forward), toys.step, False)
+
+
+def test_what_all_layers_share_is_copied_once(compare, toys):
+    stats = compare(toys.stack(), lambda m: m(toys.batch(), scale=torch.linspace(0, 1, 8).repeat(4, 1)), False)
+    alone = compare(toys.stack(), toys.step, False)
+    # each block also saves the product's other factor; the scale itself once
+    assert stats.offloaded_bytes == alone.offloaded_bytes + 4 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda y: y.expand(5, *y.shape),
+        lambda y: y[:, 2:6],
+        lambda y: y.flatten()[5:29].view(4, 6),
+        lambda y: y.as_strided((4, 4), (3, 2), 1),
+        lambda y: y.unfold(1, 3, 1),
+        lambda y: torch.complex(y, -y).conj(),
+        lambda y: torch.complex(y, -y).conj().imag,
+        lambda y: y.to_sparse(),
+        lambda y: torch.where(y > 0, y, y.detach()),
+        lambda y: y[torch.tensor([3, 0, 0])],
+        lambda y: y.masked_select(y > 0),
+        lambda y: y[:, :0],
+    ],
+    ids=["expand", "slice", "offset", "overlap", "unfold", "conj", "neg", "sparse", "where", "index", "mask", "empty"],
+)
+def test_looks_and_dtypes_come_back_exactly(compare, toys, look):
+    def step(model):
+        y = look(model.layers[0](toys.batch()))
+        y = y.to_dense() if y.is_sparse else y
+        z = y * y + y.cos()
+        return (z.abs() if z.is_complex() else z).sum()
+
+    model = toys.of(lambda block, x: block.lin(x))
+    compare(model, step, False)
+
+    def inside(block, x):
+        y = look(block.lin(x))
+        y = y.to_dense() if y.is_sparse else y
+        z = y * y + y.cos()
+        return torch.tanh((z.abs() if z.is_complex() else z).sum()) + block.lin(x)
+
+    compare(toys.of(inside), toys.step, False)
+
+
+def test_strides_seen_by_backward_are_those_of_forward(enable, toys):
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            seen.append((x.shape, x.stride(), x.dtype, x.clone()))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            shape, stride, dtype, value = seen.pop()
+            assert (x.shape, x.stride(), x.dtype) == (shape, stride, dtype)
+            assert torch.equal(x, value)
+            return grad
+
+    def forward(block, x):
+        y = Look.apply(block.lin(x).t())
+        y = Look.apply(y[:1].expand(8, 4))
+        return Look.apply(torch.cat([y, y])[3:11].t())
+
+    model = toys.of(forward)
+    enable(model, False)
+    toys.step(model).backward()
+    assert not seen
+
+
+def test_integer_and_bool_tensors(compare, toys):
+    def forward(block, x):
+        order = x.sum(-1).argsort()
+        y = block.lin(x)[order]
+        return torch.where(y > 0, y, y * 0.1).gather(1, torch.zeros(4, 8, dtype=torch.long)) + x
+
+    compare(toys.of(forward), toys.step, False)
+
+
+def test_subclasses_stay(compare, toys):
+    class Tagged(torch.Tensor):
+        pass
+
+    stats = compare(toys.of(lambda block, x: torch.tanh(block.lin(x.as_subclass(Tagged))) * 2), toys.step, False)
+    assert stats.kept_bytes > 0
+
+
+def test_min_bytes_bounds_what_moves(compare, toys):
+    stats = compare(toys.stack(), toys.step, False, min_bytes=4 * 16 * 4)
+    assert stats.offloaded_bytes == 3 * 2 * (4 * 16 * 4)  # up's output and silu's
+    assert stats.kept_bytes > 0
+
+
+# ------------------------------------------------------------------------------------------------ graphs and their ends
+
+
+def test_retain_graph_double_use_and_partial_backward(compare, toys):
+    def step(model):
+        loss = model(toys.batch())
+        loss.backward(retain_graph=True)
+        (grad,) = torch.autograd.grad(loss, model.layers[1].up.weight, retain_graph=True)
+        return loss + grad.sum()
+
+    compare(toys.stack(), step, False)
+
+
+def test_a_retained_graph_keeps_no_copy_on_the_device(enable, toys):
+    model = toys.stack(blocks=4)
+    handle = enable(model, False)
+    loss = toys.step(model)
+    loss.backward(retain_graph=True)
+    calls = [found for found in gc.get_objects() if type(found) is SaveAllCall and found.engine is handle.engine]
+    loaded = [any(parked()._arrival is not None for parked in call.parked) for call in calls]
+    assert sorted(loaded) == [False, False, False, True]  # the first layer, which backward reached last
+    assert handle.stats().held_bytes > 0
+
+
+def test_double_backward(compare, toys):
+    def step(model):
+        x = toys.batch().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+        return (grad**2).sum()
+
+    compare(toys.stack(), step, False)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_several_graphs_alive_and_accumulation(compare, toys, order):
+    def step(model):
+        losses = [model(toys.batch(seed=seed)) for seed in range(3)]
+        for index in order:
+            losses[index].backward()
+        return losses[0].detach()
+
+    compare(toys.stack(), step, False)
+
+
+def test_backward_inside_forward(compare, toys):
+    def forward(block, x):
+        y = torch.tanh(block.lin(x))
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + grad
+
+    compare(toys.of(forward), toys.step, False)
+
+
+def test_dropped_graphs_and_exceptions_free_everything(enable, toys):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    handle = enable(model, False)
+    loss = toys.step(model)
+    assert handle.stats().held_bytes > 0
+    del loss
+    assert handle.stats().held_bytes == 0
+    hook = model.layers[1].down.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("in forward")))
+    with pytest.raises(KeyError):
+        toys.step(model)
+    hook.remove()
+    assert handle.stats().held_bytes == 0
+    expected.assert_equal(toys.grade(model, toys.step))
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
+def test_an_output_that_is_saved_makes_no_cycle(enable, toys, min_bytes):
+    model = toys.of(lambda block, x: block.lin(x).exp())
+    handle = enable(model, False, min_bytes=min_bytes)
+    outputs = []
+    model.layers[1].register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
+    gc.disable()
+    try:
+        loss = toys.step(model)
+        del loss
+        assert outputs[0]() is None
+    finally:
+        gc.enable()
+    assert handle.stats().held_bytes == 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_nothing_happens_without_grad_mode(enable, toys, context):
+    model = toys.stack()
+    handle = enable(model, False)
+    with context():
+        toys.step(model)
+    assert handle.stats().offloaded_bytes == handle.stats().kept_bytes == 0
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda block, x: block.lin(x).exp().add_(1),
+        lambda block, x: torch.tanh(block.lin(x)).view(-1).mul_(2).view(4, 8),
+        lambda block, x: block.lin(x) * 2 + x.detach().zero_(),
+    ],
+    ids=["output", "view", "input"],
+)
+def test_a_write_to_a_saved_tensor_raises(enable, toys, forward, min_bytes):
+    model = toys.of(forward)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        toys.step(model).backward()
+    enable(model, False, min_bytes=min_bytes)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        toys.step(model).backward()
+
+
+def test_a_write_before_the_second_save_is_another_tensor(compare, toys):
+    def forward(block, x):
+        y = block.lin(x)
+        z = y.detach().clone()
+        one = x * z
+        z = z.add_(1)  # the first product saved x only: z wants no gradient, x does, so z is saved too
+        return one.detach() + x * z
+
+    compare(toys.of(forward), toys.step, False)
+
+
+def test_addresses_that_are_used_again_are_told_apart(compare, toys):
+    """Tensors of equal shape and version that die and leave their address to the next one."""
+
+    def forward(block, x):
+        for _ in range(6):
+            x = torch.sin(block.lin(x))
+        return x
+
+    compare(toys.of(forward), toys.step, False)
+
+
+def test_a_users_hooks_inside_a_layer_work(compare, toys):
+    def forward(block, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().double(), lambda t: t.float()):
+            y = torch.tanh(block.lin(x))
+        return torch.exp(y) + x
+
+    compare(toys.of(forward), toys.step, False)
+
+
+def test_threads_share_a_model(enable, toys):
+    model = toys.stack()
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    enable(model, False)
+    failures = []
+
+    def work():
+        try:
+            for _ in range(10):
+                grads = torch.autograd.grad(toys.step(model), list(model.parameters()))
+                for grad, wanted in zip(grads, expected.grads.values(), strict=True):
+                    assert torch.equal(grad, wanted)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# ------------------------------------------------------------------------------------------------ regions
+
+DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_layer_whose_arguments_are_not_looked_into_leaves_its_device(enable):
+    class Layer(nn.Linear):
+        def forward(self, box):
+            return super().forward(box.tensor).tanh()
+
+    layers = nn.ModuleList([Layer(64, 64, device="cuda") for _ in range(3)])
+    handle = enable(layers, False, layers=list(layers))
+    y = torch.ones(8, 64, device="cuda")
+    for layer in layers:
+        y = layer(SimpleNamespace(tensor=y))
+    assert handle.stats().offloaded_bytes > 0
+    y.sum().backward()
+
+
+def test_a_region_moves_what_is_saved_in_it(toys):
+    model = toys.stack().to(DEVICE)
+    x = toys.batch().to(DEVICE)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    with offload_activations(OffloadOptions(min_bytes=0)) as handle:
+        loss = model(x)
+    assert handle.stats().held_bytes > 0
+    for grad, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        assert torch.equal(grad, wanted)
+    assert handle.stats().held_bytes == 0
+    assert handle.stats().offloaded_bytes > 0
+
+
+def test_a_region_fetches_stretch_by_stretch(toys, monkeypatch):
+    monkeypatch.setattr("rlx.offload.save_all.STRETCH_BYTES", 300)
+    model = toys.stack(blocks=6).to(DEVICE)
+    x = toys.batch().to(DEVICE)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    with offload_activations(OffloadOptions(min_bytes=0, prefetch_layers=2)):
+        grads = torch.autograd.grad(model(x), list(model.parameters()))
+    assert all(map(torch.equal, grads, expected))
+
+
+def test_a_region_ends_with_an_exception(toys):
+    with pytest.raises(KeyError), offload_activations(OffloadOptions(min_bytes=0)) as handle:
+        loss = toys.stack().to(DEVICE)(toys.batch().to(DEVICE))
+        raise KeyError("in the region")
+    del loss
+    assert handle.stats().held_bytes == 0
+
+
+def test_a_region_recomputes_nothing():
+    with pytest.raises(ValueError, match="enable_ckpt"), offload_activations(OffloadOptions(save="boundary")):
+        pass
