@@ -88,7 +88,7 @@ def test_fields_of_other_types_need_nothing():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"turn_s": "long"}, r"Measurement.turn_s: got 'long', expected float"),
+        ({"turn_s": "long"}, r"PassProfile.turn_s: got 'long', expected float"),
         ({"turn_s": float("nan")}, r"turn_s: got 'nan'"),
         ({"outside_bytes": 1.5}, r"outside_bytes: got '1.5', expected int"),
         ({"outside_bytes": True}, r"outside_bytes: got 'True'"),
