@@ -260,7 +260,7 @@ def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
     toys, auto, monkeypatch, budget, expected_call
 ):
     # Of 768 bytes of inputs, beside which layers hold 80,768, and half of it once backward has come to the last call but one.
-    monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemory", Falling)
+    monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemoryProbe", Falling)
     model = toys.decoder(4, dropout=0.2)
     expected = toys.grade(copy.deepcopy(model), read)
     handle = auto(model, budget, min_bytes=0)

@@ -317,7 +317,7 @@ class Roomy(DeviceMemoryProbe):
 
 def test_another_loss_is_found_out(run, monkeypatch):
     """Layers, and what is described of the rest, are the same; what the loss holds is more."""
-    monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemory", Roomy)
+    monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemoryProbe", Roomy)
     first = run()
     first.passes(3)
     assert first.handle.measurement().outside_bytes == 1000
