@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlx.benchmarks.common import benchmark_parser, chosen_device, seconds_of, title, write_json
+from rlx.engine.sharding import TRAINING_DTYPES
 from rlx.models import head_log_probs as head_module
 from rlx.models.head_log_probs import head_log_probs
 from rlx.models.log_probs import token_log_probs
 from rlx.offload.benchmark.device import peak_bytes, reset_peak, used_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (N, H), weight (V, H), ids (N,) -> a scalar
 
 
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
     parser.add_argument("--vocabulary", type=int, default=152064, help="that of Qwen2-7B")
     parser.add_argument("--width", type=int, default=3584, help="that of Qwen2-7B")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--entropy", action="store_true", help="with the entropy and its gradient")
     parser.add_argument("--chunk-bytes", type=int, default=head_module.HEAD_CHUNK_BYTES, help="logits of a chunk")
     given = parser.parse_args(arguments)
@@ -105,7 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'tokens':>8} {'form':10}{'ms':>10}{'of naive':>10}{'peak GiB':>10}")
     rows: list[dict[str, Any]] = []
     for tokens in given.tokens:
-        found = measure(tokens, given.vocabulary, given.width, DTYPES[given.dtype], given.entropy, given.rounds, device)
+        found = measure(
+            tokens, given.vocabulary, given.width, TRAINING_DTYPES[given.dtype], given.entropy, given.rounds, device
+        )
         for form, figures in found.items():
             rows.append({"tokens": tokens, "form": form, **figures})
             cells = _cells(figures["seconds"], found["naive"]["seconds"], figures["peak_bytes"])

@@ -42,10 +42,10 @@ from rlx.offload.benchmark.modes import PEERS
 from rlx.offload.plan.shapes import SHAPES
 
 RLX = "rlx"
-PHASES = ("forward", "head", "backward", "step")
+STEP_PHASES = ("forward", "head", "backward", "step")
 TIMES = ("forward", "head", "backward", "clip", "step")
 HAND_OVER = "hand-over"
-PARTS = ("weights", "gradients", "optimizer", "rest")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "rest")
 WIDTH = 12
 PROGRESS = "measuring"  # begins the lines in which a child says how far it is
 Figures = dict[str, Any]
@@ -231,7 +231,7 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
 def parts(figures: Mapping[str, Any]) -> dict[str, float]:
     """The device memory of the dearest phase by part [GB]; the rest is the working set of a layer or the head, and inputs."""
     static, peak = figures["static"], max(figures["peaks"].values())
-    known = {name: static[name] / GB for name in PARTS[:-1]}
+    known = {name: static[name] / GB for name in MEMORY_PARTS[:-1]}
     return {**known, "rest": max(0.0, peak / GB - sum(known.values()))}
 
 
@@ -244,13 +244,13 @@ def draw(rows: Sequence[tuple[str, int, Figures]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes, left = figure.subplots(), [0.0] * len(rows)
     names = [f"{mode}, {tokens}" for mode, tokens, _ in rows]
-    for part in PARTS:
+    for part in MEMORY_PARTS:
         widths = [parts(figures)[part] for *_, figures in rows]
         axes.barh(names, widths, left=left, label=part)
         left = [one + other for one, other in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("device memory [GB]")
-    axes.legend(frameon=False, ncols=len(PARTS), loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(frameon=False, ncols=len(MEMORY_PARTS), loc="lower right", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=130)
 
 
@@ -260,7 +260,7 @@ def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
         return f"{mode:>24}{tokens:>10}  {figures['error']}"
     host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
     seconds = [figures["seconds"], *(figures["times"][name] for name in (*TIMES, HAND_OVER))]
-    peaks = (figures["peaks"][name] / GB for name in PHASES)
+    peaks = (figures["peaks"][name] / GB for name in STEP_PHASES)
     row = "".join(_cell(value, 3) for value in seconds) + "".join(
         _cell(value, 2) for value in (*parts(figures).values(), *peaks, host)
     )
@@ -273,7 +273,7 @@ def _cell(value: float | None, digits: int) -> str:
 
 def header() -> str:
     """Names of the columns."""
-    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *PARTS, *PHASES, "host")
+    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *MEMORY_PARTS, *STEP_PHASES, "host")
     return f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>{WIDTH}}" for name in names)
 
 

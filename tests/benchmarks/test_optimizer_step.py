@@ -7,7 +7,7 @@ import torch
 
 from rlx.benchmarks import optimizer_step
 from rlx.benchmarks.common import write_random_model
-from rlx.benchmarks.optimizer_step import PHASES, PROGRESS, TIMES, draw, header, in_own_process, line, parts
+from rlx.benchmarks.optimizer_step import PROGRESS, STEP_PHASES, TIMES, draw, header, in_own_process, line, parts
 
 FIGURES = {
     "seconds": 2.0,
@@ -21,7 +21,7 @@ FIGURES = {
 def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, one_rank):
     ((ours, theirs),) = one_rank("step", "steps", model_folder, ["rlx", "checkpointing"])
     for figures in ours, theirs:
-        assert figures["seconds"] > 0 and set(figures["peaks"]) == set(PHASES)
+        assert figures["seconds"] > 0 and set(figures["peaks"]) == set(STEP_PHASES)
         static = figures["static"]
         # AdamW keeps two numbers and a count for each weight, all in bf16 but the count.
         assert static["gradients"] == static["weights"] > 0
