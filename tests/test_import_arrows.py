@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "rollout": {"models"},
     "workers": {"engine", "models", "rollout"},
     "cluster": set(),
+    "benchmarks": {"config", "data", "algorithms", "engine", "models", "offload", "rollout", "trainer", "workers"},
     "trainer": {"algorithms", "cluster", "config", "data", "models", "rewards", "rollout", "user_code", "workers"},
 }
 # Modules that every part may import, but for those that are libraries of their own.
@@ -206,6 +207,10 @@ def test_the_table_names_every_part():
 
 def test_parts_import_along_the_arrows(imports: list[Import]):
     assert crossed_arrows(imports) == []
+
+
+def test_nothing_imports_the_benchmarks(imports: list[Import]):
+    assert not [str(i) for i in imports if part_of(i.name) == "benchmarks" and part_of(i.importer) != "benchmarks"]
 
 
 def test_the_arrows_have_no_circle():

@@ -33,7 +33,7 @@ from rlx.engine.sharding import Sharded
 from rlx.errors import ExplainedError
 from rlx.models.lora import Adapter, merged_weights
 
-FORMAT = 1
+CHECKPOINT_FORMAT = 1
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +59,7 @@ class Description:
     updates: int
     steps: int
     adapters: dict[str, Adapter]
-    format: int = FORMAT
+    format: int = CHECKPOINT_FORMAT
 
 
 @contextmanager
@@ -114,8 +114,8 @@ def read_description(folder: Path) -> Description:
             f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
         )
     fields = json.loads(path.read_text())
-    if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: got format {fields.get('format')}, this version reads {FORMAT}")
+    if fields.get("format") != CHECKPOINT_FORMAT:
+        raise CheckpointError(f"{path}: got format {fields.get('format')}, this version reads {CHECKPOINT_FORMAT}")
     adapters = {layer: Adapter(*values) for layer, values in fields["adapters"].items()}
     return Description(**{**fields, "contents": tuple(fields["contents"]), "adapters": adapters})
 

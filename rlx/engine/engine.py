@@ -21,9 +21,9 @@ from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
+from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.out_of_memory import SecondTry
 from rlx.engine.residency import Parking
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import precision_of, shard
@@ -109,9 +109,9 @@ class Engine:
             options = OffloadOptions(**vars(model.activation_offload))
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
         self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
-        self._second_try = None
+        self._oom_retry = None
         if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
-            self._second_try = SecondTry(
+            self._oom_retry = OomRetry(
                 self.offload, self.sharded, self.optimizer, device, keeps_state=not fsdp.optimizer_offload
             )
         self.updates = self.steps = 0
@@ -240,7 +240,7 @@ class Engine:
         def passes() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             return self._passes(parts, objective, totals)
 
-        sums, maxima = passes() if self._second_try is None else self._second_try.run(passes)
+        sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
         sums = {name: figure / self._copies for name, figure in sums.items()}
         # Metrics wait for the device, which would have nothing to do until the step's kernels are queued: so they come behind it.
         of_step = self._step(self.optimizer, self.optim)

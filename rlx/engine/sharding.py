@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from rlx.config.schema import FSDPConfig
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+TRAINING_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Precision(NamedTuple):
@@ -44,10 +44,10 @@ class Precision(NamedTuple):
 
 def precision_of(fsdp: FSDPConfig, device: torch.device) -> Precision:
     """The configured types, with `auto` decided for this device."""
-    chosen, stored = fsdp.mixed_precision.param_dtype, DTYPES[fsdp.model_dtype]
+    chosen, stored = fsdp.mixed_precision.param_dtype, TRAINING_DTYPES[fsdp.model_dtype]
     automatic = stored if device.type == "cpu" else torch.bfloat16
-    compute = automatic if chosen == "auto" else DTYPES[chosen]
-    return Precision(stored, compute, DTYPES[fsdp.mixed_precision.reduce_dtype])
+    compute = automatic if chosen == "auto" else TRAINING_DTYPES[chosen]
+    return Precision(stored, compute, TRAINING_DTYPES[fsdp.mixed_precision.reduce_dtype])
 
 
 def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:

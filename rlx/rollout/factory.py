@@ -7,7 +7,7 @@ from rlx.models.loading import load_config
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Rollout
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SAMPLER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def build_rollout(
@@ -36,7 +36,7 @@ def build_rollout(
     return HFRollout(
         load_config(model),
         device=device,
-        dtype=DTYPES.get(rollout.dtype, auto),
+        dtype=SAMPLER_DTYPES.get(rollout.dtype, auto),
         max_num_seqs=rollout.max_num_seqs,
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,

@@ -11,12 +11,12 @@ from torch import Tensor
 from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.protocol import Completion, EngineError, Request
-from rlx.rollout.vllm_api import Engine, lacking_model, unknown_options
+from rlx.rollout.vllm_api import VLLMEngine, lacking_model, unknown_options
 
 logger = logging.getLogger(__name__)
 # On CPU vLLM's share of memory would be one of the whole machine for each process.
 CPU_KV_CACHE_BYTES = 1 << 30
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class DeviceMemory(NamedTuple):
@@ -49,7 +49,7 @@ def engine_options(
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "model_impl": "vllm",  # its other one is a subclass of transformers' model class, which it changes under the trainer
-        "dtype": DTYPES.get(rollout.dtype, "float32" if on_cpu else "bfloat16"),
+        "dtype": VLLM_DTYPES.get(rollout.dtype, "float32" if on_cpu else "bfloat16"),
         "max_model_len": context_length,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
@@ -126,7 +126,7 @@ class VLLMRollout:
         self._is_raw = options["logprobs_mode"] == "raw_logprobs"
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is given back
-        self.engine = Engine(options, on_cpu=device.type == "cpu")
+        self.engine = VLLMEngine(options, on_cpu=device.type == "cpu")
 
     @property
     def version(self) -> int | None:

@@ -80,7 +80,7 @@ def lacking_model(architectures: Sequence[str]) -> str | None:
     return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
 
 
-class Engine:
+class VLLMEngine:
     """One vLLM engine in this process, without weights worth the name until `load` has brought them.
 
     All processes of the run build theirs together, for vLLM makes its groups out of all of them.

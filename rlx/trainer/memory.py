@@ -17,7 +17,7 @@ CALLS = {
 }
 OF_STEP = ("rollout", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync")
 
-FIGURES = ("gb", "allocated_gb")
+MEMORY_FIGURES = ("gb", "allocated_gb")
 
 
 def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_STEP) -> dict[str, float]:
@@ -36,7 +36,7 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
     for phase in phases:
         noted = [call for call in CALLS[phase] if f"memory/{call}_after_gb" in usage[0]]
         for moment, call in [("before", noted[0]), ("after", noted[-1])] if noted else []:
-            for figure in FIGURES:
+            for figure in MEMORY_FIGURES:
                 name = f"memory/{call}_{moment}_{figure}"
                 if name in usage[0]:
                     found[f"memory/{phase}_{moment}_{figure}"] = max(each[name] for each in usage)

@@ -14,7 +14,7 @@ from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
 from rlx.rewards.function import BATCHED, KEY, SINGLE, Loadable, own_function
-from rlx.rewards.pool import Pool
+from rlx.rewards.pool import ProcessPool
 from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCodeError, load_callable
 
 
@@ -68,7 +68,7 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
         if not broken.isdisjoint(own.keys):
             continue
         try:
-            with Pool(1, own.memory_limit_gb, at_once=1) as pool:
+            with ProcessPool(1, own.memory_limit_gb, at_once=1) as pool:
                 pool.check(own.code)
         except UserCodeError as error:
             elsewhere = own.in_workers and on_accelerator(config, machine) and not machine.gpus

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rlx.trainer import learning_benchmark
-from rlx.trainer.learning_benchmark import PLAIN, Curve, read, table
+from rlx.benchmarks import learning
+from rlx.benchmarks.learning import PLAIN, Curve, read, table
 
 
 def finished(folder, accuracies, reward=0.5):
@@ -19,9 +19,9 @@ def finished(folder, accuracies, reward=0.5):
 @pytest.fixture
 def command(monkeypatch, tmp_path, capsys):
     def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["learning_benchmark", "--out", str(tmp_path), *arguments])
+        monkeypatch.setattr("sys.argv", ["learning", "--out", str(tmp_path), *arguments])
         monkeypatch.setenv("COLUMNS", "120")
-        learning_benchmark.main()
+        learning.main()
         return capsys.readouterr().out
 
     return run

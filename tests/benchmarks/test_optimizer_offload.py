@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rlx.engine.residency_benchmark import main
+from rlx.benchmarks.optimizer_offload import main
 
 ROWS = ["park, first time", "unpark", "park", 'tensor.to("cpu")', "tensor.to(device)"]
 

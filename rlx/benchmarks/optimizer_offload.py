@@ -1,35 +1,23 @@
 """Measure how fast parameters leave the device for host memory and come back, beside plain copies of tensors; and what
 an optimizer's step costs whose state waits in host memory.
 
-python -m rlx.engine.residency_benchmark --gb 8 --json hand_over.json
+python -m rlx.benchmarks.optimizer_offload --gb 8 --json hand_over.json
 """
 
-import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from rlx.benchmarks.common import GB, benchmark_parser, chosen_device, seconds_of, title, write_json
 from rlx.engine.optimizer_state import MOMENTS, PIECE_BYTES, OptimizerStateOnHost
 from rlx.engine.residency import Parking
 from rlx.offload import HostArena
+from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
 
 LARGE_BYTES, SMALL_BYTES = 64 << 20, 8 << 10  # a weight and a norm
-
-
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of some work, with all that it has queued."""
-    began = time.perf_counter()
-    work()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - began
 
 
 def make_tensors(nbytes: int, device: torch.device) -> list[Tensor]:
@@ -57,21 +45,21 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
     for turn in range(rounds + 1):
         before = _free_bytes(device)
         name = "park" if turn else "park, first time"
-        seconds.setdefault(name, []).append(timed(lambda: parking.park(tensors), device))
+        seconds.setdefault(name, []).append(seconds_of(lambda: parking.park(tensors), device))
         if device.type != "cpu":
             torch.accelerator.empty_cache()
             freed = _free_bytes(device) - before
-        seconds.setdefault("unpark", []).append(timed(parking.unpark, device))
+        seconds.setdefault("unpark", []).append(seconds_of(parking.unpark, device))
     if any(int(tensor[position]) != i % 251 for i, tensor in enumerate(tensors) for position in (0, -1)):
         raise RuntimeError("what came back is not what left")
     for _ in range(rounds):
         on_host: list[Tensor] = []
         seconds.setdefault('tensor.to("cpu")', []).append(
-            timed(lambda here=on_host: here.extend(t.to("cpu", copy=True) for t in tensors), device)
+            seconds_of(lambda here=on_host: here.extend(t.to("cpu", copy=True) for t in tensors), device)
         )
         tensors.clear()
         seconds.setdefault("tensor.to(device)", []).append(
-            timed(lambda here=on_host: tensors.extend(t.to(device, copy=True) for t in here), device)
+            seconds_of(lambda here=on_host: tensors.extend(t.to(device, copy=True) for t in here), device)
         )
     rows = {name: statistics.median(each) for name, each in seconds.items()}
     return {
@@ -79,7 +67,7 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
         "tensors": len(tensors),
         "host_reserved_bytes": arena.reserved_bytes,
         "freed_bytes": freed,
-        "rows": {name: {"seconds": value, "gb_per_s": moved / value / 1e9} for name, value in rows.items()},
+        "rows": {name: {"seconds": value, "gb_per_s": moved / value / GB} for name, value in rows.items()},
     }
 
 
@@ -104,7 +92,7 @@ def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: i
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer, arena = AdamW(parameters, lr=1e-3), HostArena(pinned=device.type != "cpu")
-    used = _allocated_bytes(device)
+    used = used_bytes(device)
     in_pieces = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes)
     whole = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes=1 << 62)
 
@@ -118,19 +106,14 @@ def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: i
     rows: dict[str, dict[str, float | None]] = {}
     for name, step in ways.items():
         step()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-            torch.accelerator.reset_peak_memory_stats(device)
-        seconds = statistics.median(timed(step, device) for _ in range(rounds))
-        peak = None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device) - used
-        rate = None if name == "state on the device" else 2 * state_bytes / seconds / 1e9
+        clock(device)
+        reset_peak(device)
+        seconds = statistics.median(seconds_of(step, device) for _ in range(rounds))
+        peak = None if device.type == "cpu" else peak_bytes(device) - used
+        rate = None if name == "state on the device" else 2 * state_bytes / seconds / GB
         rows[name] = {"seconds": seconds, "gb_per_s": rate, "peak_bytes": peak}
         whole.to_device()
     return {"state_bytes": state_bytes, "rows": rows}
-
-
-def _allocated_bytes(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -139,36 +122,30 @@ def _free_bytes(device: torch.device) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m rlx.engine.residency_benchmark", description=__doc__)
+    parser = benchmark_parser("optimizer_offload", __doc__)
     parser.add_argument("--gb", type=float, default=4.0, help="how much moves [10^9 bytes]")
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
-    parser.add_argument("--device", help="cpu or cuda; the accelerator if there is one")
-    parser.add_argument("--piece-gb", type=float, default=PIECE_BYTES / 1e9, help="of a step in pieces [10^9 bytes]")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--piece-gb", type=float, default=PIECE_BYTES / GB, help="of a step in pieces [10^9 bytes]")
     given = parser.parse_args(arguments)
     if given.gb <= 0 or given.rounds < 1 or given.piece_gb <= 0:
         got = f"--gb {given.gb} --rounds {given.rounds} --piece-gb {given.piece_gb}"
         parser.error(f"got {got}, expected more than 0, at least 1 and more than 0")
-    device = torch.device(given.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    figures = measure(int(given.gb * 1e9), given.rounds, device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}: {figures['bytes'] / 1e9:.2f} GB in {figures['tensors']} tensors")
+    device = chosen_device(given.device)
+    figures = measure(int(given.gb * GB), given.rounds, device)
+    print(f"{title(device)}: {figures['bytes'] / GB:.2f} GB in {figures['tensors']} tensors")
     print(f"{'':20}{'seconds':>10}{'GB/s':>8}")
     for row, values in figures["rows"].items():
         print(f"{row:20}{values['seconds']:10.3f}{values['gb_per_s']:8.1f}")
     if figures["freed_bytes"] is not None:
-        print(f"given back by the device while parked: {figures['freed_bytes'] / 1e9:.2f} GB")
-    print(f"taken from the host: {figures['host_reserved_bytes'] / 1e9:.2f} GB")
-    steps = measure_steps(int(given.gb * 1e9), given.rounds, device, int(given.piece_gb * 1e9))
-    print(f"\nAdamW's step, {steps['state_bytes'] / 1e9:.2f} GB of state; the rate is there and back together")
+        print(f"given back by the device while parked: {figures['freed_bytes'] / GB:.2f} GB")
+    print(f"taken from the host: {figures['host_reserved_bytes'] / GB:.2f} GB")
+    steps = measure_steps(int(given.gb * GB), given.rounds, device, int(given.piece_gb * GB))
+    print(f"\nAdamW's step, {steps['state_bytes'] / GB:.2f} GB of state; the rate is there and back together")
     print(f"{'':20}{'seconds':>10}{'GB/s':>8}{'peak GB':>10}")
     for row, values in steps["rows"].items():
         rate, peak = values["gb_per_s"], values["peak_bytes"]
-        cells = f"{'-' if rate is None else f'{rate:.1f}':>8}{'-' if peak is None else f'{peak / 1e9:.2f}':>10}"
+        cells = f"{'-' if rate is None else f'{rate:.1f}':>8}{'-' if peak is None else f'{peak / GB:.2f}':>10}"
         print(f"{row:20}{values['seconds']:10.3f}{cells}")
-    if given.json is not None:
-        everything = {"device": name, "torch": torch.__version__, **figures, "steps": steps}
-        given.json.write_text(json.dumps(everything, indent=2) + "\n")
+    write_json(given, device, {**figures, "steps": steps})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 import pytest
 
+from rlx.benchmarks.packed_attention import main
 from rlx.models import packed_attention
-from rlx.models.packed_attention_benchmark import main
 
 SMALL = ["--heads", "2", "--key-heads", "1", "--width", "4", "--rounds", "1", "--device", "cpu"]
 

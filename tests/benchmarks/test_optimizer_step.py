@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
-from rlx.engine import step_benchmark
-from rlx.engine.step_benchmark import PHASES, PROGRESS, TIMES, draw, header, in_own_process, line, parts
+from rlx.benchmarks import optimizer_step
+from rlx.benchmarks.common import write_random_model
+from rlx.benchmarks.optimizer_step import PROGRESS, STEP_PHASES, TIMES, draw, header, in_own_process, line, parts
 
 FIGURES = {
     "seconds": 2.0,
@@ -20,7 +21,7 @@ FIGURES = {
 def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, one_rank):
     ((ours, theirs),) = one_rank("step", "steps", model_folder, ["rlx", "checkpointing"])
     for figures in ours, theirs:
-        assert figures["seconds"] > 0 and set(figures["peaks"]) == set(PHASES)
+        assert figures["seconds"] > 0 and set(figures["peaks"]) == set(STEP_PHASES)
         static = figures["static"]
         # AdamW keeps two numbers and a count for each weight, all in bf16 but the count.
         assert static["gradients"] == static["weights"] > 0
@@ -79,10 +80,10 @@ def test_longer_sequences_than_one_that_failed_are_not_tried(monkeypatch, tmp_pa
         assert "--first-tokens=32" in arguments
         return FIGURES if "--modes=rlx" in arguments else {"error": "out of device memory"}
 
-    monkeypatch.setattr(step_benchmark, "in_own_process", child)
+    monkeypatch.setattr(optimizer_step, "in_own_process", child)
     options = ["--shape=tiny", "--tokens=128,64", "--modes=rlx,checkpointing", "--first-tokens=32", f"--out={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["step_benchmark", *options])
-    assert step_benchmark.main() == 0
+    monkeypatch.setattr(sys, "argv", ["optimizer_step", *options])
+    assert optimizer_step.main() == 0
     asked = [(mode, tokens) for mode in ("rlx", "checkpointing") for tokens in (64, 128)][:3]
     assert tried == [[f"--modes={mode}", f"--tokens={tokens}"] for mode, tokens in asked]
     assert "out of device memory" in capsys.readouterr().out and (tmp_path / "results.json").exists()
@@ -93,7 +94,7 @@ def test_longer_sequences_than_one_that_failed_are_not_tried(monkeypatch, tmp_pa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peaks_are_those_of_the_phases(save, tmp_path):
     arguments = ["--shape=tiny", "--tokens=4096", "--modes=rlx", f"--save={save}", "--steps=2"]
-    step_benchmark.write_shape(tmp_path, "tiny", None, 4096, torch.device("cuda"))
+    write_random_model(tmp_path, "tiny", torch.device("cuda"), max_position_embeddings=4096)
     found = in_own_process([*arguments, f"--folder={tmp_path}"])
     assert "error" not in found, found["error"]
     assert min(found["peaks"].values()) > found["static"]["weights"] > 0

@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
+from rlx.benchmarks.log_probs import forms, main
 from rlx.models import head_log_probs
-from rlx.models.log_probs_benchmark import forms, main
 
 SMALL = ["--vocabulary", "50", "--width", "8", "--rounds", "1", "--device", "cpu", "--dtype", "fp32"]
 

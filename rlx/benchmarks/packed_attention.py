@@ -1,18 +1,17 @@
 """Measure packed attention both ways: torch's kernel for variable lengths, and a call for each sequence.
 
-python -m rlx.models.packed_attention_benchmark --lengths 32x1024 8x4096 1x32768
+python -m rlx.benchmarks.packed_attention --lengths 32x1024 8x4096 1x32768
 
 From the length on from which the second is faster, `LONG_TOKENS` of `rlx.models.packed_attention` should begin.
 """
 
-import argparse
 import statistics
 import sys
-import time
 
 import torch
 from torch import Tensor
 
+from rlx.benchmarks.common import benchmark_parser, chosen_device, seconds_of, title, write_json
 from rlx.models import packed_attention
 from rlx.models.packed_attention import Lengths
 
@@ -32,12 +31,13 @@ def measure(
     starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
     grad, lengths = torch.randn(1, tokens, heads, width, device=device, dtype=dtype), Lengths([length] * count)
 
-    def step(long_tokens: int) -> float:
-        packed_attention.LONG_TOKENS = long_tokens
-        began = _clock(device)
+    def both_ways() -> None:
         result: Tensor = packed_attention.packed_attention(query, key, value, starts, lengths)
         torch.autograd.grad(result, (query, key, value), grad)
-        return _clock(device) - began
+
+    def step(long_tokens: int) -> float:
+        packed_attention.LONG_TOKENS = long_tokens
+        return seconds_of(both_ways, device)
 
     before = packed_attention.LONG_TOKENS
     try:
@@ -47,36 +47,29 @@ def measure(
     return {name: statistics.median(turn[name] for turn in taken) for name in WAYS}
 
 
-def _clock(device: torch.device) -> float:
-    """The time at which the device has done all it was given [s]."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m rlx.models.packed_attention_benchmark", description=__doc__)
+    parser = benchmark_parser("packed_attention", __doc__)
     usual = ["128x256", "64x512", "32x1024", "16x2048", "8x4096", "4x8192", "1x32768"]
     parser.add_argument("--lengths", nargs="+", default=usual, metavar="SEQUENCESxTOKENS")
     parser.add_argument("--heads", type=int, default=28, help="those of Qwen2-7B")
     parser.add_argument("--key-heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="of a head")
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
-    parser.add_argument("--device", help="cpu or cuda; the accelerator if there is one")
     given = parser.parse_args(arguments)
-    device = torch.device(given.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    device = chosen_device(given.device)
     note = "" if device.type == "cuda" else ": no kernel for variable lengths here, both are a call for each sequence"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, forward and backward{note}")
+    print(f"{title(device)}, forward and backward{note}")
     print(f"{'sequences':>10}{'tokens':>10}{'kernel ms':>12}{'each ms':>12}{'each/kernel':>13}")
+    rows = []
     for text in given.lengths:
         count, times, length = text.partition("x")
         if not times or not count.isdecimal() or not length.isdecimal() or not int(count) * int(length):
             parser.error(f"--lengths: got {text}, expected such as 8x4096")
         found = measure(int(count), int(length), given.heads, given.key_heads, given.width, given.rounds, device)
+        rows.append({"sequences": int(count), "tokens": int(length), **found})
         kernel, each = found["kernel"] * 1e3, found["each"] * 1e3
         print(f"{count:>10}{length:>10}{kernel:>12.2f}{each:>12.2f}{each / kernel:>13.2f}", flush=True)
+    write_json(given, device, {"rows": rows})
 
 
 if __name__ == "__main__":

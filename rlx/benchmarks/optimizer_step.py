@@ -1,6 +1,6 @@
 """The longest sequence that an actor can learn from: one whole optimizer step per length, its memory by part.
 
-python -m rlx.engine.step_benchmark --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
+python -m rlx.benchmarks.optimizer_step --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
 
 Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW, weights and state in bf16.
 Seconds by phase are between events on the device: layers forward, the head both ways, layers backward, what comes between backward
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from rlx.algorithms.losses import LossSettings, vanilla
+from rlx.benchmarks.common import GB, chosen_device, write_random_model
 from rlx.config.schema import ActivationOffloadConfig, ActorConfig, FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -41,11 +42,10 @@ from rlx.offload.benchmark.modes import PEERS
 from rlx.offload.plan.shapes import SHAPES
 
 RLX = "rlx"
-PHASES = ("forward", "head", "backward", "step")
+STEP_PHASES = ("forward", "head", "backward", "step")
 TIMES = ("forward", "head", "backward", "clip", "step")
 HAND_OVER = "hand-over"
-PARTS = ("weights", "gradients", "optimizer", "rest")
-GB = 1e9
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "rest")
 WIDTH = 12
 PROGRESS = "measuring"  # begins the lines in which a child says how far it is
 Figures = dict[str, Any]
@@ -231,20 +231,8 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
 def parts(figures: Mapping[str, Any]) -> dict[str, float]:
     """The device memory of the dearest phase by part [GB]; the rest is the working set of a layer or the head, and inputs."""
     static, peak = figures["static"], max(figures["peaks"].values())
-    known = {name: static[name] / GB for name in PARTS[:-1]}
+    known = {name: static[name] / GB for name in MEMORY_PARTS[:-1]}
     return {**known, "rest": max(0.0, peak / GB - sum(known.values()))}
-
-
-def write_shape(folder: Path, shape: str, layers: int | None, tokens: int, device: torch.device) -> None:
-    """A Hugging Face folder with random bf16 weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    changed = {"num_hidden_layers": layers} if layers else {}
-    config = AutoConfig.for_model(**{**SHAPES[shape], **changed, "max_position_embeddings": tokens})
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
 
 
 def draw(rows: Sequence[tuple[str, int, Figures]], path: Path) -> None:
@@ -256,13 +244,13 @@ def draw(rows: Sequence[tuple[str, int, Figures]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes, left = figure.subplots(), [0.0] * len(rows)
     names = [f"{mode}, {tokens}" for mode, tokens, _ in rows]
-    for part in PARTS:
+    for part in MEMORY_PARTS:
         widths = [parts(figures)[part] for *_, figures in rows]
         axes.barh(names, widths, left=left, label=part)
         left = [one + other for one, other in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("device memory [GB]")
-    axes.legend(frameon=False, ncols=len(PARTS), loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(frameon=False, ncols=len(MEMORY_PARTS), loc="lower right", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=130)
 
 
@@ -272,7 +260,7 @@ def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
         return f"{mode:>24}{tokens:>10}  {figures['error']}"
     host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
     seconds = [figures["seconds"], *(figures["times"][name] for name in (*TIMES, HAND_OVER))]
-    peaks = (figures["peaks"][name] / GB for name in PHASES)
+    peaks = (figures["peaks"][name] / GB for name in STEP_PHASES)
     row = "".join(_cell(value, 3) for value in seconds) + "".join(
         _cell(value, 2) for value in (*parts(figures).values(), *peaks, host)
     )
@@ -285,13 +273,13 @@ def _cell(value: float | None, digits: int) -> str:
 
 def header() -> str:
     """Names of the columns."""
-    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *PARTS, *PHASES, "host")
+    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *MEMORY_PARTS, *STEP_PHASES, "host")
     return f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>{WIDTH}}" for name in names)
 
 
 def in_own_process(arguments: Sequence[str]) -> Figures:
     """What a child prints as its last line; its fault where it prints none. What it says of its progress is passed on."""
-    command = [sys.executable, "-m", "rlx.engine.step_benchmark", *arguments]
+    command = [sys.executable, "-m", "rlx.benchmarks.optimizer_step", *arguments]
     said: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stderr is not None
@@ -311,7 +299,7 @@ def in_own_process(arguments: Sequence[str]) -> Figures:
 
 def main() -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rlx.engine.step_benchmark", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.optimizer_step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--tokens", default="32768", type=lambda text: [int(part) for part in text.split(",")])
@@ -325,13 +313,13 @@ def main() -> int:
         help="of the steps before the last, which make the optimizer's state (default: as many)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("step_benchmark"), help="folder of results.json and the picture"
+        "--out", type=Path, default=Path("optimizer_step"), help="folder of results.json and the picture"
     )
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the weights; this process measures
     options = parser.parse_args()
     if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:
         parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = chosen_device()
     if options.folder:
         print(json.dumps(measure(options.folder, options.modes[0], options.tokens[0], options, device)))
         return 0
@@ -343,9 +331,9 @@ def main() -> int:
     print(header())
     results: list[tuple[str, int, Figures]] = []
     with tempfile.TemporaryDirectory(prefix="rlx-shape-") as folder:
-        write_shape(Path(folder), options.shape, options.layers, max(options.tokens), device)
-        if device.type != "cpu":
-            torch.accelerator.empty_cache()
+        changed = {"num_hidden_layers": options.layers} if options.layers else {}
+        changed["max_position_embeddings"] = max(options.tokens)
+        write_random_model(Path(folder), options.shape, device, **changed)
         passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
         passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
         passed_on += ["--optimizer-offload"] * options.optimizer_offload

@@ -1,6 +1,6 @@
 """Does it learn? Trains the tiny model by several algorithms, at several difficulties and seeds, and draws the curves.
 
-`python -m rlx.trainer.learning_benchmark --out FOLDER [key=value ...]`; runs that have finished there are not repeated.
+`python -m rlx.benchmarks.learning --out FOLDER [key=value ...]`; runs that have finished there are not repeated.
 """
 
 import argparse
@@ -138,9 +138,7 @@ def draw(curves: Curves, picture: Path) -> None:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rlx.trainer.learning_benchmark", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.learning", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of all runs, the table and the picture")
     parser.add_argument("--recipes", default=",".join((*RECIPES, PLAIN)), type=lambda text: text.split(","))
     parser.add_argument("--difficulties", default="1,2,3", type=lambda text: [int(part) for part in text.split(",")])

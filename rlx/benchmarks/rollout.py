@@ -1,7 +1,7 @@
-"""What generation costs beside training: `python -m rlx.trainer.rollout_benchmark [--shape NAME] [key=value ...]`.
+"""What generation costs beside training: `python -m rlx.benchmarks.rollout [--shape NAME] [key=value ...]`.
 
 It takes the overrides of a run and builds that run's worker with actor and sampler, in this process; several GPUs with
-`torchrun --nproc-per-node N -m rlx.trainer.rollout_benchmark`. Measured are the sync of weights beside a plain copy on the
+`torchrun --nproc-per-node N -m rlx.benchmarks.rollout`. Measured are the sync of weights beside a plain copy on the
 device, how far the sampler's log-probs are from the trainer's, cycles of sleep, training, wake, sync and generation, and
 throughput beside the same vLLM engine called directly. It prints a table and writes the figures as JSON.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rlx.benchmarks.common import GB, seconds_of, write_random_model
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.faults import numbered
@@ -29,6 +30,7 @@ from rlx.data.batch import SEQUENCE, Batch
 from rlx.models.loading import load_model
 from rlx.models.log_probs import token_log_probs
 from rlx.models.tiny import make_tiny_tokenizer
+from rlx.offload.plan.shapes import SHAPES
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request
 from rlx.trainer import steps
@@ -36,11 +38,6 @@ from rlx.trainer.run import with_models
 from rlx.workers.roles import ActorRole, RolloutRole
 from rlx.workers.worker import Worker
 
-# hidden, intermediate, layers, heads, key/value heads, vocabulary, tied embeddings
-SHAPES = {
-    "qwen2-0.5b": (896, 4864, 24, 14, 2, 151936, True),
-    "qwen2-7b": (3584, 18944, 28, 28, 4, 152064, False),
-}
 Figures = dict[str, float]
 
 
@@ -62,7 +59,9 @@ def main(arguments: list[str]) -> int:
         if options.shape:
             # All ranks make their own, which are equal.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlx-shape-"))
-            write_shape(Path(folder), options.shape)
+            changed = {"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+            write_random_model(Path(folder), options.shape, own_device(), **changed)
+            make_tiny_tokenizer().save_pretrained(folder)
             overrides = [*overrides, f"actor_rollout_ref.model.path={folder}"]
         config = configured(overrides)
         if config is None:
@@ -90,33 +89,6 @@ def configured(overrides: list[str]) -> PPOConfig | None:
         print(numbered(faults), file=sys.stderr)
         return None
     return with_models(composed.config)
-
-
-def write_shape(folder: Path, name: str) -> None:
-    """A Hugging Face folder of a shape, with random bf16 weights and a tokenizer of bytes."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    hidden, intermediate, layers, heads, groups, vocabulary, tied = SHAPES[name]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    with own_device():
-        model = Qwen2ForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    del model
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()  # vLLM takes its memory from the device, not from torch
-    make_tiny_tokenizer().save_pretrained(folder)
 
 
 def own_device() -> torch.device:
@@ -160,14 +132,14 @@ def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figure
     """Seconds of a sync of all weights, and of copying as many bytes on the device."""
     actor, _ = roles(worker)
     worker.call("rollout", "sync", 0)
-    seconds = [timed(lambda: worker.call("rollout", "sync", 1)) for _ in range(rounds)]
+    seconds = [seconds_of(lambda: worker.call("rollout", "sync", 1), worker.device) for _ in range(rounds)]
     count = sum(tensor.numel() for _, tensor in actor.engine.weights())
     actor.rest()
     bytes_each = 4 if settings.dtype == "fp32" or worker.device.type == "cpu" else 2
     source = torch.empty(count * bytes_each, dtype=torch.uint8, device=worker.device)
     target = torch.empty_like(source)
-    copies = [timed(lambda: target.copy_(source)) for _ in range(rounds + 1)][1:]
-    sync_s, copy_s, gigabytes = statistics.median(seconds), statistics.median(copies), count * bytes_each / 1e9
+    copies = [seconds_of(lambda: target.copy_(source), worker.device) for _ in range(rounds + 1)][1:]
+    sync_s, copy_s, gigabytes = statistics.median(seconds), statistics.median(copies), count * bytes_each / GB
     return {
         "weights_gb": gigabytes,
         "sync_s": sync_s,
@@ -195,7 +167,7 @@ def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, 
     for turn in range(rounds):
         order = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
         for name in order:
-            seconds[name].append(timed(ways[name]))
+            seconds[name].append(seconds_of(ways[name], worker.device))
     figures = {f"{name}_tokens_per_s": tokens / statistics.median(each) for name, each in seconds.items()}
     if "vllm" in ways:
         ratios = [a / b for a, b in zip(seconds["vllm"], seconds["rlx"], strict=True)]
@@ -271,27 +243,12 @@ def roles(worker: Worker) -> tuple[ActorRole, RolloutRole]:
     return worker.roles["actor"], worker.roles["rollout"]  # type: ignore[return-value]
 
 
-def timed(function: Callable[[], Any]) -> float:
-    """Seconds of a call, work on the device included."""
-    synchronize()
-    start = time.perf_counter()
-    function()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def synchronize() -> None:
-    """Waits for the device, if there is one."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 def device_gb(device: torch.device) -> float:
     """Device memory in use by anybody [10^9 bytes]; 0 on CPU."""
     if device.type == "cpu":
         return 0.0
     free, total = torch.cuda.mem_get_info(device)
-    return (total - free) / 1e9
+    return (total - free) / GB
 
 
 def show(figures: Figures, more: Figures) -> None:

@@ -1,26 +1,24 @@
 """Measure log-probs from hidden states in chunks beside those from whole logits, forward and backward.
 
-python -m rlx.models.log_probs_benchmark --tokens 4096 32768 --json log_probs.json
+python -m rlx.benchmarks.log_probs --tokens 4096 32768 --json log_probs.json
 """
 
-import argparse
 import importlib.util
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlx.benchmarks.common import benchmark_parser, chosen_device, seconds_of, title, write_json
+from rlx.engine.sharding import TRAINING_DTYPES
 from rlx.models import head_log_probs as head_module
 from rlx.models.head_log_probs import head_log_probs
 from rlx.models.log_probs import token_log_probs
+from rlx.offload.benchmark.device import peak_bytes, reset_peak, used_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (N, H), weight (V, H), ids (N,) -> a scalar
 
 
@@ -82,53 +80,40 @@ def measure(
 
 
 def _once(form: Form, hidden: Tensor, weight: Tensor, ids: Tensor, device: torch.device) -> tuple[float, int | None]:
-    cuda = device.type == "cuda"
     hidden.grad = weight.grad = None
-    if cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    began = time.perf_counter()
-    form(hidden, weight, ids).backward()
-    if cuda:
-        torch.cuda.synchronize(device)
-    took = time.perf_counter() - began
-    return took, torch.cuda.max_memory_allocated(device) - before if cuda else None
+    reset_peak(device)
+    before = used_bytes(device)
+    took = seconds_of(lambda: form(hidden, weight, ids).backward(), device)
+    return took, None if device.type == "cpu" else peak_bytes(device) - before
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m rlx.models.log_probs_benchmark", description=__doc__)
+    parser = benchmark_parser("log_probs", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
     parser.add_argument("--vocabulary", type=int, default=152064, help="that of Qwen2-7B")
     parser.add_argument("--width", type=int, default=3584, help="that of Qwen2-7B")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--entropy", action="store_true", help="with the entropy and its gradient")
     parser.add_argument("--chunk-bytes", type=int, default=head_module.HEAD_CHUNK_BYTES, help="logits of a chunk")
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
-    parser.add_argument("--device", help="cpu or cuda; the accelerator if there is one")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args(arguments)
     if given.rounds < 1 or min(given.tokens) < 1:
         parser.error(f"got --tokens {given.tokens} --rounds {given.rounds}, expected at least 1")
-    device = torch.device(given.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    device = chosen_device(given.device)
     head_module.HEAD_CHUNK_BYTES = given.chunk_bytes
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(
-        f"{name}, torch {torch.__version__}: V {given.vocabulary}, H {given.width}, {given.dtype}, forward and backward"
-    )
+    print(f"{title(device)}: V {given.vocabulary}, H {given.width}, {given.dtype}, forward and backward")
     print(f"{'tokens':>8} {'form':10}{'ms':>10}{'of naive':>10}{'peak GiB':>10}")
     rows: list[dict[str, Any]] = []
     for tokens in given.tokens:
-        found = measure(tokens, given.vocabulary, given.width, DTYPES[given.dtype], given.entropy, given.rounds, device)
+        found = measure(
+            tokens, given.vocabulary, given.width, TRAINING_DTYPES[given.dtype], given.entropy, given.rounds, device
+        )
         for form, figures in found.items():
             rows.append({"tokens": tokens, "form": form, **figures})
             cells = _cells(figures["seconds"], found["naive"]["seconds"], figures["peak_bytes"])
             print(f"{tokens:8} {form:10}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
-    if given.json is not None:
-        setting = {key: str(value) for key, value in vars(given).items() if key != "json"}
-        text = json.dumps({"device": name, "torch": torch.__version__, "setting": setting, "rows": rows}, indent=2)
-        given.json.write_text(text + "\n")
+    setting = {key: str(value) for key, value in vars(given).items() if key != "json"}
+    write_json(given, device, {"setting": setting, "rows": rows})
 
 
 def _cells(seconds: float | None, naive: float | None, peak_bytes: float | None) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ ADAM_STATES = 2  # of the size of each parameter
 T = TypeVar("T")
 
 
-class SecondTry:
+class OomRetry:
     """Runs the passes of a step, and once more with less on the device where memory ran out.
 
     All processes make and call it together.
