@@ -43,8 +43,8 @@ LEAVES = {
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
-# Parts that may import one package of another part.
-MAY_IMPORT_OF = {"config": {"rlx.offload.plan"}}
+# Parts that may import some modules of another part.
+MAY_IMPORT_OF = {"config": {"rlx.offload.plan", "rlx.offload.runtime.options"}}
 
 # What these may import at all beside the standard library.
 ONLY = {
@@ -62,6 +62,9 @@ ONLY = {
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),
     "rlx.offload.plan": {"rlx.offload.plan"},
+    "rlx.offload.runtime.options": {"rlx.offload.storage.staging"},
+    "rlx.offload.storage.staging": {"rlx.offload.storage.ranges"},
+    "rlx.offload.storage.ranges": set(),
     "rlx.data.batch": {"torch", "tensordict"},
     "rlx.errors": set(),
     "rlx.user_code": {"rlx.errors"},

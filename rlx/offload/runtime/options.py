@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.offload.storage.tiers import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
+from rlx.offload.storage.staging import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
 

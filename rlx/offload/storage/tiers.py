@@ -33,27 +33,11 @@ from torch import Tensor
 from rlx.offload.storage.arena import Account, Block, HostArena, as_bytes, host_arena
 from rlx.offload.storage.copy_streams import Arrival, CopyStreams, Latch
 from rlx.offload.storage.pages import Pages
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Piece
-from rlx.offload.storage.spill_file import READER_THREADS, DiskError, ExtentFile, extent_files
+from rlx.offload.storage.ranges import Piece
+from rlx.offload.storage.spill_file import DiskError, ExtentFile, extent_files
+from rlx.offload.storage.staging import WRITE_BUFFERS, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
-
-MAX_CHUNK_BYTES = 16 << 20
-WRITE_BUFFERS = 16
-MIN_STAGING_BYTES = (WRITE_BUFFERS + READER_THREADS) * PAGE_ALIGN_BYTES
-
-
-def chunk_bytes(max_staging_bytes: int | None) -> int:
-    """Size of a staging buffer when all of them together may take so much; 0 if that is too little."""
-    if max_staging_bytes is None:
-        return MAX_CHUNK_BYTES
-    share = max_staging_bytes // (WRITE_BUFFERS + READER_THREADS)
-    return min(MAX_CHUNK_BYTES, share - share % PAGE_ALIGN_BYTES)
-
-
-def staging_bytes(chunk_bytes: int) -> int:
-    """What all staging buffers of a size take together."""
-    return chunk_bytes * (WRITE_BUFFERS + READER_THREADS)
 
 
 class Allocation(Protocol):

@@ -1,10 +1,12 @@
 import logging
 import pickle
+import subprocess
+import sys
 
 import pytest
 
 from rlx.offload import OffloadOptions
-from rlx.offload.storage.tiers import MIN_STAGING_BYTES
+from rlx.offload.storage.staging import MIN_STAGING_BYTES
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,8 @@ def test_options_without_effect_are_named_in_one_line(caplog):
 
 def test_options_are_values():
     assert OffloadOptions(min_bytes=0) == pickle.loads(pickle.dumps(OffloadOptions(min_bytes=0)))
+
+
+def test_options_are_checked_without_torch():
+    script = "import sys; from rlx.offload import OffloadOptions; OffloadOptions(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
