@@ -48,7 +48,7 @@ MAY_IMPORT_OF = {"config": {"rlx.offload.plan", "rlx.offload.runtime.options"}}
 
 # What these may import at all beside the standard library.
 ONLY = {
-    "rlx.config.schema": {"rlx.config.schema"},
+    "rlx.config.schema": {"rlx.config.schema", "rlx.offload.runtime.options"},
     "rlx.config.compose": {
         "hydra",
         "omegaconf",
@@ -57,7 +57,13 @@ ONLY = {
         "rlx.config.schema",
         "rlx.errors",
     },
-    "rlx.config.forecast": {"rlx.config.forecast", "rlx.config.machine", "rlx.config.schema", "rlx.offload.plan"},
+    "rlx.config.forecast": {
+        "rlx.config.forecast",
+        "rlx.config.machine",
+        "rlx.config.schema",
+        "rlx.offload.plan",
+        "rlx.offload.runtime.options",
+    },
     "rlx.config.vllm_range": set(),
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),

@@ -46,7 +46,7 @@ def test_what_may_wait_in_host_memory_beside_buffers_for_the_disk():
 
 
 def test_the_disk_tier_needs_a_folder_which_a_driver_may_lack():
-    with pytest.raises(ValueError, match="directory: got None with tier='disk'"):
+    with pytest.raises(ValueError, match="no usable folder: got directory=None"):
         OffloadOptions(tier="disk")
     options = OffloadOptions(tier="disk", directory="/no/such/folder")
     assert options.uses_disk
