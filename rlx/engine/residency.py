@@ -80,7 +80,7 @@ class Parking:
             if copied is not None:
                 copied.synchronize()
         except BaseException:
-            self._account.give(block, after=_event(storages[0].device))
+            self._account.free(block, after=_event(storages[0].device))
             raise
         self._parked = Parked(storages, lengths, block)
         for storage in storages:
@@ -97,7 +97,7 @@ class Parking:
         self.lend(None)
         storages, _, block = self._parked
         self._parked = None
-        self._account.give(block, after=_event(storages[0].device))
+        self._account.free(block, after=_event(storages[0].device))
 
     def lend(self, stream: torch.Stream | None) -> None:
         """Begins to bring everything back on a stream; the host's memory waits for `take_back`.
@@ -153,7 +153,7 @@ class Parking:
             trim()  # waits for copies that are on their way, too
         # Asked for first: Linux promises more memory than there is, and ends who then uses it.
         obtainable = _obtainable_bytes(arena)
-        block = self._account.take(nbytes) if nbytes <= obtainable else None
+        block = self._account.allocate(nbytes) if nbytes <= obtainable else None
         if block is None:
             holders = ", ".join(f"{name} {held / 1e9:.2f} GB" for name, held in arena.holders().items() if held)
             raise HandOverError(
@@ -166,7 +166,7 @@ class Parking:
 
     def __del__(self) -> None:
         if self._parked is not None:
-            self._account.give(self._parked.block)
+            self._account.free(self._parked.block)
 
 
 def _obtainable_bytes(arena: HostArena) -> int:

@@ -38,7 +38,7 @@ from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer import local
 from rlx.offload.benchmark.device import clock, name_of, peak_bytes, reset_peak, used_bytes
 from rlx.offload.benchmark.modes import PEERS
-from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.shapes import DECODER_SHAPES
 
 RLX = "rlx"
 PHASES = ("forward", "head", "backward", "step")
@@ -240,7 +240,7 @@ def write_shape(folder: Path, shape: str, layers: int | None, tokens: int, devic
     from transformers import AutoConfig, AutoModelForCausalLM
 
     changed = {"num_hidden_layers": layers} if layers else {}
-    config = AutoConfig.for_model(**{**SHAPES[shape], **changed, "max_position_embeddings": tokens})
+    config = AutoConfig.for_model(**{**DECODER_SHAPES[shape], **changed, "max_position_embeddings": tokens})
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -312,7 +312,7 @@ def in_own_process(arguments: Sequence[str]) -> Figures:
 def main() -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rlx.engine.step_benchmark", description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
+    parser.add_argument("--shape", choices=sorted(DECODER_SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--tokens", default="32768", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--modes", default=f"{RLX},checkpointing", type=lambda text: text.split(","))

@@ -12,7 +12,7 @@ from rlx.config.outlook import Outlook, Phase
 from rlx.config.outlook_text import short_text
 from rlx.config.schema import TinyModelConfig
 from rlx.config.validate import check
-from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.shapes import DECODER_SHAPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
@@ -63,7 +63,7 @@ def test_what_is_not_explained_is_said():
 
 
 def on_eight(gpus: int, folder: Path) -> tuple[Outlook, list[str]]:
-    (folder / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    (folder / "config.json").write_text(json.dumps(DECODER_SHAPES["qwen2-7b"]))
     machine = Machine(gpus, 64, frozenset(), vllm="0.26.0", device_bytes=80 * 10**9, host_bytes=2 * 10**12)
     composed = compose(["experiment=gsm8k_grpo_8gpu", f"{MODEL}.path={folder}", f"trainer.n_gpus_per_node={gpus}"])
     faults = [str(fault) for fault in check(composed, machine).faults if "memory" in fault.what]

@@ -11,7 +11,7 @@ from rlx.config.compose import compose
 from rlx.config.machine import Machine
 from rlx.config.rules_memory import REFUSED_FROM
 from rlx.config.validate import Verdict, check
-from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.shapes import DECODER_SHAPES
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 UNFIT, HOST = "the run does not fit into device memory", "what waits in host memory does not fit there"
@@ -25,7 +25,7 @@ Predict = Callable[..., Verdict]
 @pytest.fixture
 def predict(tmp_path: Path) -> Predict:
     """The verdict on a run of Qwen2-7B's shape on GPUs of 80 GB."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    (tmp_path / "config.json").write_text(json.dumps(DECODER_SHAPES["qwen2-7b"]))
 
     def of(*overrides: str, gpus: int = 1, host_gb: float = 1000, device_gb: float = 80) -> Verdict:
         machine = Machine(
@@ -191,7 +191,7 @@ def test_beside_a_value_that_cannot_be_read_nothing_is_predicted(predict: Predic
 
 
 def test_a_device_of_which_nothing_is_known_refuses_nothing(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    (tmp_path / "config.json").write_text(json.dumps(DECODER_SHAPES["qwen2-7b"]))
     command = [f"{MODEL}.path={tmp_path}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", "trainer.n_gpus_per_node=1"]
     verdict = check(compose(command), Machine(1, 4, frozenset(), vllm="0.26.0"))
     assert verdict.faults == () and about_memory(verdict) == []

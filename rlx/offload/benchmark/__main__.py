@@ -27,10 +27,10 @@ from rlx.offload.benchmark.distributed import run_on
 from rlx.offload.benchmark.job import Job
 from rlx.offload.benchmark.measure import BenchmarkPlan
 from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
-from rlx.offload.benchmark.modes import KINDS, Mode, parse_mode
+from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.shapes import DECODER_SHAPES
 from rlx.offload.storage.spill_file import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
@@ -64,11 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rlx.offload.benchmark",
         description=__doc__,
-        epilog="modes:\n" + "\n".join(f"  {name:22}{text}" for name, text in KINDS.items()),
+        epilog="modes:\n" + "\n".join(f"  {name:22}{text}" for name, text in MODE_DESCRIPTIONS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", metavar="NAME", help=f"{', '.join(SHAPES)}, or the path of a HF config.json")
+    add("--model", metavar="NAME", help=f"{', '.join(DECODER_SHAPES)}, or the path of a HF config.json")
     add(
         "--case",
         action="append",

@@ -15,7 +15,7 @@ _FIELDS = (
     "vocab_size",
 )
 # Decoders as published.
-SHAPES: dict[str, dict[str, Any]] = {
+DECODER_SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS, values, strict=True))
     for name, *values in (
         ("tiny", "qwen2", 64, 128, 8, 4, 2, 16, 1024),
@@ -26,4 +26,4 @@ SHAPES: dict[str, dict[str, Any]] = {
         ("qwen3-30b-a3b", "qwen3_moe", 2048, 6144, 48, 32, 4, 128, 151936),
     )
 }
-SHAPES["qwen3-30b-a3b"] |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+DECODER_SHAPES["qwen3-30b-a3b"] |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
