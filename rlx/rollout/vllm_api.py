@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
+from rlx.rollout.process_state import own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
-from rlx.rollout.undisturbed import own_random_state, undisturbed
 
 _version = vllm_version()
 if _version is None or not in_range(_version):
@@ -37,7 +37,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-with undisturbed():
+with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -96,7 +96,7 @@ class VLLMEngine:
     def __init__(self, options: Mapping[str, Any], on_cpu: bool) -> None:
         self._stance = "force_eager" if on_cpu else "default"
         shares_memory = on_cpu and options["tensor_parallel_size"] > 1
-        with undisturbed(), _shared_memory() if shares_memory else contextlib.nullcontext():
+        with restored_process_state(), _shared_memory() if shares_memory else contextlib.nullcontext():
             try:
                 self._llm: LLM | None = LLM(**options)
             except Exception as error:
@@ -153,7 +153,7 @@ class VLLMEngine:
             ValueError: vLLM's model has other weights. The engine cannot be used any more.
         """
         engine, stream = self._engine, _Stream(weights)
-        with undisturbed():
+        with restored_process_state():
             try:
                 engine.collective_rpc(_reload, args=(stream,))
             except Exception as error:

@@ -10,7 +10,7 @@ import torch
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def restored_process_state() -> Iterator[None]:
     """Restore the process state afterwards, because vLLM seeds every generator and changes settings of torch.
 
     Restored are the states of random generators, the environment except vLLM's own variables, `torch.set_num_threads` and the
