@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from rlx.benchmarks.common import GB, benchmark_parser, chosen_device, seconds_of, title, write_json
 from rlx.engine.optimizer_state import MOMENTS, PIECE_BYTES, OptimizerStateOnHost
-from rlx.engine.residency import Parking
+from rlx.engine.residency import TensorOffload
 from rlx.offload import HostArena
 from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
 
@@ -41,15 +41,15 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
     tensors = make_tensors(nbytes, device)
     moved = sum(tensor.nbytes for tensor in tensors)
     arena = HostArena(pinned=device.type != "cpu")
-    parking, seconds, freed = Parking(arena, "benchmark"), dict[str, list[float]](), None
+    offload, seconds, freed = TensorOffload(arena, "benchmark"), dict[str, list[float]](), None
     for turn in range(rounds + 1):
         before = _free_bytes(device)
-        name = "park" if turn else "park, first time"
-        seconds.setdefault(name, []).append(seconds_of(lambda: parking.park(tensors), device))
+        name = "offload" if turn else "offload, first time"
+        seconds.setdefault(name, []).append(seconds_of(lambda: offload.offload(tensors), device))
         if device.type != "cpu":
             torch.accelerator.empty_cache()
             freed = _free_bytes(device) - before
-        seconds.setdefault("unpark", []).append(seconds_of(parking.unpark, device))
+        seconds.setdefault("fetch", []).append(seconds_of(offload.fetch, device))
     if any(int(tensor[position]) != i % 251 for i, tensor in enumerate(tensors) for position in (0, -1)):
         raise RuntimeError("what came back is not what left")
     for _ in range(rounds):
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     for row, values in figures["rows"].items():
         print(f"{row:20}{values['seconds']:10.3f}{values['gb_per_s']:8.1f}")
     if figures["freed_bytes"] is not None:
-        print(f"given back by the device while parked: {figures['freed_bytes'] / GB:.2f} GB")
+        print(f"given back by the device while offloaded: {figures['freed_bytes'] / GB:.2f} GB")
     print(f"taken from the host: {figures['host_reserved_bytes'] / GB:.2f} GB")
     steps = measure_steps(int(given.gb * GB), given.rounds, device, int(given.piece_gb * GB))
     print(f"\nAdamW's step, {steps['state_bytes'] / GB:.2f} GB of state; the rate is there and back together")

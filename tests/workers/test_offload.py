@@ -120,7 +120,7 @@ def test_offloading_changes_no_bit_of_any_role(config, recompute, options, plain
 
 
 @pytest.mark.usefixtures("environment")
-def test_parking_changes_no_bit_and_takes_no_memory_after_the_first_step(config, tmp_path):
+def test_offloading_changes_no_bit_and_takes_no_memory_after_the_first_step(config, tmp_path):
     still = offloading(config, True, {"save": "boundary"}, tmp_path)
     policy, critic, flags = still.actor_rollout_ref, still.critic, {"param_offload": True, "optimizer_offload": True}
     actor = replace(policy.actor, fsdp_config=replace(policy.actor.fsdp_config, **flags))

@@ -132,7 +132,7 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
 @pytest.mark.parametrize(
     ("device", "roles", "cause"),
     [
-        ("cpu", ["rollout"], "rollout not without actor"),
+        ("cpu", ["rollout"], "actor if there is rollout"),
         ("cuda", ["actor"], "trainer.device is cuda, but torch"),
     ],
 )
