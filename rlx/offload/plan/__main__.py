@@ -27,7 +27,7 @@ from rlx.offload.plan.measured_plan import MeasuredCosts, describe_measured, pla
 from rlx.offload.plan.memory import StateBytes, state_bytes
 from rlx.offload.plan.planner import Plan
 from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.plan.text_table import GB, aligned
 
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--model",
         required=True,
-        help=f"{', '.join(DECODER_SHAPES)}, or the path or hub name of a model of transformers",
+        help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers",
     )
     add(
         "--tokens",
@@ -170,8 +170,8 @@ def _measured(given: argparse.Namespace, setting: Scenario) -> MeasuredCosts:
 
 
 def _config(model: str) -> Any:
-    if model in DECODER_SHAPES:
-        return DECODER_SHAPES[model]
+    if model in SHAPES:
+        return SHAPES[model]
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model).get_text_config()

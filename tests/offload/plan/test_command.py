@@ -11,7 +11,7 @@ from rlx.offload.plan.__main__ import main
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_arguments_change_the_machine_and_the_steps(plan):
 def test_the_longest_context_fits_and_one_step_more_does_not(plan):
     arguments = ("--model", "qwen2-7b", "--tokens", "1024", "--hardware", "a100-40", "--gpus", "8")
     printed, written, _ = plan(*arguments, "--longest")
-    setting = Scenario(read_decoder(DECODER_SHAPES["qwen2-7b"]), PROFILES["a100-40"], gpus=8)
+    setting = Scenario(read_decoder(SHAPES["qwen2-7b"]), PROFILES["a100-40"], gpus=8)
     longest = written["longest_tokens"]
     assert list(longest) == list(PLANNED_MODES)
     for mode, tokens in longest.items():
