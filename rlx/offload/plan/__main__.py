@@ -162,11 +162,11 @@ def _check_measurable(given: argparse.Namespace) -> None:
 
 
 def _measured(given: argparse.Namespace, setting: Scenario) -> MeasuredCosts:
-    from rlx.offload.benchmark.layer_costs import measure  # loads torch
+    from rlx.offload.benchmark.layer_costs import measure_layers  # loads torch
 
     config = _config(given.model)
     shape = config if isinstance(config, dict) else config.to_dict()
-    return measure(shape, setting.decoder, given.tokens, given.sequences, given.tile)
+    return measure_layers(shape, setting.decoder, given.tokens, given.sequences, given.tile)
 
 
 def _config(model: str) -> Any:
