@@ -86,12 +86,6 @@ def mode(saving, request, ends_early, monkeypatch):
 
 
 @pytest.fixture
-def grade():
-    """`grade(model, step)`: what a step computes and leaves, with whatever is switched on for the model."""
-    return graded
-
-
-@pytest.fixture
 def compare():
     """`compare(model, step, enable_ckpt, **options)`: gradients bit for bit as without the engine; returns the stats.
 
