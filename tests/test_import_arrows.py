@@ -4,6 +4,7 @@
 """
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
@@ -253,6 +254,12 @@ def in_circles(arrows: Set[tuple[str, str]]) -> Set[tuple[str, str]]:
         arrows = kept
 
 
+def section(title: str) -> str:
+    """A section of docs/architecture.md."""
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
 @pytest.fixture(scope="module")
 def imports() -> list[Import]:
     return imports_of(ROOT)
@@ -261,6 +268,15 @@ def imports() -> list[Import]:
 def test_the_table_names_every_part():
     parts = {part_of(module) for module in module_names(ROOT)} - {"rlx"}
     assert parts <= set(MAY_IMPORT)
+
+
+def test_the_page_has_this_table():
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", section("The packages"), re.MULTILINE)
+    assert {
+        name: set(re.findall(r"(?<!/)\b\w+\b(?!/)", cell)) - {"nothing", "only"} for name, cell in rows
+    } == MAY_IMPORT
+    extra = {name: re.findall(r"`(.*)/` only", cell) for name, cell in rows}
+    assert {name: {path.replace("/", ".") for path in paths} for name, paths in extra.items() if paths} == MAY_IMPORT_OF
 
 
 def test_parts_import_along_the_arrows(imports: list[Import]):
