@@ -50,7 +50,9 @@ def collect_garbage_from_now_on() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="run the quick half only: see `quick_half` in tests/conftest.py")
+    parser.addoption(
+        "--quick", action="store_true", help="run the quick half only: see `quick_half` in tests/conftest.py"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -49,7 +49,7 @@ def wait_until(condition, seconds=30):
     return condition()
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_an_interrupted_run_leaves_no_process(tmp_path, how):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(STUCK)],
@@ -80,6 +80,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, how):
         driver.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
     script = "from rlx.cluster.runtime import session; from rlx.config.schema import PPOConfig; " + (
         "print('starting', flush=True); session(PPOConfig()).__enter__()"
