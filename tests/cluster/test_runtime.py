@@ -138,6 +138,7 @@ def short_folder():
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_local_session_ignores_stale_addresses_and_keeps_out_of_the_home_folder(tmp_path, short_folder):
     """Ray notes the last cluster's address in a file, and would write its token to the home folder."""
     (short_folder / "ray_current_cluster").write_text("127.0.0.1:1")

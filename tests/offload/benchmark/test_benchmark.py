@@ -173,6 +173,7 @@ def test_the_disk_tier(run_benchmark, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_overhead_runs(tmp_path, capsys):
     assert main(["--overhead", "--rounds", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
