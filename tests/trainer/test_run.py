@@ -246,6 +246,7 @@ def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(trai
     assert results(resumed[2]) == results(whole[2])
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, custom, tmp_path):
     with pytest.raises(RewardError, match="nan"):
         train(*custom("broken"), "trainer.total_training_steps=1")

@@ -46,6 +46,7 @@ def assert_equal(answers, samples):
         torch.testing.assert_close(batch["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_on_one_rank_is_started_again_on_all_and_gives_the_same_samples(ranks, shares, samples):
     answers = ranks("role", "generate", shares, "train", {1: (FIRST,)})
     assert_equal(answers, samples)
