@@ -123,7 +123,7 @@ def test_a_checkpoint_has_what_the_run_goes_on_from(tmp_path):
     ck.require_parts(with_rank(grpo, 4), adapted)
     with pytest.raises(ck.ResumeError) as caught:
         ck.require_parts(ppo, adapted)
-    assert "its actor has adapters of LoRA and actor_rollout_ref.model.lora_rank=0" in str(caught.value)
+    assert "its actor has LoRA adapters, but actor_rollout_ref.model.lora_rank=0" in str(caught.value)
     assert "its critic holds ['optimizer'] without the model" in str(caught.value)
-    with pytest.raises(ck.ResumeError, match=r"its actor has no adapters of LoRA and .*lora_rank=4"):
+    with pytest.raises(ck.ResumeError, match=r"its actor has no LoRA adapters, but .*lora_rank=4"):
         ck.require_parts(with_rank(grpo, 4), alone)
