@@ -228,7 +228,7 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
         assert not forward.packs and not forward.packs
     assert model.config._attn_implementation == before
     (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.forward"]
-    assert "rows are padded, since" in message and reason in message
+    assert "rows are padded because" in message and reason in message
 
 
 LOOKS_AHEAD = {
@@ -279,7 +279,7 @@ def test_a_model_whose_head_cannot_be_replaced_is_read_by_its_logits(name, batch
     with caplog.at_level(logging.WARNING):
         forward = Forward(model, model, torch.device("cpu"), "sdpa")
         figures, gradient = said(forward, batch, Distribution(0.7, with_entropy=True))
-    assert "log-probs are taken from logits" in caplog.text
+    assert "log-probs are computed from logits" in caplog.text
     lengths = row_lengths(batch)
     expected = []
     for row in [2, 0, 3, 1]:
