@@ -69,12 +69,12 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
     """Start the processes of the run; each hosts every role that the run needs."""
     trainer = config.trainer
     device = accelerator() if trainer.device == "auto" else trainer.device
-    pool = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
+    placement = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
     # A tensor-parallel group of processes generates the same samples, and a sequence-parallel one gets the same rows.
     together = {role.name: role.together for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    meshes = {role: Mesh.of(len(pool.slots), ranks) for role, ranks in together.items()}
-    return WorkerGroup(pool, Worker, config, roles_of(config), meshes=meshes)
+    meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
+    return WorkerGroup(placement, Worker, config, roles_of(config), meshes=meshes)
 
 
 def with_models(config: PPOConfig) -> PPOConfig:

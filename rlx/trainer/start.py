@@ -13,8 +13,8 @@ from rlx.config.schema import PPOConfig
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.errors import ExplainedError
-from rlx.models.foresight import faults_of
 from rlx.models.loading import Head, ModelError, load_tokenizer
+from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel

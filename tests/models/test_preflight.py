@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlx.config.schema import ModelConfig
-from rlx.models.foresight import faults_of
+from rlx.models.preflight import faults_of
 
 
 def model(folders, name="qwen3", **options):
