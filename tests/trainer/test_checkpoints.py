@@ -58,9 +58,7 @@ def test_auto_takes_the_newest_finished_one_and_starts_anew_without_any(tmp_path
     assert ck.starting_checkpoint(config) == newest
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("elsewhere", "global_step_N"), ("global_step_7", "driver.json is missing")]
-)
+@pytest.mark.parametrize(("name", "words"), [("elsewhere", "global_step_N"), ("global_step_7", "without driver.json")])
 def test_a_path_that_is_no_finished_checkpoint_is_refused(tmp_path, name, words):
     (tmp_path / name).mkdir()
     config = config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / name))
