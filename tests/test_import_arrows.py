@@ -32,7 +32,13 @@ MAY_IMPORT = {
 }
 # Modules that every part may import, but for those that are libraries of their own.
 LEAVES = {
-    *("rlx.config.schema", "rlx.config.roles", "rlx.config.vllm_range", "rlx.config.host_memory", "rlx.data.batch"),
+    *(
+        "rlx.config.schema",
+        "rlx.config.schema.roles",
+        "rlx.config.vllm_range",
+        "rlx.config.host_memory",
+        "rlx.data.batch",
+    ),
     *("rlx.errors", "rlx"),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
@@ -42,19 +48,20 @@ MAY_IMPORT_OF = {"config": {"rlx.offload.plan"}}
 
 # What these may import at all beside the standard library.
 ONLY = {
-    "rlx.config.schema": {
-        *("rlx.config.keys", "rlx.config.schema_algorithm", "rlx.config.schema_data", "rlx.config.schema_reward"),
-        "rlx.config.schema_rollout",
+    "rlx.config.schema": {"rlx.config.schema"},
+    "rlx.config.compose": {
+        "hydra",
+        "omegaconf",
+        "rlx.config.compose",
+        "rlx.config.faults",
+        "rlx.config.schema",
+        "rlx.errors",
     },
-    "rlx.config.schema_algorithm": {"rlx.config.keys"},
-    "rlx.config.schema_data": {"rlx.config.keys"},
-    "rlx.config.schema_reward": {"rlx.config.keys", "rlx.config.schema_algorithm"},
-    "rlx.config.schema_rollout": {"rlx.config.keys"},
-    "rlx.config.keys": set(),
+    "rlx.config.forecast": {"rlx.config.forecast", "rlx.config.machine", "rlx.config.schema", "rlx.offload.plan"},
     "rlx.config.vllm_range": set(),
     "rlx.config.host_memory": {"psutil"},
+    "rlx.config.faults": set(),
     "rlx.offload.plan": {"rlx.offload.plan"},
-    "rlx.config.roles": {"rlx.config.schema"},
     "rlx.data.batch": {"torch", "tensordict"},
     "rlx.errors": set(),
     "rlx.user_code": {"rlx.errors"},
@@ -65,6 +72,7 @@ ONLY = {
 LATE = {
     "rlx.offload": {"transformers", "matplotlib", "trl"},
     "rlx.offload.plan": {"transformers", "rlx.offload.benchmark.layer_costs"},
+    "rlx.config.forecast": {"huggingface_hub"},
 }
 # The parts that a library belongs to.
 OWNERS = {
@@ -240,7 +248,7 @@ def write(root: Path, **files: str) -> list[Import]:
         ({"engine__a": "from ..trainer import b", "trainer__b": ""}, 1, 0),
         ({"engine__a": "from rlx.models.b import f", "models__b": ""}, 0, 0),
         ({"engine__a": "from rlx.config.schema import PPOConfig", "config__schema": ""}, 0, 0),
-        ({"engine__a": "from rlx.config.compose import compose", "config__compose": ""}, 1, 0),
+        ({"engine__a": "from rlx.config.compose import build", "config__compose__build": ""}, 1, 0),
         ({"offload__a": "from rlx.config.schema import PPOConfig", "config__schema": ""}, 1, 1),
         ({"algorithms__a": "import numpy"}, 0, 1),
         ({"offload__a": "import transformers"}, 0, 1),

@@ -286,7 +286,7 @@ def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Pat
     done = started("--check", "trainer.device=cpu", "trainer.seed=7", folder=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout
-    place = "import rlx.config.compose as c; print(c.config_folder())"
+    place = "import rlx.config.compose.command_line as c; print(c.config_folder())"
     where = python("-c", place, folder=tmp_path, PYTHONPATH=str(installed))
     assert Path(where.stdout.strip()) == installed / "rlx" / "configs"
 

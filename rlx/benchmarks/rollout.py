@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from rlx.benchmarks.common import GB, seconds_of, write_random_model
-from rlx.config.compose import compose
+from rlx.config.check.validate import check
+from rlx.config.compose.command_line import compose
 from rlx.config.faults import numbered
 from rlx.config.machine import inspect_machine
 from rlx.config.schema import PPOConfig, RolloutConfig
-from rlx.config.validate import check
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.models.loading import load_model
 from rlx.models.log_probs import token_log_probs

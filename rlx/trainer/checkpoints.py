@@ -15,9 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlx.config.folders import runs_folder
-from rlx.config.roles import trained_roles
+from rlx.config.check.folders import runs_folder
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import trained_roles
 from rlx.errors import ExplainedError
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")

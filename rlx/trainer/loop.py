@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlx.algorithms.kl import KLController
 from rlx.cluster.group import WorkerGroup
-from rlx.config.roles import has_critic, has_reference, has_reward_model
 from rlx.config.schema import GREEDY, PPOConfig
+from rlx.config.schema.roles import has_critic, has_reference, has_reward_model
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler

@@ -10,9 +10,9 @@ from rlx.algorithms.rollout_correction import (
     mismatch_sums,
     not_vetoed,
 )
-from rlx.config.keys import read_bounds
-from rlx.config.rules_correction import rejections
+from rlx.config.check.rules_correction import rejections
 from rlx.config.schema import RolloutCorrectionConfig
+from rlx.config.schema.keys import read_bounds
 from rlx.data.batch import Batch
 from rlx.trainer.steps import masked_mean
 

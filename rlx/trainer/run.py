@@ -7,8 +7,8 @@ from rlx.cluster.group import WorkerGroup
 from rlx.cluster.mesh import Mesh
 from rlx.cluster.placement import Placement
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.config.schema import ModelConfig, PPOConfig
+from rlx.config.schema.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.data.sampler import PromptSampler
 from rlx.trainer.checkpoints import read_driver_state, run_folder
 from rlx.trainer.loop import Trainer, roles_of

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 import rlx.models.tiny
-from rlx.config.folders import warm_starts_folder
+from rlx.config.check.folders import warm_starts_folder
 from rlx.config.schema import ArithmeticConfig, PPOConfig
 from rlx.data import arithmetic
 from rlx.data.seeding import seed_for

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-from rlx.config.roles import log_prob_size, reference_role, reward_role, update_size
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import log_prob_size, reference_role, reward_role, update_size
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule

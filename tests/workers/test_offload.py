@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlx.config.check.rules_offload import LEAST_HOST_BYTES
 from rlx.config.host_memory import HostMemory
-from rlx.config.rules_offload import LEAST_HOST_BYTES
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.offload import Account, DiskError, host_arena
