@@ -8,12 +8,12 @@ Shape letters: B samples, T response tokens.
 import torch
 from torch import Tensor
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def _check(mask_BT: Tensor, mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"loss_agg_mode: got {mode!r}, expected one of {', '.join(MODES)}")
+    if mode not in AGGREGATION_MODES:
+        raise ValueError(f"loss_agg_mode: got {mode!r}, expected one of {', '.join(AGGREGATION_MODES)}")
     if mask_BT.dim() != 2 or mask_BT.dtype != torch.bool:
         raise ValueError(f"mask: got shape {tuple(mask_BT.shape)} {mask_BT.dtype}, expected (B, T) torch.bool")
 
@@ -26,7 +26,7 @@ def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype =
 
     Args:
         mask_BT: (B, T) bool, True on tokens that count.
-        mode: one of MODES.
+        mode: one of AGGREGATION_MODES.
         horizon: longest response allowed [tokens]; only read by `seq-mean-token-sum-norm`.
         dtype: of the weights, the loss's.
 
@@ -57,7 +57,7 @@ def denominator(mask_BT: Tensor, mode: str) -> Tensor:
 
     Args:
         mask_BT: (B, T) bool, True on tokens that count.
-        mode: one of MODES.
+        mode: one of AGGREGATION_MODES.
 
     Returns:
         Scalar int64, exact under any order of summation.

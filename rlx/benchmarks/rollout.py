@@ -1,7 +1,7 @@
 """Measure generation next to training: `python -m rlx.benchmarks.rollout [--shape NAME] [key=value ...]`.
 
 It takes the overrides of a run and builds that run's worker with actor and sampler, in this process; several GPUs with
-`torchrun --nproc-per-node N -m rlx.benchmarks.rollout`. Measured are the sync of weights beside a plain copy on the
+`torchrun --nproc-per-node N -m rlx.benchmarks.rollout`. Measured are the sync of weights next to a plain copy on the
 device, how far the sampler's log-probs are from the trainer's, cycles of sleep, training, wake, sync and generation, and
 throughput beside the same vLLM engine called directly. It prints a table and writes the figures as JSON.
 """

@@ -214,7 +214,7 @@ def test_weights_left_out_are_told(folders, caplog):
     config = ModelConfig(path=folders["llama"], override_config={"num_hidden_layers": 1})
     with caplog.at_level(logging.WARNING, logger="rlx"):
         load_model(config, "value", torch.float32)
-    assert "does not use: model.layers.1." in caplog.text and "REPORT" not in caplog.text
+    assert "does not use the weights model.layers.1." in caplog.text and "REPORT" not in caplog.text
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

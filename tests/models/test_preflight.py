@@ -1,4 +1,4 @@
-"""What is seen of a model before it is loaded."""
+"""What a check of a model finds before it is loaded."""
 
 from pathlib import Path
 
