@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.aggregation import MODES, denominator, token_weights
+from rlx.algorithms.aggregation import AGGREGATION_MODES, denominator, token_weights
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss, vanilla
 from rlx.config.schema import LOSS_MODES
 
@@ -205,7 +205,7 @@ def test_where_the_policy_has_not_moved_every_loss_has_the_policy_gradient(name)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@given(seed=st.integers(0, 9999), mode=st.sampled_from(MODES), cuts=st.sets(st.integers(1, 5)))
+@given(seed=st.integers(0, 9999), mode=st.sampled_from(AGGREGATION_MODES), cuts=st.sets(st.integers(1, 5)))
 def test_the_gradient_of_a_mini_batch_does_not_depend_on_its_cut_order_and_padding(name, seed, mode, cuts):
     """Whole, and in parts of reordered rows, each padded on both sides with numbers that must not be read."""
     source = torch.Generator().manual_seed(seed)

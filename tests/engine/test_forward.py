@@ -168,7 +168,7 @@ def _bert(config, is_decoder=True, padding=1):
 
 @pytest.mark.usefixtures("one_process")
 def test_a_group_that_divides_not_all_names_the_sizes_that_do():
-    with pytest.raises(ValueError, match=r"is 2, with 1 processes and 4 attention heads; .* set it to 1$"):
+    with pytest.raises(ValueError, match=r"got 2 with 1 processes and 4 attention heads, .* set it to 1$"):
         SequenceGroup(2, hf.Qwen2Config(**SHAPE))
 
 
@@ -201,7 +201,7 @@ BY_LENGTH = {
 @pytest.mark.parametrize("name", BY_LENGTH)
 def test_frequencies_that_follow_the_longest_sequence_are_told_and_not_shared(name, tmp_path, caplog):
     config, kind = BY_LENGTH[name](), name.split(",")[0]
-    with pytest.raises(ValueError, match=rf"rope_type {kind}; .* set ulysses_sequence_parallel_size=1$"):
+    with pytest.raises(ValueError, match=rf"rope_type {kind}, .* Set ulysses_sequence_parallel_size=1$"):
         SequenceGroup(1, config)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     make_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, seed=0, trains=False)
@@ -228,7 +228,7 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
         assert not forward.packs and not forward.packs
     assert model.config._attn_implementation == before
     (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.forward"]
-    assert "rows are padded, since" in message and reason in message
+    assert "rows are padded because" in message and reason in message
 
 
 LOOKS_AHEAD = {
@@ -247,7 +247,7 @@ def test_a_model_that_looks_ahead_is_refused(name, batch):
     make, distribution = LOOKS_AHEAD[name]
     model = made(make)
     for attention in ("sdpa", None):
-        with pytest.raises(ModelError, match=r"depends on the tokens behind it, .* is_decoder=true"):
+        with pytest.raises(ModelError, match=r"depends on later tokens, .* is_decoder=true"):
             said(Forward(model, model, torch.device("cpu"), attention), batch, distribution)
 
 
@@ -298,7 +298,7 @@ def test_a_model_whose_head_cannot_be_replaced_is_read_by_its_logits(name, batch
     with caplog.at_level(logging.WARNING):
         forward = Forward(model, model, torch.device("cpu"), "sdpa")
         figures, gradient = said(forward, batch, Distribution(0.7, with_entropy=True))
-    assert "log-probs are taken from logits" in caplog.text
+    assert "log-probs are computed from logits" in caplog.text
     lengths = row_lengths(batch)
     expected = []
     for row in [2, 0, 3, 1]:

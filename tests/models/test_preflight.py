@@ -1,4 +1,4 @@
-"""What is seen of a model before it is loaded."""
+"""What a check of a model finds before it is loaded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from rlx.config.schema import ModelConfig
-from rlx.models.foresight import faults_of
+from rlx.models.preflight import faults_of
 
 
 def model(folders, name="qwen3", **options):
