@@ -30,10 +30,9 @@ class LengthBucket:
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self.orders: dict[int, LayerPolicy] = {}
-        self.measurement: PassProfile | None = None
-        self.is_recalled = False  # the measurement is that of an earlier run, and ranks have not agreed on it
-        self.first: PassProfile | None = None  # what the pass that warms up came to, where no file stands for it
-        self.machine: Budget | None = None  # that ranks have agreed on
+        self.profile: PassProfile | None = None
+        self.is_cached = False  # the profile is that of an earlier run
+        self.budget: Budget | None = None  # that ranks have agreed on
         self.passes = 0
         self.last_index = -1  # of the layer called last
         self.call: Mapping[str, Any] = {}  # how the layers were called in the pass that was measured last
@@ -72,7 +71,7 @@ class LengthBucket:
 
     def take(self) -> PassProfile | None:
         """What has been measured, once all that was called has been and the device has passed it; once."""
-        if self.measurement is not None or not self.called or self.done.keys() != self.called:
+        if self.profile is not None or not self.called or self.done.keys() != self.called:
             return None
         if not all(sample.is_known for sample in self.done.values()):
             return None
@@ -102,4 +101,4 @@ class LengthBucket:
 
     def replan(self) -> None:
         """Forget what is followed, and not what was measured."""
-        self.plan = self.machine = None
+        self.plan = self.budget = None
