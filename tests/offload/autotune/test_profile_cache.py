@@ -251,8 +251,8 @@ def test_a_run_whose_bytes_are_others_measures_and_writes_anew(run, tmp_path):
 def test_files_that_were_found_wrong_are_not_read_for_other_lengths(run, tmp_path):
     first = run()
     first.passes(3)
-    altered(tmp_path, working_bytes=5)
     first.passes(2, lambda model: read(model, 40))
+    altered(tmp_path, working_bytes=5)
     other = run()
     assert other.passes(3) == CHECKED_AND_MEASURED
     assert other.passes(2, lambda model: read(model, 40)) == [(4, False), (0, True)]
