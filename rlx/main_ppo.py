@@ -6,30 +6,30 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from rlx.config.compose import Composed, compose
-from rlx.config.decoders import fetch_configs
+from rlx.config.check.validate import check
+from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
+from rlx.config.forecast.decoders import fetch_configs
+from rlx.config.forecast.forecast_text import long_text, short_text
+from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, inspect_machine
-from rlx.config.outlook import Outlook
-from rlx.config.outlook_text import long_text, short_text
 from rlx.config.schema import PPOConfig
-from rlx.config.validate import check
 from rlx.errors import ExplainedError
-from rlx.trainer.own_code import try_own_code
+from rlx.trainer.user_code_check import check_user_code
 
 DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Composes, checks and runs.
+    """Compose, check and run.
 
     Args:
         arguments: of the command line, without the program's name.
 
     Returns:
-        the exit code: 0 done; 1 the run failed, its first cause on the last line of standard error; 2 faults in the
-        configuration, all of them listed; 130 after Ctrl-C or SIGTERM.
+        The exit code. 0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration
+        has faults, all of them listed. 130: Ctrl-C or SIGTERM.
     """
     if "--help" in arguments or "-h" in arguments:
         print(help_text())
@@ -43,17 +43,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_and_run(composed: Composed, only_check: bool) -> int:
-    # A cluster is joined once, for the check and the run: joining takes seconds.
+    # The cluster is joined once for both check and run, because joining takes seconds.
     with ExitStack() as until_done:
         machine = inspect_machine(join_cluster(composed.partial, until_done))
         if not only_check:
             fetch_configs(composed.partial)
         checked = check(composed, machine)
-        tried = try_own_code(composed.partial, composed.broken, machine)
+        tried = check_user_code(composed.partial, composed.broken, machine)
         faults = (*checked.faults, *tried.faults)
         if only_check and not composed.faults:
             print(composed.yaml)
-            print(long_text(Outlook.of(composed.config, machine)))
+            print(long_text(MemoryForecast.of(composed.config, machine)))
         for warning in (*checked.warnings, *tried.warnings):
             print(f"warning: {warning}", file=sys.stderr)
         if faults:
@@ -63,13 +63,13 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
             return DONE
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
-            print(short_text(Outlook.of(composed.config, machine)), flush=True)
+            print(short_text(MemoryForecast.of(composed.config, machine)), flush=True)
         return _run(composed)
 
 
 def _run(composed: Composed) -> int:
     try:
-        # torch and Ray come with it: they take seconds to import, which --check and a fault need not wait for.
+        # It imports torch and Ray, which takes seconds that --check and a faulty configuration need not wait for.
         from rlx.trainer.run import run
 
         run(composed.config, composed.yaml)
@@ -86,7 +86,7 @@ def _run(composed: Composed) -> int:
 
 
 def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
-    """The cluster that the run is part of, with the GPUs of its machines; None when Ray is to start here.
+    """Return the cluster that the run joins, with the GPUs of its machines, or None if Ray is to start here.
 
     Args:
         config: reads `ray_kwargs.ray_init`.

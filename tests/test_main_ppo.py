@@ -244,6 +244,7 @@ print(json.dumps([cluster.node_gpus, cluster.error, ends]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path):
     done = python("-c", THREE_GPUS, folder=tmp_path)
@@ -286,7 +287,7 @@ def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Pat
     done = started("--check", "trainer.device=cpu", "trainer.seed=7", folder=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout
-    place = "import rlx.config.compose as c; print(c.config_folder())"
+    place = "import rlx.config.compose.command_line as c; print(c.config_folder())"
     where = python("-c", place, folder=tmp_path, PYTHONPATH=str(installed))
     assert Path(where.stdout.strip()) == installed / "rlx" / "configs"
 
@@ -318,6 +319,7 @@ sys.meta_path.insert(0, Witness)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_installed_wheel_trains_in_any_folder(installed: Path, untrained: str, tmp_path: Path):
     witness, work = tmp_path / "witness", tmp_path / "work"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.offload.autotune.consensus import Consensus, Limits, RankReport, longest_input_bytes
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
+from rlx.offload.autotune.layer_profile import BackwardWindow, DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.length_bucket import Key, LengthBucket
 from rlx.offload.autotune.pass_profile import PassProfile, planned
 from rlx.offload.autotune.profile_cache import ProfileCache
@@ -135,7 +135,10 @@ class PlanController:
             inputs.shared,
             self._engine.options.min_bytes,
             inputs=inputs.memory,
-            gradient_bytes=partial(_made_gradient_bytes, tuple(module.parameters())),
+            # Gradients of parameters that FSDP2 has gathered do not stay: none of them counts as one that does.
+            gradient_bytes=partial(
+                _made_gradient_bytes, () if bucket.backward.is_sharded else tuple(module.parameters())
+            ),
             sees_calls=bucket.sees_calls(layer.index),
         )
         bucket.begun[layer.index] = sample
@@ -202,8 +205,8 @@ class PlanController:
         elif bucket.profile is None and (self._is_warm or self._compares_cache):
             if bucket.is_first and self._is_warm and key not in self._consensus.cached:
                 bucket.drop()  # there is nothing to compare it with, so the device need not have passed it
-            begin = self._coming_bytes(), self._count_made_gradients
-            bucket.begin_measuring(*begin, call, is_first=not self._is_warm)
+            window = BackwardWindow(self._count_made_gradients, any(map(_is_sharded, self._parameters())))
+            bucket.begin_measuring(window, self._coming_bytes(), call, is_first=not self._is_warm)
 
     @property
     def _compares_cache(self) -> bool:
@@ -265,7 +268,9 @@ class PlanController:
         return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
 
     def _count_made_gradients(self) -> int:
-        return _made_gradient_bytes(self._parameters())
+        parameters = list(self._parameters())
+        sharded = [parameter for parameter in parameters if _is_sharded(parameter)]
+        return _made_gradient_bytes(sharded or parameters)
 
     def _collect(self, bucket: LengthBucket, key: Key) -> None:
         """Note the profile of a measured pass, and the room that it has found on the device."""
@@ -320,7 +325,7 @@ class PlanController:
         of_layer = {index: kind for kind in kinds for index in kind.members}
         indices = sorted(of_layer)
         costs = [of_layer[index].cost for index in indices]
-        budget = replace(budget, turn_s=profile.turn_s, turn_bytes=profile.outside_bytes)
+        budget = replace(budget, turnaround_s=profile.turnaround_s, turnaround_bytes=profile.outside_bytes)
         plan = make_plan(costs, budget)
         bucket.orders.clear()
         proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
@@ -359,6 +364,11 @@ def _rate(nbytes: int, ms: float) -> float | None:
 def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return sum(_own_bytes(gradient) for gradient in gradients if gradient.device.type != "cpu")
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor: one that FSDP2 has not gathered at the moment."""
+    return hasattr(parameter, "to_local")
 
 
 def _own_bytes(parameter: Tensor) -> int:

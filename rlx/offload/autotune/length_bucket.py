@@ -11,7 +11,7 @@ there are others of their kind.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlx.offload.autotune.layer_profile import BackwardWindow, LayerProfile
@@ -53,13 +53,13 @@ class LengthBucket:
         return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
 
     def begin_measuring(
-        self, coming_bytes: int, gradient_bytes: Callable[[], int], call: Mapping[str, Any], is_first: bool
+        self, window: BackwardWindow, coming_bytes: int, call: Mapping[str, Any], is_first: bool
     ) -> None:
         """Begin to measure, unless a graph that was measured is alive, or the device has not passed it."""
         is_alive = any(index not in self.done for index in self.begun)
         self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
         if self.is_measuring:
-            self.backward, self.coming_bytes = BackwardWindow(gradient_bytes), coming_bytes
+            self.backward, self.coming_bytes = window, coming_bytes
             self.call, self.is_first = call, is_first
             self.called, self.done = set(), {}
             self.begun.clear()
@@ -92,7 +92,7 @@ class LengthBucket:
                 return None
             found, self._seen, self._spread_passes = self._seen, {}, None
         samples = [found[index] for index in sorted(found)]
-        return measured(samples, backward.outside_bytes, backward.turn_s)
+        return measured(samples, backward.outside_bytes, backward.turnaround_s)
 
     def drop(self) -> None:
         """Wait no longer for what was measured."""

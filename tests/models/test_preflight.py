@@ -1,0 +1,68 @@
+"""What a check of a model finds before it is loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from rlx.config.schema import ModelConfig
+from rlx.models.preflight import faults_of
+
+
+def model(folders, name="qwen3", **options):
+    return ModelConfig(path=folders[name], **options)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn2"])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_what_can_be_loaded_has_no_faults(folders, attention, head):
+    """A kernel whose package is not here too: the workers' machines may have it."""
+    targets = {"lora_rank": 2, "target_modules": "q_proj, down_proj"}
+    assert faults_of(model(folders, attn_implementation=attention, **targets), head) == []
+    assert faults_of(ModelConfig(path="builtin:tiny", attn_implementation=attention, **targets), head) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "starts", "hint"),
+    [
+        ({"attn_implementation": "sdap"}, "attn_implementation: got 'sdap', expected one of eager, ", "mean sdpa?"),
+        ({"attn_implementation": "paged|eager"}, "attn_implementation: got 'paged|eager', expected one of eager, ", ""),
+        ({"attn_implementation": "?"}, "attn_implementation: got '?'", "set it to sdpa"),
+        ({"override_config": {"rope_thet": 1}}, "model.override_config.rope_thet: Qwen3Config has no such key", ""),
+        ({"lora_rank": 2, "target_modules": "q_prj"}, "target_modules: the model has no module 'q_prj'", "q_proj"),
+    ],
+)
+def test_a_name_that_is_mistyped_is_named(folders, options, starts, hint):
+    for path in (folders["qwen3"], "builtin:tiny"):
+        (fault,) = faults_of(ModelConfig(path=path, **options), "lm")
+        assert fault.startswith(starts) and hint in fault
+
+
+def test_processes_that_share_sequences_divide_the_heads(folders):
+    tiny = ModelConfig(path="builtin:tiny")
+    assert faults_of(tiny, "lm", together=(1, 2), processes=4) == []
+    for shared, heads, allowed in ((tiny, 4, "1 or 2 or 4"), (model(folders), 2, "1 or 2")):
+        (fault,) = faults_of(shared, "lm", together=[8], processes=8)
+        assert f"is 8, with 8 processes and {heads} attention heads" in fault and fault.endswith(f"set it to {allowed}")
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_kernel_that_drops_a_cap_of_the_scores_is_refused(tmp_path, head):
+    config = transformers.Gemma2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, vocab_size=32
+    )
+    config.save_pretrained(tmp_path)
+    capped = ModelConfig(path=str(tmp_path))
+    (fault,) = faults_of(capped, head)
+    assert "got sdpa for a gemma2 model that caps its attention scores at 50.0" in fault and "set it to eager" in fault
+    assert faults_of(replace(capped, attn_implementation="eager"), head) == []
+    assert faults_of(replace(capped, override_config={"attn_logit_softcapping": None}), head) == []
+
+
+def test_several_faults_come_together(folders, tmp_path: Path):
+    options = {"attn_implementation": "sdap", "override_config": {"hiden_size": 8}}
+    assert len(faults_of(model(folders, **options), "lm")) == 2
+    assert len(faults_of(ModelConfig(path=str(tmp_path)), "lm")) == 1, "an empty folder"
+    (fault,) = faults_of(model(folders), "score")
+    assert "expected one for sequence classification with one label" in fault
