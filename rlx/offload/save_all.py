@@ -23,7 +23,7 @@ from rlx.offload.storage.regions import (
     storage_address,
 )
 
-# A region without layers is cut into stretches of this many parked bytes, so that backward can fetch ahead.
+# A region without layers is cut into stretches of this many offloaded bytes, so that backward can fetch ahead.
 STRETCH_BYTES = 64 << 20
 
 
@@ -48,11 +48,11 @@ class KeptTensor:
 class OffloadedTensor:
     """A saved tensor whose bytes have left."""
 
-    __slots__ = ("_call", "_look", "_parked")
+    __slots__ = ("_call", "_look", "_offloaded")
 
-    def __init__(self, call: SaveAllCall, parked: OffloadedRange, tensor: Tensor) -> None:
+    def __init__(self, call: SaveAllCall, offloaded: OffloadedRange, tensor: Tensor) -> None:
         self._call = call
-        self._parked = parked
+        self._offloaded = offloaded
         self._look = TensorLayout(tensor)
 
     def restore(self) -> Tensor:
@@ -61,7 +61,7 @@ class OffloadedTensor:
         if not look.is_untouched:
             raise modified_in_place(look.shape, look.dtype, look.version, "but was written to after that")
         self._call.begin_unpack()
-        return look.on(*self._parked.on_device())
+        return look.restore(*self._offloaded.on_device())
 
 
 def unpack(packed: KeptTensor | OffloadedTensor) -> Tensor:
@@ -83,17 +83,17 @@ class SaveAllCall(LayerCall):
         super().__init__(engine, layer)
         self._device_type = device_type
         self._fixed = fixed
-        self.parked_bytes = 0
+        self.offloaded_bytes = 0
 
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         """The pack hook."""
         if is_parameter(tensor) or storage_address(tensor) in self._fixed:
             return KeptTensor(tensor)
         if self._may_leave(tensor):
-            parked = self.engine.park(tensor, self)
-            if parked is not None:
-                self.parked_bytes += parked.nbytes
-                return OffloadedTensor(self, parked, tensor)
+            offloaded = self.engine.offload(tensor, self)
+            if offloaded is not None:
+                self.offloaded_bytes += offloaded.nbytes
+                return OffloadedTensor(self, offloaded, tensor)
         self.layer.counters.kept_bytes += size_bytes(tensor)
         return KeptTensor(tensor)
 
@@ -136,7 +136,7 @@ class RegionHooks:
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         """The pack hook."""
         call = self._call() if self._call is not None else None
-        if call is None or call.parked_bytes >= STRETCH_BYTES:
+        if call is None or call.offloaded_bytes >= STRETCH_BYTES:
             call = SaveAllCall(self._engine, self._layer, self._device_type, frozenset())
             self._call = weakref.ref(call)
         return call.pack(tensor)

@@ -134,7 +134,7 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
     ("device", "roles", "cause"),
     [
         ("cpu", ["rollout"], "actor if there is rollout"),
-        ("cuda", ["actor"], "trainer.device is cuda, but torch"),
+        ("cuda", ["actor"], "trainer.device: got cuda, but torch"),
     ],
 )
 def test_a_worker_that_cannot_be_built_says_why(environment, config, device, roles, cause):

@@ -310,7 +310,7 @@ class PlanController:
         of_layer = {index: kind for kind in kinds for index in kind.members}
         indices = sorted(of_layer)
         costs = [of_layer[index].cost for index in indices]
-        machine = replace(machine, turn_s=measurement.turn_s, turn_bytes=measurement.outside_bytes)
+        machine = replace(machine, turnaround_s=measurement.turnaround_s, turnaround_bytes=measurement.outside_bytes)
         plan = make_plan(costs, machine)
         bucket.orders.clear()
         proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}

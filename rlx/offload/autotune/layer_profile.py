@@ -35,7 +35,7 @@ class OpProfile:
     stop: Mark | None = None
     stored: Mark | None = None  # when the last of an answer may leave
     nbytes: int = 0
-    stays_bytes: int = 0  # of these what is too small to leave
+    small_bytes: int = 0  # of these what is too small to leave
     extra_bytes: int = 0  # of these what autograd does not save
     summed_bytes: int = 0  # of its input, if a bias wants a gradient
     can_be_answered: bool = False
@@ -92,7 +92,7 @@ class BackwardWindow:
     turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and their backward begins
 
     @property
-    def turn_s(self) -> float:
+    def turnaround_s(self) -> float:
         """Time between, in which what follows the layers is at work."""
         return 0.0 if self.turn is None else seconds(*self.turn)
 

@@ -93,7 +93,7 @@ class LengthBucket:
                 return None
             found, self._seen, self._spread_passes = self._seen, {}, None
         samples = [found[index] for index in sorted(found)]
-        return measured(samples, backward.outside_bytes, backward.turn_s)
+        return measured(samples, backward.outside_bytes, backward.turnaround_s)
 
     def drop(self) -> None:
         """Wait no longer for what was measured."""

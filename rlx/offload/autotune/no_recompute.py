@@ -65,7 +65,7 @@ def run_without_recompute(
     """Run a layer's forward as it is."""
     call = NoRecomputeCall(engine, layer, orders)
     before = call.previous() if call.previous is not None else None
-    if call.fetches_early or before is None or not before.parked:
+    if call.fetches_early or before is None or not before.offloaded:
         outputs = forward(*args, **kwargs)
     else:
         with _LateHook(call, orders.fetch_call):

@@ -51,7 +51,7 @@ class LayerKind(NamedTuple):
         off_device = frozenset(self.places[i] for i in layer.off_device)
         orders = LayerPolicy(
             keep=layer.keep,
-            boundary_leaves=layer.boundary_leaves,
+            offload_boundary=layer.offload_boundary,
             on_device=on_device.union(self.small),
             off_device=off_device,
             names=self.names,
@@ -73,17 +73,17 @@ class PassProfile(NamedTuple):
 
     kinds: tuple[LayerKind, ...]
     outside_bytes: int
-    turn_s: float = 0.0
+    turnaround_s: float = 0.0
 
 
-def measured(samples: Sequence[LayerProfile], outside_bytes: int, turn_s: float = 0.0) -> PassProfile:
+def measured(samples: Sequence[LayerProfile], outside_bytes: int, turnaround_s: float = 0.0) -> PassProfile:
     """What the samples of a pass come to. Layers are of one kind if they call the same maps and the same kind of attention."""
     groups: dict[tuple[object, ...], list[LayerProfile]] = {}
     for sample in samples:
         # Each call once: experts are called as often as tokens are sent to them.
         calls = tuple(dict.fromkeys((call.name, call.variant) for call in sample.calls))
         groups.setdefault((sample.boundary_bytes, calls), []).append(sample)
-    return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turn_s)
+    return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turnaround_s)
 
 
 def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
@@ -91,8 +91,8 @@ def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
     first = [kind.members for kind in measurements[0].kinds]
     alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
     kinds = zip(*(m.kinds for m in alike), strict=True)
-    outside_bytes, turn_s = max(m.outside_bytes for m in alike), max(m.turn_s for m in alike)
-    return PassProfile(tuple(map(_slowest, kinds)), outside_bytes, turn_s)
+    outside_bytes, turnaround_s = max(m.outside_bytes for m in alike), max(m.turnaround_s for m in alike)
+    return PassProfile(tuple(map(_slowest, kinds)), outside_bytes, turnaround_s)
 
 
 def planned(kind: LayerKind) -> LayerKind:
@@ -161,8 +161,8 @@ def _operation(members: Sequence[LayerProfile], place: int) -> Operation:
         at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
         seconds=fmean(call.again_s for call in calls),
         nbytes=round(fmean(call.nbytes for call in calls)),
-        leaves_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
-        stays_bytes=round(fmean(call.stays_bytes for call in calls)),
+        offload_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
+        small_bytes=round(fmean(call.small_bytes for call in calls)),
         extra_bytes=round(fmean(call.extra_bytes for call in calls)),
     )
 

@@ -182,7 +182,7 @@ def with_larger_bytes(measurement: PassProfile, own: PassProfile) -> PassProfile
         ]
         cost = replace(_larger(kind.cost, other.cost), operations=tuple(operations), points=tuple(points))
         kinds.append(kind._replace(cost=cost))
-    return PassProfile(tuple(kinds), max(measurement.outside_bytes, own.outside_bytes), measurement.turn_s)
+    return PassProfile(tuple(kinds), max(measurement.outside_bytes, own.outside_bytes), measurement.turnaround_s)
 
 
 def _larger(one: C, other: C) -> C:

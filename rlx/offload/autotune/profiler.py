@@ -79,7 +79,7 @@ class ProfilingRecorder(PlannedRecorder):
         call.can_be_answered = may_be_left_out and all(tensor.grad_fn is not None for tensor in results)
         for tensor in results:
             call.nbytes += size_bytes(tensor)
-            call.stays_bytes += size_bytes(tensor) if size_bytes(tensor) < sample.min_bytes else 0
+            call.small_bytes += size_bytes(tensor) if size_bytes(tensor) < sample.min_bytes else 0
             call.storages[storage_address(tensor)] = size_bytes(tensor)
         self._waiting.append(call)
         self.flow.step(-len(sample.others), name, arguments, results, may_be_left_out)
@@ -101,7 +101,7 @@ class ProfilingRecorder(PlannedRecorder):
         if address not in self._seen:  # attention saves its own result as well
             self._seen.add(address)
             call.nbytes += nbytes
-            call.stays_bytes += nbytes if nbytes < self._sample.min_bytes else 0
+            call.small_bytes += nbytes if nbytes < self._sample.min_bytes else 0
             call.storages[storage.data_ptr()] = storage.nbytes()
             call.stored = self._sample.mark()
         return StashedTensor(tensor, None)

@@ -19,17 +19,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.offload.plan.at_hand import Measured, outcome_of, text_of
 from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import read_decoder
-from rlx.offload.plan.explain import aligned, explain
+from rlx.offload.plan.explain import explain
 from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.measured_plan import MeasuredCosts, describe_measured, plan_measured
 from rlx.offload.plan.memory import StateBytes, state_bytes
 from rlx.offload.plan.planner import Plan
-from rlx.offload.plan.scenario import MODES, STEP_TOKENS, Scenario
+from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
 from rlx.offload.plan.shapes import SHAPES
-
-_GB = 1e9
+from rlx.offload.plan.text_table import GB, aligned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = _measured(given, setting) if given.measure else None
     except (ImportError, MemoryError, OSError, ValueError) as error:
         parser.error(str(error))
-    plans = {mode: setting.plan(mode, given.tokens) for mode in MODES}
-    longest = {mode: setting.longest(mode) for mode in MODES} if given.longest else {}
+    plans = {mode: setting.plan(mode, given.tokens) for mode in PLANNED_MODES}
+    longest = {mode: setting.longest(mode) for mode in PLANNED_MODES} if given.longest else {}
     at_longest = {mode: setting.plan(mode, tokens) for mode, tokens in longest.items() if tokens}
     print(_text(given, setting, plans))
     outcome = None
     if measured is not None:
-        outcome = outcome_of(measured, setting, given.tokens, uses_link=given.link_gb_per_s is None)
-        print("\n" + text_of(measured, setting, given.tokens, outcome))
+        outcome = plan_measured(measured, setting, given.tokens, uses_link=given.link_gb_per_s is None)
+        print("\n" + describe_measured(measured, setting, given.tokens, outcome))
     if given.longest:
         print("\n" + _longest(longest, at_longest))
     if given.out is not None:
@@ -79,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rlx.offload.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
+    add(
+        "--model",
+        required=True,
+        help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers",
+    )
     add(
         "--tokens",
         type=_positive,
@@ -119,9 +122,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _setting(given: argparse.Namespace) -> Scenario:
     named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
-    hardware = replace(PROFILES[given.hardware], **{k: v * _GB for k, v in named.items() if v is not None})
+    hardware = replace(PROFILES[given.hardware], **{k: v * GB for k, v in named.items() if v is not None})
     decoder = read_decoder(_config(given.model), given.layers)
-    states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * _GB
+    states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * GB
     if states is None and given.lora_rank:
         states = state_bytes(decoder, given.gpus, given.weight_bytes, adapter_rank=given.lora_rank)
     setting = Scenario(
@@ -133,16 +136,16 @@ def _setting(given: argparse.Namespace) -> Scenario:
         logit_tokens=given.logit_tokens,
         states=states,
         is_head_trained=not given.lora_rank,
-        disk_bytes_per_s=given.disk_gb_per_s * _GB,
+        disk_bytes_per_s=given.disk_gb_per_s * GB,
         tile=given.tile,
         shared_by=given.shared_by,
         optimizer_on_host=given.optimizer_on_host,
     )
     if setting.memory_parts["activations"] <= 0:
-        parts = ", ".join(f"{name} {nbytes / _GB:.1f}" for name, nbytes in setting.memory_parts.items())
+        parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in setting.memory_parts.items())
         raise ValueError(
             f"{given.model} leaves no room for activations on {given.gpus} x {given.hardware} of "
-            f"{hardware.device_bytes / _GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or say what is there with --states-gb"
+            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or say what is there with --states-gb"
         )
     return setting
 
@@ -158,12 +161,12 @@ def _check_measurable(given: argparse.Namespace) -> None:
         raise ValueError(f"--measure: got {', '.join(wrong)}, which the formulas alone know of; leave one of them out")
 
 
-def _measured(given: argparse.Namespace, setting: Scenario) -> Measured:
-    from rlx.offload.benchmark.layer_costs import measure  # loads torch
+def _measured(given: argparse.Namespace, setting: Scenario) -> MeasuredCosts:
+    from rlx.offload.benchmark.layer_costs import measure_layers  # loads torch
 
     config = _config(given.model)
     shape = config if isinstance(config, dict) else config.to_dict()
-    return measure(shape, setting.decoder, given.tokens, given.sequences, given.tile)
+    return measure_layers(shape, setting.decoder, given.tokens, given.sequences, given.tile)
 
 
 def _config(model: str) -> Any:
@@ -191,7 +194,7 @@ def _text(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) 
             f"{given.tokens} tokens a GPU and step, {given.gpus} x {hardware.name}",
             f"{hardware.name}: {hardware.peak_flops / 1e12:.0f} TFLOP/s, memory {_gb(hardware.device_bytes)} GB at "
             f"{hardware.memory_bytes_per_s / 1e12:.2f} TB/s, host {_gb(hardware.host_bytes)} GB at "
-            f"{hardware.link_bytes_per_s / _GB:.1f} GB/s each way ({hardware.link_both_bytes_per_s / _GB:.1f} both at once)",
+            f"{hardware.link_bytes_per_s / GB:.1f} GB/s each way ({hardware.link_both_bytes_per_s / GB:.1f} both at once)",
             "memory, GB: " + ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in parts.items()) + " at most "
             f"({_gb(peak)} used)",
             "",
@@ -235,7 +238,7 @@ def _figures(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan
         "layers": [
             {
                 "keep": layer.keep,
-                "boundary_leaves": layer.boundary_leaves,
+                "offload_boundary": layer.offload_boundary,
                 "on_device": _names(cost, layer.on_device),
                 "off_device": _names(cost, layer.off_device),
             }
@@ -249,7 +252,7 @@ def _names(cost: LayerCost, indices: frozenset[int]) -> list[str]:
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / _GB:.2f}"
+    return f"{nbytes / GB:.2f}"
 
 
 def _positive(text: str, least: int = 1) -> int:

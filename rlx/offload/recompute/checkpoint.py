@@ -163,12 +163,12 @@ class RecomputedCall(LayerCall):
 
     def store(self, tensor: Tensor) -> StashedTensor | None:
         """Send a tensor off, or keep it if it is small; None where the host has no room for it."""
-        parked = self.engine.park(tensor, self) if self._may_leave(tensor) else None
-        if parked is None:
+        offloaded = self.engine.offload(tensor, self) if self._may_leave(tensor) else None
+        if offloaded is None:
             if size_bytes(tensor) >= max(self.engine.options.min_bytes, 1):
                 return None
             self.layer.counters.kept_bytes += size_bytes(tensor)
-        return StashedTensor(tensor, parked, is_result=True)
+        return StashedTensor(tensor, offloaded, is_result=True)
 
     def keep(self, tensor: Tensor) -> StashedTensor:
         """Keep a tensor on the device."""
@@ -206,10 +206,10 @@ class RecomputedCall(LayerCall):
                 "recomputed; write out of place in the layer, or use enable_ckpt=False"
             )
 
-    def unload(self, unless_parked_by: LayerCall | None = None) -> None:
+    def evict(self, needed_by: LayerCall | None = None) -> None:
         """Let go of what is on the device for this call: also values that nobody asked for, of a branch without a loss."""
         self._values = _NOTHING
-        super().unload(unless_parked_by)
+        super().evict(needed_by)
 
     def _value(self, index: int) -> tuple[Tensor, list[Any], list[int]]:
         """What is to be given for a slot whose value is not there, and those of all slots: recomputes the layer."""
@@ -260,11 +260,11 @@ class RecomputedCall(LayerCall):
         if is_parameter(tensor):
             stored = StashedTensor(tensor, None)
         else:
-            leaves = self._orders.boundary_leaves and self._may_leave(tensor)
-            parked = self.engine.park(tensor, self) if leaves else None
-            if parked is None:
+            leaves = self._orders.offload_boundary and self._may_leave(tensor)
+            offloaded = self.engine.offload(tensor, self) if leaves else None
+            if offloaded is None:
                 self.layer.counters.kept_bytes += size_bytes(tensor)
-            stored = StashedTensor(tensor, parked)
+            stored = StashedTensor(tensor, offloaded)
             if type(tensor) is Tensor and not tensor.is_inference():
                 base = tensor._base
                 self._slots.watch_by_base[id(tensor if base is None else base)] = stored.watch
@@ -318,7 +318,7 @@ class RecomputedCall(LayerCall):
         self.engine.timeline.add("recomputed_ms", start, mark(stream), self.engine.counters, self.layer.counters)
         if sample is not None:
             sample.end_recompute()
-        super().unload()
+        super().evict()
         return saved
 
     def _save_what_is_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -19,21 +19,21 @@ class StashedTensor:
 
     Args:
         tensor: shape, dtype and layout are given back as they are.
-        parked: its bytes off the device; None: they stay.
+        offloaded: its bytes off the device; None: they stay.
         is_result: it, or what it is an alias of, is what an operation gave: no leaf, if it wants a gradient.
     """
 
-    __slots__ = ("_is_leaf", "_look", "_parked", "_requires_grad", "_version", "watch")
+    __slots__ = ("_is_leaf", "_look", "_offloaded", "_requires_grad", "_version", "watch")
 
-    def __init__(self, tensor: Tensor, parked: OffloadedRange | None, is_result: bool = False) -> None:
+    def __init__(self, tensor: Tensor, offloaded: OffloadedRange | None, is_result: bool = False) -> None:
         self._requires_grad = tensor.requires_grad
         self._is_leaf = tensor.is_leaf and not (is_result and self._requires_grad)
-        self._parked = parked
+        self._offloaded = offloaded
         self._look: TensorLayout | None = None
         self._version: int | None
         # What shares the tensor's version counter for as long as this lives.
         self.watch: Tensor
-        if parked is None:
+        if offloaded is None:
             self._version = None if tensor.is_inference() else tensor._version
             self.watch = tensor if isinstance(tensor, Parameter) else tensor.detach()
         else:
@@ -53,7 +53,7 @@ class StashedTensor:
     @property
     def is_whole(self) -> bool:
         """Whether the bytes are still those that were stored: what has left before a write is."""
-        return self.is_untouched if self._parked is None else not self._parked.is_torn
+        return self.is_untouched if self._offloaded is None else not self._offloaded.is_torn
 
     def tensor(self) -> Tensor:
         """The tensor, ready for the current stream. In gradient mode only.
@@ -63,8 +63,8 @@ class StashedTensor:
         Raises:
             RuntimeError: if the bytes were overwritten.
         """
-        if self._parked is not None and self._look is not None:
-            tensor = self._look.on(*self._parked.on_device())
+        if self._offloaded is not None and self._look is not None:
+            tensor = self._look.restore(*self._offloaded.on_device())
         else:
             if not self.is_untouched:
                 raise modified_input(self.watch)

@@ -19,7 +19,7 @@ class LayerPolicy:
 
     Args:
         keep: run the layer as it is, without recomputation. The rest says nothing then.
-        boundary_leaves: its inputs leave the device; else they stay.
+        offload_boundary: its inputs leave the device; else they stay.
         on_device: operations whose results stay on the device, so that they do not run again.
         off_device: those whose results leave it.
         unread: those that do not run again because nobody reads their results then.
@@ -36,7 +36,7 @@ class LayerPolicy:
     """
 
     keep: bool = False
-    boundary_leaves: bool = True
+    offload_boundary: bool = True
     on_device: frozenset[int] = frozenset()
     off_device: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()

@@ -18,8 +18,8 @@ def arrived(toys, enable, behind):
 
         @staticmethod
         def backward(ctx, grad):
-            pieces = [piece() for piece in calls[0].parked]
-            seen.append(pieces[0] is not None and pieces[0]._arrival is not None)
+            pieces = [piece() for piece in calls[0].offloaded]
+            seen.append(pieces[0] is not None and pieces[0]._fetched is not None)
             return grad
 
     def forward(block, x):
@@ -53,5 +53,5 @@ def test_what_has_left_comes_back_in_the_order_in_which_recomputation_asks_for_i
     loss = toys.step(model)
     call = handle.engine._thread.last()
     stored = [*call._inputs, *(answer._result for answer in map(call._answers.get, (0, 1)))]
-    assert [piece() for piece in call.parked] == [one._parked for one in stored]
+    assert [piece() for piece in call.offloaded] == [one._offloaded for one in stored]
     loss.backward()

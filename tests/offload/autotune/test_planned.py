@@ -27,7 +27,7 @@ layer_orders = st.builds(
     st.none() | st.integers(0, 8),
     st.none() | st.integers(0, 40),
 )
-ALL_STAY = LayerPolicy(boundary_leaves=False, on_device=frozenset(range(64)))
+ALL_STAY = LayerPolicy(offload_boundary=False, on_device=frozenset(range(64)))
 ALL_LEAVE = LayerPolicy(off_device=frozenset(range(64)))
 MIXED = (
     LayerPolicy(off_device=frozenset({0, 3, 5})),

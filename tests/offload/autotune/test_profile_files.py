@@ -88,12 +88,12 @@ def test_fields_of_other_types_need_nothing():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"turn_s": "long"}, r"PassProfile.turn_s: got 'long', expected float"),
-        ({"turn_s": float("nan")}, r"turn_s: got 'nan'"),
+        ({"turnaround_s": "long"}, r"PassProfile.turnaround_s: got 'long', expected float"),
+        ({"turnaround_s": float("nan")}, r"turnaround_s: got 'nan'"),
         ({"outside_bytes": 1.5}, r"outside_bytes: got '1.5', expected int"),
         ({"outside_bytes": True}, r"outside_bytes: got 'True'"),
         ({"kinds": 3}, r"kinds: got '3'"),
-        ({"more": 3}, r"expected the fields kinds, outside_bytes, turn_s"),
+        ({"more": 3}, r"expected the fields kinds, outside_bytes, turnaround_s"),
     ],
 )
 def test_data_of_other_types_is_refused(change, words):

@@ -14,7 +14,7 @@ from rlx.offload.benchmark import modes
 from rlx.offload.benchmark.__main__ import main
 from rlx.offload.benchmark.curve import memory_curve
 from rlx.offload.benchmark.models import Case, build, read_shape, share
-from rlx.offload.benchmark.modes import KINDS, EnabledMode, Mode, parse_mode
+from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, EnabledMode, Mode, parse_mode
 from rlx.offload.benchmark.overhead import overhead_of
 from rlx.offload.benchmark.report import table
 from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, Row
@@ -261,7 +261,7 @@ def test_a_mode_takes_options_of_its_own():
     assert mode == Mode("boundary:prefetch_layers=2:pin_memory=false", "boundary", options)
     assert parse_mode("plain:tile=auto", {}) == Mode("plain:tile=auto", "plain", None, 0)
     assert parse_mode("all:min_bytes=5:tile=9", {}).tile == 9
-    assert set(KINDS) == {*modes.OWN, *modes.PEERS}
+    assert set(MODE_DESCRIPTIONS) == {*modes.OWN, *modes.PEERS}
 
 
 # What is refused

@@ -35,7 +35,7 @@ def expected(case, mode):
     every = re.search(r"every (\d)", mode)
     plans = {
         "plain": LayerPlan(keep=True),
-        "checkpointing": LayerPlan(boundary_leaves=False),
+        "checkpointing": LayerPlan(offload_boundary=False),
         "boundary": LayerPlan(),
         "attention": LayerPlan(off_device=ATTENTION),
     }

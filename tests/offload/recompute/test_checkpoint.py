@@ -38,7 +38,9 @@ def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, la
 
         @staticmethod
         def backward(ctx, grad):
-            ahead.append(sum(parked()._arrival is not None for call in calls for parked in call.parked if parked()))
+            ahead.append(
+                sum(offloaded()._fetched is not None for call in calls for offloaded in call.offloaded if offloaded())
+            )
             return grad
 
     def forward(block, x):
@@ -84,7 +86,7 @@ def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
     calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
     assert len(calls) == 3
     assert all(call.slot_count > 0 and not any(v is not None for v in call._values[0]) for call in calls)
-    assert all(parked()._arrival is None for call in calls for parked in call.parked)
+    assert all(offloaded()._fetched is None for call in calls for offloaded in call.offloaded)
 
 
 def test_small_inputs_stay(compare, toys):
