@@ -148,7 +148,7 @@ def results_of(strategy, saves, rank, folder):
         stats = handle.stats()
         yield {
             "case": (strategy, save, rank),
-            "layers_missed": BLOCKS - len(handle.engine.layers),
+            "layers_missed": BLOCKS - len(handle.session.layers),
             "equal": same(grads, plain),
             "gathers": gathers_now - gathers,
             "held_bytes": stats.held_bytes,
@@ -183,7 +183,7 @@ def results_of_transformers(saves, rank):
         grads, gathers_now = train(model, rank, loss_of)
         yield {
             "case": ("transformers", save, rank),
-            "layers_missed": BLOCKS - len(handle.engine.layers),
+            "layers_missed": BLOCKS - len(handle.session.layers),
             "equal": same(grads, plain),
             "gathers": gathers_now - gathers,
             "held_bytes": handle.stats().held_bytes,

@@ -18,7 +18,7 @@ from rlx.offload.autotune.layer_profile import BackwardWindow, LayerProfile
 from rlx.offload.autotune.pass_profile import PassProfile, measured
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.instructions import LayerInstructions
 
 SPREAD = 4  # of so many layers one is looked at in a pass (Note [a device that waits for the host])
 Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
@@ -29,7 +29,7 @@ class LengthBucket:
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.orders: dict[int, LayerPolicy] = {}
+        self.orders: dict[int, LayerInstructions] = {}
         self.measurement: PassProfile | None = None
         self.is_recalled = False  # the measurement is that of an earlier run, and ranks have not agreed on it
         self.first: PassProfile | None = None  # what the pass that warms up came to, where no file stands for it

@@ -141,7 +141,7 @@ def test_a_bias_that_wants_a_gradient_is_seen(toys, enable):
     model = toys.decoder()
     model.layers[1].q.bias.requires_grad_(False)
     handle, found = enable(model, True, save="auto", max_device_bytes=0), {}
-    follow = handle.engine.orders
+    follow = handle.session.orders
 
     def note(layer, module, tensors):
         orders = follow(layer, module, tensors)
@@ -149,7 +149,7 @@ def test_a_bias_that_wants_a_gradient_is_seen(toys, enable):
             found[layer.index] = orders.sample
         return orders
 
-    handle.engine.orders = note
+    handle.session.orders = note
     for _ in range(2):
         toys.read(model).backward()
     size = 2 * 6 * 16 * 4

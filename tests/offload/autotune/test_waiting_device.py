@@ -25,7 +25,7 @@ def watched(toys, enable, monkeypatch):
         model = toys.decoder(LAYERS, dropout=0.2)
         expected = toys.grade(copy.deepcopy(model), read)
         handle = enable(model, True, save="auto", max_device_bytes=0)
-        follow, passes = handle.engine.orders, []
+        follow, passes = handle.session.orders, []
 
         def note(layer, module, tensors):
             orders = follow(layer, module, tensors)
@@ -39,7 +39,7 @@ def watched(toys, enable, monkeypatch):
             (index,) = (s.index for s in passes[-1] if mark in (s._marks["forward"], s._marks.get("recompute")))
             return waits(len(passes) - 1, index)
 
-        handle.engine.orders = note
+        handle.session.orders = note
         monkeypatch.setattr(samples, "is_passed", is_passed)
         return SimpleNamespace(
             handle=handle, passes=passes, step=lambda: expected.assert_equal(toys.grade(model, read))

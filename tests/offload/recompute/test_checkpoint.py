@@ -50,7 +50,7 @@ def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, la
     model = toys.of(forward, blocks=4)
     handle = enable(model, True, prefetch_layers=prefetch)
     loss = toys.step(model)
-    call = handle.engine._thread.last()
+    call = handle.session._thread.last()
     while call.previous is not None:
         call = call.previous()
         calls.append(call)
@@ -83,7 +83,7 @@ def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
     loss = toys.step(model)
     loss.backward(retain_graph=True)
     alive = gc.get_objects()
-    calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
+    calls = [found for found in alive if type(found) is RecomputedCall and found.session is handle.session]
     assert len(calls) == 3
     assert all(call.slot_count > 0 and not any(v is not None for v in call._values[0]) for call in calls)
     assert all(offloaded()._fetched is None for call in calls for offloaded in call.offloaded)

@@ -138,7 +138,7 @@ def auto(enable):
 
 
 def bucket(handle):
-    (found,) = handle.engine.orders.__self__._buckets.values()
+    (found,) = handle.session.orders.__self__._buckets.values()
     return found
 
 
