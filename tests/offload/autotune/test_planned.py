@@ -45,7 +45,7 @@ PLANS = {
 def under(orders, model):
     """A handle for a model whose layers follow orders."""
     handle = enable_activation_offloading(model, True, OffloadOptions(save="auto", min_bytes=0))
-    handle.session.orders = lambda layer, module, tensors: orders[layer.index]
+    handle.runner.decide = lambda layer, module, tensors: orders[layer.index]
     return handle
 
 
