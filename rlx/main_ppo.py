@@ -6,17 +6,17 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from rlx.config.compose import Composed, compose
-from rlx.config.decoders import fetch_configs
+from rlx.config.check.validate import check
+from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
+from rlx.config.forecast.decoders import fetch_configs
+from rlx.config.forecast.forecast_text import long_text, short_text
+from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, inspect_machine
-from rlx.config.outlook import Outlook
-from rlx.config.outlook_text import long_text, short_text
 from rlx.config.schema import PPOConfig
-from rlx.config.validate import check
 from rlx.errors import ExplainedError
-from rlx.trainer.own_code import try_own_code
+from rlx.trainer.user_code_check import check_user_code
 
 DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
 
@@ -49,11 +49,11 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
         if not only_check:
             fetch_configs(composed.partial)
         checked = check(composed, machine)
-        tried = try_own_code(composed.partial, composed.broken, machine)
+        tried = check_user_code(composed.partial, composed.broken, machine)
         faults = (*checked.faults, *tried.faults)
         if only_check and not composed.faults:
             print(composed.yaml)
-            print(long_text(Outlook.of(composed.config, machine)))
+            print(long_text(MemoryForecast.of(composed.config, machine)))
         for warning in (*checked.warnings, *tried.warnings):
             print(f"warning: {warning}", file=sys.stderr)
         if faults:
@@ -63,7 +63,7 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
             return DONE
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
-            print(short_text(Outlook.of(composed.config, machine)), flush=True)
+            print(short_text(MemoryForecast.of(composed.config, machine)), flush=True)
         return _run(composed)
 
 

@@ -14,7 +14,7 @@ import pytest
 from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.machine import Machine
 from rlx.main_ppo import main
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 
@@ -128,7 +128,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device_gb: float) -
     device_bytes, host_bytes = int(device_gb * 1e9), 10**12
     machine = Machine(1, 8, frozenset(), vllm="0.26.0", device_bytes=device_bytes, host_bytes=host_bytes)
     monkeypatch.setattr("rlx.main_ppo.inspect_machine", lambda cluster: machine)
-    (tmp_path / "config.json").write_text(json.dumps(DECODER_SHAPES["qwen2-7b"]))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
     rollout = ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
     return [
         f"actor_rollout_ref.model.path={tmp_path}",
@@ -286,7 +286,7 @@ def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Pat
     done = started("--check", "trainer.device=cpu", "trainer.seed=7", folder=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout
-    place = "import rlx.config.compose as c; print(c.config_folder())"
+    place = "import rlx.config.compose.command_line as c; print(c.config_folder())"
     where = python("-c", place, folder=tmp_path, PYTHONPATH=str(installed))
     assert Path(where.stdout.strip()) == installed / "rlx" / "configs"
 

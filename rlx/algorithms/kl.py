@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
+from rlx.algorithms.losses import LOG_RATIO_LIMIT
+
 K3_LIMIT = 10.0
 
 

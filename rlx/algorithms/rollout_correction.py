@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 300.0
+EXP_LIMIT = 300.0
 RATIO_LIMIT = 2.0  # a token with a ratio outside [1 / RATIO_LIMIT, RATIO_LIMIT] counts as one that disagrees
 
 WEIGHT_LEVELS = ("token", "sequence")
@@ -31,11 +31,11 @@ def _log_ratio(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    log_ratio = log_ratio.clamp(max=LOG_RATIO_LIMIT)
+    log_ratio = log_ratio.clamp(max=EXP_LIMIT)
     return log_ratio.expm1() - log_ratio
 
 
@@ -117,7 +117,7 @@ def _effective_share(total: float, squares: float, count: float) -> float:
 
 
 def _perplexity(mean_log_prob: float) -> float:
-    return math.exp(min(-mean_log_prob, LOG_RATIO_LIMIT))
+    return math.exp(min(-mean_log_prob, EXP_LIMIT))
 
 
 # Correcting -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayError
 
 from rlx.cluster.errors import Place, RankFault, WorkerFailure, death_of, first_cause, one_line
 from rlx.cluster.mesh import Mesh, share_ranges
-from rlx.cluster.placement import Pool
+from rlx.cluster.placement import Placement
 from rlx.cluster.process import Answer, WorkerProcess
 from rlx.data.batch import Batch, concat
 
@@ -38,7 +38,7 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, pool: Pool, worker_class: type, *arguments: Any, meshes: Mapping[str, Mesh] | None = None
+        self, pool: Placement, worker_class: type, *arguments: Any, meshes: Mapping[str, Mesh] | None = None
     ) -> None:
         self.world_size = len(pool.slots)
         self._pool = pool

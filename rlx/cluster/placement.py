@@ -28,7 +28,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Pool:
+class Placement:
     """Reserved places on the nodes; ranks run through one node after the other.
 
     Args:
@@ -44,7 +44,7 @@ class Pool:
     gpu: bool
 
     @classmethod
-    def reserve(cls, nnodes: int, processes_per_node: int, device: str, timeout_s: float = 300.0) -> "Pool":
+    def reserve(cls, nnodes: int, processes_per_node: int, device: str, timeout_s: float = 300.0) -> "Placement":
         """Waits until the cluster has the room.
 
         Args:

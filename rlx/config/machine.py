@@ -4,11 +4,9 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rlx.config.host_memory import all_host_bytes
 from rlx.config.schema import PPOConfig
-from rlx.config.tree import LEAVES, value_at
 from rlx.config.vllm_range import vllm_version
 
 OPTIONAL_PACKAGES = ("peft", "wandb", "flash_attn", "liger_kernel")
@@ -57,30 +55,6 @@ class Machine:
     def node_gpus(self) -> tuple[int, ...]:
         """GPUs of each machine that the run can use."""
         return (self.gpus,) if self.cluster is None else self.cluster.node_gpus
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A configuration on a machine.
-
-    Args:
-        config: the tree.
-        set_keys: dotted names of the keys that the user set.
-        machine: where it is to run.
-    """
-
-    config: PPOConfig
-    set_keys: frozenset[str]
-    machine: Machine
-
-    def value(self, key: str) -> Any:
-        """The value of a dotted key."""
-        return value_at(self.config, key)
-
-    @property
-    def changed_keys(self) -> list[str]:
-        """The keys that the user set to something else than the default, in the tree's order."""
-        return [key for key, leaf in LEAVES.items() if key in self.set_keys and self.value(key) != leaf.default]
 
 
 def inspect_machine(cluster: Cluster | None = None) -> Machine:

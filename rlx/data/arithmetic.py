@@ -12,7 +12,7 @@ from rlx.config.schema import ArithmeticConfig
 from rlx.data.files import DataError
 from rlx.data.seeding import seed_for
 
-SOURCE = "rlx/arithmetic"
+ARITHMETIC_SOURCE = "rlx/arithmetic"
 
 BOYS = ("Tom", "Ben", "Max", "Sam", "Leo", "Dan", "Tim", "Jack", "Adam", "Omar", "Ravi", "Luis")
 GIRLS = ("Ann", "Eva", "Mia", "Zoe", "Kim", "Lily", "Nina", "Sara", "Emma", "Rosa", "Aiko", "Ruth")
@@ -27,7 +27,7 @@ GAINS = (
     "{friend} gives {him} {n}.",
     "{He} wins {n} from {friend}.",
 )
-LOSSES = (
+LOSS_SENTENCES = (
     "{He} loses {n}.",
     "{He} sells {n}.",
     "{He} gives {n} away.",
@@ -110,17 +110,17 @@ def make_problems(config: ArithmeticConfig, split: str) -> list[dict[str, Any]]:
 
 
 def _stream(config: ArithmeticConfig, split: str) -> Iterator[Problem]:
-    rng = random.Random(seed_for(SOURCE, config.seed, config.difficulty, split))
+    rng = random.Random(seed_for(ARITHMETIC_SOURCE, config.seed, config.difficulty, split))
     while True:
         problem = _problem(rng, config.difficulty)
-        held_out = seed_for(SOURCE, problem.question) % VAL_SHARE == 0
+        held_out = seed_for(ARITHMETIC_SOURCE, problem.question) % VAL_SHARE == 0
         if held_out == (split == "val"):
             yield problem
 
 
 def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     return {
-        "data_source": SOURCE,
+        "data_source": ARITHMETIC_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
@@ -186,5 +186,5 @@ def _event(rng: random.Random, total: int, largest: int) -> tuple[str, str, int,
     loss = may_lose and (not may_gain or rng.random() < 0.5)
     n = rng.randint(SMALLEST, total - SMALLEST if loss else largest - total)
     after = total - n if loss else total + n
-    sentence = rng.choice(LOSSES if loss else GAINS).replace("{n}", str(n))
+    sentence = rng.choice(LOSS_SENTENCES if loss else GAINS).replace("{n}", str(n))
     return sentence, f"{total}{'-' if loss else '+'}{n}={after}", after, loss

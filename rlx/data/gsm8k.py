@@ -16,8 +16,8 @@ from rich.progress import track
 
 from rlx.data.files import DataError, read_jsonl
 
-SOURCE = "openai/gsm8k"
-COLUMNS = ("question", "answer")
+GSM8K_SOURCE = "openai/gsm8k"
+GSM8K_COLUMNS = ("question", "answer")
 INSTRUCTION = "Work through this step by step. Then give the final answer alone on the last line, as `#### <number>`."
 
 
@@ -32,7 +32,7 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     Raises:
         ValueError: question or answer is no text, or the answer has no `####`.
     """
-    question, answer = (row.get(name) for name in COLUMNS)
+    question, answer = (row.get(name) for name in GSM8K_COLUMNS)
     if not isinstance(question, str) or not isinstance(answer, str):
         raise ValueError(f"got question {question!r:.80} and answer {answer!r:.80}, expected two texts")
     working, mark, final = answer.rpartition("####")
@@ -42,7 +42,7 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
             f"got an answer that ends in {working[-40:] + mark + final!r:.80}, expected `#### <number>` at its end"
         )
     return {
-        "data_source": SOURCE,
+        "data_source": GSM8K_SOURCE,
         "prompt": [{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     for split in ("train", "test"):
         parser.add_argument(
             f"--{split}",
-            default=SOURCE,
+            default=GSM8K_SOURCE,
             metavar="FILE",
             help=f"official {split}.jsonl, or a hub name (default: %(default)s)",
         )

@@ -106,7 +106,7 @@ class PromptDataset:
             return _File(name, rows, lambda row, _: _from_verl(row, "prompt", "data_source"))
         rows = open_rows(name)
         keys = (self._config.prompt_key, self._config.reward_fn_key)
-        if keys[0] not in rows.columns and set(gsm8k.COLUMNS) <= set(rows.columns):
+        if keys[0] not in rows.columns and set(gsm8k.GSM8K_COLUMNS) <= set(rows.columns):
             return _File(name, rows, self._from_gsm8k)
         missing = [column for column in (*keys, "reward_model") if column not in rows.columns]
         if missing:

@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from rlx.config.roles import TINY
 from rlx.config.schema import ModelConfig
+from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
 from rlx.models.lora import adapter_targets

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # What is computed here otherwise: log-probs come from the hidden states, in chunks.
-LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 def apply_liger(model: "PreTrainedModel") -> None:
@@ -38,4 +38,4 @@ def apply_liger(model: "PreTrainedModel") -> None:
             f"use_liger: liger-kernel {found} has no kernels for models of type {kind}; set model.use_liger=False"
         )
     known = inspect.signature(apply).parameters
-    apply(model=model, **{name: False for name in LOSSES if name in known})
+    apply(model=model, **{name: False for name in LIGER_LOSSES if name in known})

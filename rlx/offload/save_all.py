@@ -113,10 +113,20 @@ class SaveAllCall(LayerCall):
 def run_save_all(
     session: OffloadSession, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer's forward with everything that it saves for backward off the device."""
-    own = (*module.parameters(), *module.buffers())
-    accelerators = {tensor.device.type for tensor in (*own, *tensors_in((args, kwargs)))} - {"cpu", "meta"}
-    fixed = frozenset(map(storage_address, own)) - {0}
+    """Run a layer's forward and offload the tensors that it saves for backward.
+
+    Note [tensors that `save="all"` never offloads]
+    The layer's parameters and buffers stay on the device, and so do arguments that want no gradient, such as rotary tables
+    and masks: the model passes them to every layer, so offloading one frees nothing while a layer is at work. The rule goes
+    by storage, so that it also holds for views, such as a slice of a table that the model has registered as a buffer. A
+    storage that an argument with a gradient uses as well is offloaded: `layer(x, x.detach())` does not keep `x`.
+    Layers that are recomputed follow the same rule.
+    """
+    own, arguments = (*module.parameters(), *module.buffers()), list(tensors_in((args, kwargs)))
+    accelerators = {tensor.device.type for tensor in (*own, *arguments)} - {"cpu", "meta"}
+    constant = {storage_address(tensor) for tensor in arguments if not tensor.requires_grad}
+    constant -= {storage_address(tensor) for tensor in arguments if tensor.requires_grad}
+    fixed = frozenset(constant.union(map(storage_address, own)) - {0})
     call = SaveAllCall(session, layer, accelerators.pop() if accelerators else "cpu", fixed)
     with saved_tensors_hooks(call.pack, unpack):
         return forward(*args, **kwargs)

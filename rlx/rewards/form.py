@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-FORMS = {
+FORM_PATTERNS = {
     "tags": r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)+</answer>\s*",
     "hashes": r".*####[ \t]*\S[^\n#]*\s*",
     "boxed": r".*\\boxed\{\s*[^\s}].*\}.*",
@@ -25,4 +25,4 @@ def compute_score(
         solution_str: the response.
         form: one of FORMS, or a regular expression, in which `.` stands for line ends too.
     """
-    return float(re.fullmatch(FORMS.get(form, form), solution_str, re.DOTALL) is not None)
+    return float(re.fullmatch(FORM_PATTERNS.get(form, form), solution_str, re.DOTALL) is not None)

@@ -19,7 +19,7 @@ from rlx.errors import ExplainedError
 from rlx.rewards import gsm8k
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
-from rlx.rewards.pool import Call, InProcess, NotSendable, Pool
+from rlx.rewards.pool import Call, InProcess, NotSendable, ProcessPool
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ MATH_SOURCES = (
 )
 MATHS = "rlx.rewards.math"
 MATH_LIMIT_S = 5.0
-FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
+POOL_FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
 SMALLEST_PART = 8
 """A list that fails is asked again in halves; while no part of it has been answered, down to this share of it."""
-INFO = ("data_source", "response_text", "ground_truth", "extra_info")
+SCORED_INFO = ("data_source", "response_text", "ground_truth", "extra_info")
 """What of a batch's info becomes the arguments SINGLE of a reward function."""
 
 Sample = dict[str, Any]
@@ -97,7 +97,7 @@ class RewardManager:
         self._config, self._model = reward, model
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         size = reward.num_workers or min(MOST_WORKERS, cores)
-        self._pool = Pool(size, reward.memory_limit_gb, reward.max_concurrent)
+        self._pool = ProcessPool(size, reward.memory_limit_gb, reward.max_concurrent)
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
         grade_maths = Function(MATHS, "compute_score", min(MATH_LIMIT_S, limit_s))
@@ -169,7 +169,7 @@ class RewardManager:
         return Scores(model_scores + weight * rule.scores, extra)
 
     def _by_function(self, batch: Batch, dump_dir: Path) -> Scores:
-        columns = [batch.info[name] for name in INFO]
+        columns = [batch.info[name] for name in SCORED_INFO]
         samples: list[Sample] = [dict(zip(SINGLE, values, strict=True)) for values in zip(*columns, strict=True)]
         reports = self._ask(samples, [self._function_for(sample["data_source"]) for sample in samples])
         if self._form is not None:
@@ -191,7 +191,7 @@ class RewardManager:
             or ended its process; reward/retries: calls that were sent again; reward/processes: those that ended in a call.
         """
         taken, self._taken = self._taken, Counter()
-        return {f"reward/{name}": float(taken[name]) for name in FIGURES}
+        return {f"reward/{name}": float(taken[name]) for name in POOL_FIGURES}
 
     def _function_for(self, data_source: Any) -> Function:
         if self._all is not None:

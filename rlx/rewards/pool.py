@@ -156,7 +156,7 @@ class _Process:
         return f"ended its process ({f'exit code {code}' if code >= 0 else signal.Signals(-code).name})"
 
 
-class Pool:
+class ProcessPool:
     """Calls reward functions in processes; a context. Processes start when they are needed and stay.
 
     Args:
@@ -171,7 +171,7 @@ class Pool:
         self._idle: list[_Process] = []
         self._async: set[Loadable] = set()
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self) -> "ProcessPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -245,7 +245,7 @@ class Pool:
 class _Run:
     """The calls of one batch on their way: those that wait, those in processes, and the outcomes so far by place."""
 
-    def __init__(self, pool: Pool, calls: Sequence[Call], waiting: deque[list[int]]):
+    def __init__(self, pool: ProcessPool, calls: Sequence[Call], waiting: deque[list[int]]):
         self._pool, self._calls, self._waiting = pool, calls, waiting
         self.busy: set[_Process] = set()
         self.outcomes: dict[int, Outcome] = {}

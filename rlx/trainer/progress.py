@@ -32,7 +32,7 @@ MEMORY_CHANGE = 0.05  # a smaller share is noise: caches of libraries, files tha
 STEPS_PER_MEAN = 5  # the summary compares means over so many steps: the reward of a single batch is noise
 
 # The phases of a step in the order of the road, with the names that fit a row.
-PHASES = {
+PHASE_LABELS = {
     "rollout": "roll",
     "reward": "rew",
     "old_log_prob": "old",
@@ -76,7 +76,7 @@ def duration(value: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-class Column(NamedTuple):
+class ProgressColumn(NamedTuple):
     """One column of the step table.
 
     Args:
@@ -96,20 +96,20 @@ class Column(NamedTuple):
 
 # KL is that to the reference where the run has one, else that between the policy before and after the step; mism is how
 # far the sampler's log-probs are from the trainer's.
-COLUMNS = (
-    Column("reward", ("reward/mean",), 6, partial(number, width=6), 0),
-    Column("acc", ("reward/accuracy",), 6, "{:.1%}".format, 1),
-    Column("len", ("response_length/mean",), 5, count, 6),
-    Column("KL", ("actor/kl_ref", "actor/ppo_kl"), 8, partial(number, width=8), 2),
-    Column("mism", ("mismatch/mean_abs_log_prob",), 8, partial(number, width=8), 9),
-    Column("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
-    Column("clip", ("actor/clip_fraction",), 5, "{:.1%}".format, 7),
-    Column("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),
-    Column("tok/s", ("perf/tokens_per_second",), 6, count, 8),
-    Column("sec", ("timing_s/step",), 6, "{:.1f}".format, 4),
-    Column("offMB", ("perf/offloaded_mb",), 5, count, 9),
-    Column("stall", ("perf/stall_share",), 5, "{:.1%}".format, 11),
-    Column("peakGB", ("perf/peak_memory_gb",), 6, partial(number, width=6), 10),
+PROGRESS_COLUMNS = (
+    ProgressColumn("reward", ("reward/mean",), 6, partial(number, width=6), 0),
+    ProgressColumn("acc", ("reward/accuracy",), 6, "{:.1%}".format, 1),
+    ProgressColumn("len", ("response_length/mean",), 5, count, 6),
+    ProgressColumn("KL", ("actor/kl_ref", "actor/ppo_kl"), 8, partial(number, width=8), 2),
+    ProgressColumn("mism", ("mismatch/mean_abs_log_prob",), 8, partial(number, width=8), 9),
+    ProgressColumn("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
+    ProgressColumn("clip", ("actor/clip_fraction",), 5, "{:.1%}".format, 7),
+    ProgressColumn("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),
+    ProgressColumn("tok/s", ("perf/tokens_per_second",), 6, count, 8),
+    ProgressColumn("sec", ("timing_s/step",), 6, "{:.1f}".format, 4),
+    ProgressColumn("offMB", ("perf/offloaded_mb",), 5, count, 9),
+    ProgressColumn("stall", ("perf/stall_share",), 5, "{:.1%}".format, 11),
+    ProgressColumn("peakGB", ("perf/peak_memory_gb",), 6, partial(number, width=6), 10),
 )
 
 
@@ -125,13 +125,13 @@ class StepTable:
     def __init__(self, width: int, total_steps: int) -> None:
         self.total_steps = total_steps
         self.step_width = len(f"{total_steps}/{total_steps}")
-        columns = list(COLUMNS)
+        columns = list(PROGRESS_COLUMNS)
         while len(columns) > 1 and self._used(columns) > width:
             columns.remove(max(columns, key=lambda column: column.drop))
         self.columns = tuple(columns)
         self.phase_width = width - self._used(columns) - 2
 
-    def _used(self, columns: Sequence[Column]) -> int:
+    def _used(self, columns: Sequence[ProgressColumn]) -> int:
         return self.step_width + sum(column.width + 1 for column in columns)
 
     def header(self) -> str:
@@ -151,11 +151,11 @@ class StepTable:
         """The longest phases that fit, in the order of the road."""
         spent = {k.removeprefix("timing_s/"): v for k, v in metrics.items() if k.startswith("timing_s/")}
         spent.pop("step", None)
-        order = [*PHASES, *(name for name in spent if name not in PHASES)]
+        order = [*PHASE_LABELS, *(name for name in spent if name not in PHASE_LABELS)]
         shown: dict[str, str] = {}
         room = self.phase_width
         for name in sorted(spent, key=lambda phase: -spent[phase]):
-            cell = f"{PHASES.get(name, name)} {spent[name]:.1f}"
+            cell = f"{PHASE_LABELS.get(name, name)} {spent[name]:.1f}"
             if spent[name] < 0.05 or len(cell) > room:
                 break
             shown[name] = cell
@@ -174,13 +174,13 @@ class MemoryTable:
 
     def lines(self, metrics: Mapping[str, float], width: int, with_header: bool) -> list[str]:
         """Cells like `roll 3.20>61.0` in the order of the road, in lines of `width` characters; none if nothing is new."""
-        figures = {name: metrics[name] for phase in PHASES for name in self._names(phase) if name in metrics}
+        figures = {name: metrics[name] for phase in PHASE_LABELS for name in self._names(phase) if name in metrics}
         if not with_header and all(self._is_known(name, value) for name, value in figures.items()):
             return []
         self._shown |= figures
         cells = [
             f"{title}\xa0{number(figures[before], 4)}>{number(figures[after], 4)}"
-            for phase, title in PHASES.items()
+            for phase, title in PHASE_LABELS.items()
             for before, after in [self._names(phase)]
             if before in figures
         ]

@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.errors import ExplainedError
-from rlx.trainer.progress import PHASES
+from rlx.trainer.progress import PHASE_LABELS
 from rlx.trainer.tracking import METRICS_FILE
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -231,7 +231,7 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
     _title(axes, "Seconds per step")
     rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
-    order = [*(name for name in PHASES if name in names), *sorted(names - PHASES.keys())]
+    order = [*(name for name in PHASE_LABELS if name in names), *sorted(names - PHASE_LABELS.keys())]
     smooth = _running_mean if len(rows) > MOST_BARS else list
     spent = {name: smooth([row.get(f"timing_s/{name}", 0.0) for row in rows.values()]) for name in order}
     totals = smooth([row["timing_s/step"] for row in rows.values()])

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.mesh import Mesh
-from rlx.cluster.placement import Pool
+from rlx.cluster.placement import Placement
 from rlx.cluster.runtime import accelerator, session
-from rlx.config.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.config.schema import ModelConfig, PPOConfig
+from rlx.config.schema.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.data.sampler import PromptSampler
 from rlx.trainer.checkpoints import read_driver_state, run_folder
 from rlx.trainer.loop import Trainer, roles_of
@@ -69,7 +69,7 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
     """The processes of the run, each hosting every role that the run needs."""
     trainer = config.trainer
     device = accelerator() if trainer.device == "auto" else trainer.device
-    pool = Pool.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
+    pool = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
     # The processes of a tensor-parallel group generate the same samples, those of a sequence-parallel one get the same rows.
     together = {role.name: role.together for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlx.cluster.runtime import check_options
 from rlx.config.machine import processes
-from rlx.config.roles import TINY, has_reward_model, is_tiny, sharded_roles
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import TINY, has_reward_model, is_tiny, sharded_roles
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.errors import ExplainedError

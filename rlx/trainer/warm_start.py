@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 import rlx.models.tiny
-from rlx.config.folders import warm_starts_folder
+from rlx.config.check.folders import warm_starts_folder
 from rlx.config.schema import ArithmeticConfig, PPOConfig
 from rlx.data import arithmetic
 from rlx.data.seeding import seed_for
@@ -209,7 +209,7 @@ class _Training:
         completions = self._rollout.generate([Request(example.prompt_ids, 0, greedy) for example in self._held_out])
         texts = [self._tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
         scores = [
-            compute_score(arithmetic.SOURCE, text, example.ground_truth)
+            compute_score(arithmetic.ARITHMETIC_SOURCE, text, example.ground_truth)
             for text, example in zip(texts, self._held_out, strict=True)
         ]
         return sum(scores) / len(scores)

@@ -12,8 +12,7 @@ from rlx.algorithms.advantages import (
     ESTIMATORS,
     token_rewards,
 )
-from rlx.config.schema import ADV_ESTIMATORS, CRITIC, GREEDY, GROUPS, AlgorithmConfig
-from rlx.config.schema_algorithm import GAMMA, LAM, NORM_BY_STD
+from rlx.config.schema import ADV_ESTIMATORS, CRITIC, GAMMA, GREEDY, GROUPS, LAM, NORM_BY_STD, AlgorithmConfig
 
 F64 = torch.float64
 

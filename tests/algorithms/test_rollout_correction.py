@@ -12,7 +12,7 @@ from rlx.algorithms.rollout_correction import (
     mismatch_sums,
     not_vetoed,
 )
-from rlx.config.schema_algorithm import REJECTIONS
+from rlx.config.schema import REJECTIONS
 
 F64 = torch.float64
 

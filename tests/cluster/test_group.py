@@ -9,7 +9,7 @@ from ray.util.placement_group import placement_group_table
 from rlx.cluster.errors import WorkerFailure
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.mesh import Mesh
-from rlx.cluster.placement import Pool
+from rlx.cluster.placement import Placement
 from rlx.data.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -20,7 +20,7 @@ def group(ray_session, worker_class):
     meshes = {"pair": Mesh.of(2, 2)}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)  # set, it would be taken as it is
-        started = WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, "x", meshes=meshes)
+        started = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, "x", meshes=meshes)
     with started as group:
         yield group
 
@@ -66,7 +66,7 @@ def test_an_answer_of_another_length_is_refused(group):
 
 
 def test_what_workers_log_reaches_the_driver_once(worker_class, caplog):
-    with caplog.at_level(logging.INFO, logger="rlx"), WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, "y"):
+    with caplog.at_level(logging.INFO, logger="rlx"), WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, "y"):
         texts = sorted(record.getMessage() for record in caplog.records if record.name == "rlx.tests")
     assert texts == ["built y", "rank 0 speaks", "rank 1 speaks"]
 
@@ -75,7 +75,7 @@ def test_what_workers_log_reaches_the_driver_once(worker_class, caplog):
     ("deed", "cause"), [("raise", "ValueError: the true cause"), ("die", "the worker process died")]
 )
 def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, deed, cause):
-    group = WorkerGroup(Pool.reserve(1, 2, "cpu"), worker_class, deed, True)
+    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, deed, True)
     start_s = time.monotonic()
     with pytest.raises(WorkerFailure) as caught:
         group.broadcast("actor", "reduce", deed)
@@ -89,7 +89,7 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
 
 
 def test_a_constructor_that_raises_ends_the_group(worker_class):
-    pool = Pool.reserve(1, 2, "cpu")
+    pool = Placement.reserve(1, 2, "cpu")
     with pytest.raises(WorkerFailure) as caught:
         WorkerGroup(pool, worker_class, "fails on rank 1")
     assert (

@@ -1,13 +1,13 @@
 import pytest
 import ray
 
-from rlx.cluster.placement import PlacementError, Pool, Slot
+from rlx.cluster.placement import Placement, PlacementError, Slot
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def test_cpu_processes_may_outnumber_the_cores():
-    pool = Pool.reserve(1, 40, "cpu")
+    pool = Placement.reserve(1, 40, "cpu")
     assert pool.slots == tuple(Slot(0, local_rank) for local_rank in range(40))
     pool.release()
 
@@ -18,7 +18,7 @@ def test_cpu_processes_may_outnumber_the_cores():
 )
 def test_too_little_room_says_what_is_asked_and_what_there_is(nnodes, device, asked):
     with pytest.raises(PlacementError) as caught:
-        Pool.reserve(nnodes, 99 if device == "cuda" else 1, device, timeout_s=0.5)
+        Placement.reserve(nnodes, 99 if device == "cuda" else 1, device, timeout_s=0.5)
     text = str(caught.value)
     assert asked in text and "1 node(s)" in text
     assert f"{ray.cluster_resources()['CPU']:g} CPUs" in text

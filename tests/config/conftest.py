@@ -2,9 +2,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from rlx.config.compose import compose
+from rlx.config.check.validate import Verdict, check
+from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
-from rlx.config.validate import Verdict, check
 
 Check = Callable[..., Verdict]
 

@@ -1,9 +1,9 @@
 from pathlib import Path
 
-from rlx.config.compose import group_choices
+from rlx.config.compose.command_line import group_choices
+from rlx.config.compose.verl_keys import REMEDIES
 from rlx.config.describe import help_text, page
-from rlx.config.tree import LEAVES
-from rlx.config.verl_keys import REMEDIES
+from rlx.config.schema.tree import LEAVES
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

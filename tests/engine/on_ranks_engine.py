@@ -102,18 +102,18 @@ def clipped(folder, strategy):
     return metrics, [gradients.seen[0] for gradients in seen]
 
 
-def parked(folder, strategy, fsdp, model, checkpoint_folder):
-    """Three cycles of log-probs, rest, update and rest, the last from a checkpoint, with all parked at rest and without.
+def offloaded(folder, strategy, fsdp, model, checkpoint_folder):
+    """Three cycles of log-probs, rest, update and rest, the last from a checkpoint, with all offloaded at rest and without.
 
     Returns:
-        For both: metrics and weights; of the parked one: who holds how much of the arena, at first and after each cycle,
+        For both: metrics and weights; of the offloaded one: who holds how much of the arena, at first and after each cycle,
         the arena's size after each cycle, and the bytes of parameters with state, and of gradients, after each cycle.
     """
     results, arena = [], host_arena(False)
-    for parks in (False, True):
-        flags = dataclasses.replace(FP64, param_offload=parks, optimizer_offload=parks, **fsdp)
+    for offloads in (False, True):
+        flags = dataclasses.replace(FP64, param_offload=offloads, optimizer_offload=offloads, **fsdp)
         engine = build(folder, flags, strategy, model=model, name="actor")
-        if parks:  # several pieces
+        if offloads:  # several pieces
             engine._state_on_host = OptimizerStateOnHost(
                 engine.optimizer, arena, "actor_optimizer_state", engine.device, piece_bytes=20_000
             )
@@ -139,8 +139,8 @@ def parked(folder, strategy, fsdp, model, checkpoint_folder):
             # What FSDP2 keeps no reference to is gone, but for this one.
             kept = sum(storage.nbytes() for storage in gradients) if strategy == "fsdp" else 0
             if cycle == 1:
-                engine.save(f"{checkpoint_folder}/{strategy}-{parks}", ("model", "optimizer"))
-                engine.load(f"{checkpoint_folder}/{strategy}-{parks}")
+                engine.save(f"{checkpoint_folder}/{strategy}-{offloads}", ("model", "optimizer"))
+                engine.load(f"{checkpoint_folder}/{strategy}-{offloads}")
             engine.to_host()
             holders.append(arena.holders())
             room.append((arena.reserved_bytes, arena.allocations))

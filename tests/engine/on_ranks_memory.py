@@ -7,7 +7,7 @@ import torch.distributed as dist
 from rank_tools import build, make_batch, own_share, policy, weights_of
 
 from rlx.config.schema import ActivationOffloadConfig
-from rlx.engine import out_of_memory
+from rlx.engine import oom_retry
 from rlx.engine.micro_batch import MicroBatchRule
 
 PLENTY = 1 << 40
@@ -61,7 +61,7 @@ def repeated(folder, strategy, where, budget, failing, times=1):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("rlx.engine.out_of_memory").addHandler(handler)
+    logging.getLogger("rlx.engine.oom_retry").addHandler(handler)
     found, peaks = [], []
     for disturbed in (False, True):
         torch.manual_seed(dist.get_rank())
@@ -76,7 +76,7 @@ def repeated(folder, strategy, where, budget, failing, times=1):
                 return str(error)
         peaks.append(max(layer.peaks))
         found.append((metrics, weights_of(engine), torch.get_rng_state()))
-    logging.getLogger("rlx.engine.out_of_memory").removeHandler(handler)
+    logging.getLogger("rlx.engine.oom_retry").removeHandler(handler)
     (metrics, weights, state), (metrics_then, weights_then, state_then) = found
     is_equal = metrics == metrics_then and torch.equal(state, state_then)
     is_equal = is_equal and all(torch.equal(weights[name], weights_then[name]) for name in weights)
@@ -100,7 +100,7 @@ def behind_the_last_collective(folder):
         parts = list(engine._micro_batches(own, RULE))
         totals = engine._totals(own, policy())
         runs.clear()
-        engine._second_try.run(passes)
+        engine._oom_retry.run(passes)
         counts.append(len(runs))
         engine._step(engine.optimizer, engine.optim)
     return counts
@@ -109,7 +109,7 @@ def behind_the_last_collective(folder):
 def out_of_reach(folder):
     """One rank fails while the other waits for it in a collective."""
     engine = enable(folder, "fsdp2")
-    out_of_memory.WAIT_S = 0.5
+    oom_retry.WAIT_S = 0.5
 
     def passes():
         if dist.get_rank() == 0:
@@ -117,10 +117,10 @@ def out_of_reach(folder):
         dist.barrier()
 
     try:
-        engine._second_try.run(passes)
+        engine._oom_retry.run(passes)
     except RuntimeError as error:
         if dist.get_rank() == 0:
             dist.barrier()
         return type(error).__name__, str(error)
     finally:
-        out_of_memory.WAIT_S = 120.0
+        oom_retry.WAIT_S = 120.0

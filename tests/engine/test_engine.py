@@ -70,7 +70,7 @@ def test_waiting_in_host_memory_changes_nothing_and_the_second_cycle_takes_no_mo
 ):
     ranks = request.getfixturevalue(processes)
     for (stayed, moved), holders, room, left in ranks(
-        "engine", "parked", model_folder, strategy, fsdp, model, str(tmp_path)
+        "engine", "offloaded", model_folder, strategy, fsdp, model, str(tmp_path)
     ):
         assert moved[0] == stayed[0]
         assert all(torch.equal(stayed[1][name], moved[1][name]) for name in stayed[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlx.config.compose import compose
+from rlx.config.compose.command_line import compose
 from rlx.data.batch import Batch
 from rlx.main_ppo import main
 from rlx.rewards.manager import RewardManager, Scores

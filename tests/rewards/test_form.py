@@ -1,6 +1,6 @@
 import pytest
 
-from rlx.rewards.form import FORMS, compute_score
+from rlx.rewards.form import FORM_PATTERNS, compute_score
 
 RIGHT = {
     "tags": ["<think>a\nb</think>\n<answer>7</answer>", " <think></think><answer>x</answer>\n"],
@@ -26,4 +26,4 @@ def test_forms(form):
 
 
 def test_every_named_form_has_a_case():
-    assert set(FORMS) <= set(RIGHT)
+    assert set(FORM_PATTERNS) <= set(RIGHT)

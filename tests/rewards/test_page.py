@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig, RewardManagerConfig
-from rlx.rewards.form import FORMS
+from rlx.rewards.form import FORM_PATTERNS
 from rlx.rewards.manager import RewardManager
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -31,4 +31,4 @@ def test_a_function_of_the_page(make_batch, write_module, tmp_path, block):
 
 def test_the_page_shows_the_forms_as_they_are():
     shown = dict(re.findall(r"^\| `(\w+)` \| `(.+)` \|$", PAGE, re.MULTILINE))
-    assert {name: text.replace(r"\|", "|") for name, text in shown.items() if name in FORMS} == FORMS
+    assert {name: text.replace(r"\|", "|") for name, text in shown.items() if name in FORM_PATTERNS} == FORM_PATTERNS

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlx.rewards.function import Function
-from rlx.rewards.pool import Call, NotSendable, Pool
+from rlx.rewards.pool import Call, NotSendable, ProcessPool
 from rlx.user_code import UserCodeError
 
 FUNCTIONS = """
@@ -75,7 +75,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(size=2, memory_limit_gb=2.0, at_once=5) as pool:
+    with ProcessPool(size=2, memory_limit_gb=2.0, at_once=5) as pool:
         yield pool
 
 
@@ -187,7 +187,7 @@ def test_arguments_that_cannot_be_sent(pool, score):
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_told_before_the_first_call(write_module, text, what):
-    with Pool(1, None, 1) as pool, pytest.raises(UserCodeError, match=what):
+    with ProcessPool(1, None, 1) as pool, pytest.raises(UserCodeError, match=what):
         pool.check(Function(write_module(text), "compute_score", LIMIT_S))
 
 
@@ -202,11 +202,11 @@ def assert_ended(processes):
 DRIVER = """
 import signal, sys
 from rlx.rewards.function import Function
-from rlx.rewards.pool import Call, Pool
+from rlx.rewards.pool import Call, ProcessPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sample = {"data_source": "d", "solution_str": "hang in C", "ground_truth": None, "extra_info": {}}
-with Pool(2, None, 1) as pool:
+with ProcessPool(2, None, 1) as pool:
     function = Function(sys.argv[1], "compute_score", 1000.0)
     pool.check(function)
     print("ready", flush=True)

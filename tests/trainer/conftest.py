@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.config.compose import compose
+from rlx.config.compose.command_line import compose
 from rlx.trainer.run import run
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rlx.trainer.progress import (
-    COLUMNS,
     HEADER_EVERY,
-    PHASES,
+    PHASE_LABELS,
     PLAIN_WIDTH,
+    PROGRESS_COLUMNS,
     MemoryTable,
     Progress,
     StepTable,
@@ -53,13 +53,13 @@ def plain(total_steps: int = 100, **kwargs: object) -> tuple[Progress, io.String
 def test_a_row_stands_under_its_header_and_holds_every_column_within_120_characters():
     table = StepTable(PLAIN_WIDTH, total_steps=9999)
     header, row = table.header(), table.row(9999, METRICS)
-    assert table.columns == COLUMNS
+    assert table.columns == PROGRESS_COLUMNS
     assert max(len(header), len(row)) <= PLAIN_WIDTH
     assert row.split()[:14] == [
         "9999/9999", "0.375", "41.2%", "141", "-3.1e-05", "0.012", "0.512", "1.2%", "123.456", "123k", "20.9", "1.2M", "2.3%", "71.250",
     ]  # fmt: skip
     end = 0
-    for column in COLUMNS:
+    for column in PROGRESS_COLUMNS:
         end = header.index(column.title, end) + len(column.title)
         assert row[end - 1] != " " and row[end] == " ", f"{column.title} is not aligned: {row!r}"
 
@@ -94,18 +94,18 @@ def test_memory_before_and_after_each_phase_comes_with_a_header_and_when_it_chan
 
 def test_memory_folds_between_phases():
     table, width = MemoryTable(), 40
-    metrics = memory_of(**{phase: (31.25, 131.0) for phase in PHASES})
+    metrics = memory_of(**{phase: (31.25, 131.0) for phase in PHASE_LABELS})
     lines = table.lines(metrics, width, with_header=True)
     assert max(len(line) for line in lines) <= width
     cells = " ".join(" ".join(lines).split()).removeprefix("GB before>after: ")
-    assert cells == " ".join(f"{title} 31.2>131" for title in PHASES.values())
+    assert cells == " ".join(f"{title} 31.2>131" for title in PHASE_LABELS.values())
     assert table.lines({"reward/mean": 1.0}, width, with_header=True) == []
 
 
 def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
     cells = StepTable(PLAIN_WIDTH, 10).row(1, {"reward/mean": float("nan"), "actor/grad_norm": float("inf")}).split()
     assert cells[0] == "1/10" and cells[1] == "nan" and cells[8] == "inf"
-    assert cells.count("-") == len(COLUMNS) - 2
+    assert cells.count("-") == len(PROGRESS_COLUMNS) - 2
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 100])

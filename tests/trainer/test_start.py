@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlx.config.compose import compose
+from rlx.config.compose.command_line import compose
 from rlx.data.files import DataError
 from rlx.models.loading import ModelError
 from rlx.models.tiny import make_tiny_tokenizer

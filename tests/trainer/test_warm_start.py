@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx.config.folders import warm_starts_folder
+from rlx.config.check.folders import warm_starts_folder
 from rlx.config.schema import (
     ActorRolloutRefConfig,
     ArithmeticConfig,

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlx.config.roles import critic_settings
 from rlx.config.schema import (
     ActivationOffloadConfig,
     ActorConfig,
@@ -20,6 +19,7 @@ from rlx.config.schema import (
     TinyModelConfig,
     TrainerConfig,
 )
+from rlx.config.schema.roles import critic_settings
 from rlx.data.batch import Batch
 from rlx.models.tiny import make_tiny
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlx.config.check.rules_offload import LEAST_HOST_BYTES
 from rlx.config.host_memory import HostMemory
-from rlx.config.rules_offload import LEAST_HOST_BYTES
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.offload import Account, DiskError, host_arena
@@ -120,7 +120,7 @@ def test_offloading_changes_no_bit_of_any_role(config, recompute, options, plain
 
 
 @pytest.mark.usefixtures("environment")
-def test_parking_changes_no_bit_and_takes_no_memory_after_the_first_step(config, tmp_path):
+def test_offloading_changes_no_bit_and_takes_no_memory_after_the_first_step(config, tmp_path):
     still = offloading(config, True, {"save": "boundary"}, tmp_path)
     policy, critic, flags = still.actor_rollout_ref, still.critic, {"param_offload": True, "optimizer_offload": True}
     actor = replace(policy.actor, fsdp_config=replace(policy.actor.fsdp_config, **flags))

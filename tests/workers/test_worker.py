@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlx.cluster.group import WorkerGroup
-from rlx.cluster.placement import Pool
+from rlx.cluster.placement import Placement
 from rlx.data.batch import Batch
 from rlx.export import export
 from rlx.workers.worker import Worker
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def start(config, processes: int, roles=ROLES) -> WorkerGroup:
-    return WorkerGroup(Pool.reserve(1, processes, "cpu"), Worker, config, roles)
+    return WorkerGroup(Placement.reserve(1, processes, "cpu"), Worker, config, roles)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
 @pytest.mark.parametrize(
     ("device", "roles", "cause"),
     [
-        ("cpu", ["rollout"], "rollout not without actor"),
+        ("cpu", ["rollout"], "actor if there is rollout"),
         ("cuda", ["actor"], "trainer.device is cuda, but torch"),
     ],
 )

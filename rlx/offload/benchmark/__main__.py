@@ -30,7 +30,7 @@ from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
 from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.storage.spill_file import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", metavar="NAME", help=f"{', '.join(DECODER_SHAPES)}, or the path of a HF config.json")
+    add("--model", metavar="NAME", help=f"{', '.join(SHAPES)}, or the path of a HF config.json")
     add(
         "--case",
         action="append",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 VOCABULARY = 1024  # embedding and head are no part of what is measured
 
@@ -31,13 +31,13 @@ def read_shape(name: str) -> dict[str, Any]:
     Raises:
         ValueError: if there is neither, or the file is no such configuration.
     """
-    if name in DECODER_SHAPES:
-        return {**DECODER_SHAPES[name], "vocab_size": VOCABULARY}
+    if name in SHAPES:
+        return {**SHAPES[name], "vocab_size": VOCABULARY}
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
-            f"model {name!r} is neither a named shape nor a local configuration; choose one of {', '.join(DECODER_SHAPES)}, "
+            f"model {name!r} is neither a named shape nor a local configuration; choose one of {', '.join(SHAPES)}, "
             "or give the path of a config.json or of its folder"
         )
     try:

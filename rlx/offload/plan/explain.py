@@ -9,6 +9,7 @@ from dataclasses import replace
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import assign_tiers, estimate_layer, held_bytes, predict, recompute_s, sent_bytes
+from rlx.offload.plan.text_table import GB, aligned
 
 WORTH_SAYING = 2e-3  # of the step's time
 _PLAN_COLUMNS = ("layers", "kept on the device", "leaves", "recomputed", "GB kept", "GB sent", "s saved")

@@ -10,7 +10,7 @@ import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.autotune import controller as controller
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.pass_profile import measured
 
 PLENTY = 1 << 40

@@ -30,7 +30,7 @@ def arrived(toys, enable, behind):
     model = toys.of(forward, blocks=2)
     handle = enable(model, True, save="auto", min_bytes=0)
     orders = [LayerInstructions(), behind]
-    handle.session.orders = lambda layer, module, tensors: orders[layer.index]
+    handle.runner.decide = lambda layer, module, tensors: orders[layer.index]
     loss = toys.step(model)
     calls.append(handle.session._thread.last().previous())
     loss.backward()
@@ -49,9 +49,10 @@ def test_what_has_left_comes_back_in_the_order_in_which_recomputation_asks_for_i
     """Also where the graph leads from what comes after two calls to the second of them first."""
     model = toys.of(lambda block, x: block.lin(F.silu(block.lin(x)) * block.lin(x)), blocks=3)
     handle = enable(model, True, save="auto", min_bytes=0)
-    handle.session.orders = lambda layer, module, tensors: LayerInstructions(off_device=frozenset({0, 1}))
+    handle.runner.decide = lambda layer, module, tensors: LayerInstructions(off_device=frozenset({0, 1}))
     loss = toys.step(model)
     call = handle.session._thread.last()
-    stored = [*call._inputs, *(answer._result for answer in map(call._answers.get, (0, 1)))]
-    assert [piece() for piece in call.offloaded] == [one._offloaded for one in stored]
+    cached_ops = call._policy._cached_ops
+    stashed = [*call._inputs._stashed, cached_ops[0]._result, cached_ops[1]._result]
+    assert [piece() for piece in call.offloaded] == [one._offloaded for one in stashed]
     loss.backward()

@@ -31,7 +31,7 @@ from rlx.offload.plan.memory import (
     step_bytes,
 )
 from rlx.offload.plan.model_costs import head_cost, layer_cost
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 H200 = PROFILES["h200"]
 SMALL = {
@@ -113,7 +113,7 @@ def test_linear_maps_compute_as_much_as_the_formula_says(kind):
     [("qwen2-7b", 7.62), ("qwen3-8b", 8.19), ("llama3-8b", 8.03), ("llama3-70b", 70.55), ("qwen3-30b-a3b", 30.53)],
 )
 def test_weights_are_as_many_as_published(name, billions):
-    assert read_decoder(DECODER_SHAPES[name]).parameters / 1e9 == pytest.approx(billions, abs=0.006)
+    assert read_decoder(SHAPES[name]).parameters / 1e9 == pytest.approx(billions, abs=0.006)
 
 
 def test_what_is_read_of_a_configuration():
@@ -169,7 +169,7 @@ def test_layers_of_experts_offer_their_products():
 
 
 def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
-    decoder = read_decoder(DECODER_SHAPES["qwen2-7b"], layers=3)
+    decoder = read_decoder(SHAPES["qwen2-7b"], layers=3)
     head = head_cost(decoder, 1000, H200)
     costs = [layer_cost(decoder, i, 1000, H200) for i in range(3)] + [head]
     own = head_bytes(decoder, 1000)
@@ -180,7 +180,7 @@ def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
 
 
 def test_the_head_holds_one_chunk_of_logits():
-    decoder = read_decoder(DECODER_SHAPES["qwen2-7b"])
+    decoder = read_decoder(SHAPES["qwen2-7b"])
     h, vocabulary = decoder.width, decoder.vocabulary
     assert head_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
     chunk = head_chunk(decoder)
@@ -199,7 +199,7 @@ def test_the_head_holds_one_chunk_of_logits():
 
 
 def test_tiles_bound_what_grows_with_the_mlp():
-    decoder, tokens = read_decoder(DECODER_SHAPES["qwen2-7b"]), 524_288
+    decoder, tokens = read_decoder(SHAPES["qwen2-7b"]), 524_288
     hidden = 2 * decoder.width * tokens
     whole, tiled = layer_bytes(decoder, 0, tokens), layer_bytes(decoder, 0, tokens, tile=0)
     assert whole.working > 40 * hidden
@@ -216,14 +216,14 @@ def test_tiles_bound_what_grows_with_the_mlp():
 
 
 def test_tiles_change_nothing_of_the_time_of_a_recomputed_step():
-    decoder = read_decoder(DECODER_SHAPES["qwen2-7b"])
+    decoder = read_decoder(SHAPES["qwen2-7b"])
     whole, tiled = layer_cost(decoder, 0, 65_536, H200), layer_cost(decoder, 0, 65_536, H200, tile=0)
     assert tiled.recompute_s + tiled.backward_s == pytest.approx(whole.recompute_s + whole.backward_s)
     assert [op.name for op in tiled.operations] == ["q", "k", "v", "attention", "o"]
 
 
 def test_a_shared_sequence_costs_each_its_part():
-    decoder = read_decoder(DECODER_SHAPES["qwen2-7b"])
+    decoder = read_decoder(SHAPES["qwen2-7b"])
     one, four = layer_cost(decoder, 0, 65_536, H200), layer_cost(decoder, 0, 65_536, H200, shared_by=4)
     assert four.forward_s == pytest.approx(one.forward_s / 4)
     assert four.saved_bytes == one.saved_bytes / 4
@@ -237,13 +237,13 @@ def test_constants_are_those_of_whom_they_are_about():
 
 
 def test_the_optimizers_step():
-    states = state_bytes(read_decoder(DECODER_SHAPES["qwen2-7b"]), 1, weight_bytes=2)
+    states = state_bytes(read_decoder(SHAPES["qwen2-7b"]), 1, weight_bytes=2)
     assert step_bytes(states, optimizer_on_host=False) == 2 * states.weights
     assert step_bytes(states, optimizer_on_host=True) == 3.5 * 2**30
 
 
 def test_states_are_cut_and_gathered():
-    decoder = read_decoder(DECODER_SHAPES["llama3-70b"])
+    decoder = read_decoder(SHAPES["llama3-70b"])
     one, many = state_bytes(decoder, 1), state_bytes(decoder, 64)
     assert sum(one[:3]) == 16 * decoder.parameters
     assert sum(many[:3]) == pytest.approx(sum(one[:3]) / 64)
@@ -252,20 +252,20 @@ def test_states_are_cut_and_gathered():
 
 
 def test_gradients_that_are_summed_in_a_wider_type_take_more():
-    decoder = read_decoder(DECODER_SHAPES["llama3-70b"])
+    decoder = read_decoder(SHAPES["llama3-70b"])
     narrow, wide = state_bytes(decoder, 64), state_bytes(decoder, 64, summed_in=4)
     assert wide.gathered - narrow.gathered == 2 * decoder.layer_parameters(0)
     assert state_bytes(decoder, 1, weight_bytes=2, summed_in=4).gathered == 4 * decoder.layer_parameters(0)
 
 
 def test_what_is_not_resharded_stays_gathered():
-    decoder = read_decoder(DECODER_SHAPES["qwen2-7b"])
+    decoder = read_decoder(SHAPES["qwen2-7b"])
     kept, given_back = (state_bytes(decoder, 8, is_resharded=value).gathered for value in (False, True))
     assert kept - given_back == 2 * (28 - 2) * decoder.layer_parameters(0)
 
 
 def test_a_model_that_is_not_trained_has_weights_alone():
-    decoder = read_decoder(DECODER_SHAPES["qwen2-7b"])
+    decoder = read_decoder(SHAPES["qwen2-7b"])
     states = state_bytes(decoder, 8, is_trained=False, adapter_rank=8)
     assert states.gradients == states.optimizer == 0
     assert states.gathered == 2 * (
@@ -297,7 +297,7 @@ def test_every_architecture_that_is_read_has_as_many_weights_as_its_decoder(name
 
 
 def test_a_head_that_is_not_trained_has_no_gradient():
-    decoder = read_decoder(DECODER_SHAPES["qwen2-7b"])
+    decoder = read_decoder(SHAPES["qwen2-7b"])
     h, vocabulary = decoder.width, decoder.vocabulary
     assert head_bytes(decoder, 1000) - head_bytes(decoder, 1000, is_trained=False) == 2 * h * vocabulary
     assert head_forward_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 2 * h * 1000

@@ -13,7 +13,7 @@ from rlx.offload.plan import Budget, LayerCost, LayerPlan, Operation, make_plan,
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.model_costs import layer_cost
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(offload_boundary=False), LayerPlan()
 NO_LINK = Budget(0, 0, 0)
@@ -111,7 +111,7 @@ H200_CASES = [
 @pytest.mark.parametrize(("tokens", "layers", "gb", "ratio"), H200_CASES)
 def test_plans_of_a_real_model(tokens, layers, gb, ratio):
     hidden = 2 * 3584 * tokens
-    cost = layer_cost(read_decoder(DECODER_SHAPES["qwen2-7b"]), 0, tokens, PROFILES["h200"])
+    cost = layer_cost(read_decoder(SHAPES["qwen2-7b"]), 0, tokens, PROFILES["h200"])
     ends = {op.name: op.at for op in cost.operations}
     leaves = {
         "q": ends["v"],

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from rlx.offload.benchmark.plan_command import _parser, _setting, main
 from rlx.offload.plan import Budget, LayerPlan, predict
-from rlx.offload.plan.__main__ import _parser, _setting, main
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import head_bytes, layer_bytes
 from rlx.offload.plan.model_costs import layer_cost
-from rlx.offload.plan.shapes import DECODER_SHAPES
+from rlx.offload.plan.shapes import SHAPES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
 ATTENTION, ALL = frozenset(range(5)), frozenset(range(7))  # q, k, v, attention, o; and gate, up
@@ -44,7 +44,7 @@ def expected(case, mode):
         chosen = [LayerPlan(off_device=ATTENTION if i % int(every[1]) else ALL) for i in range(layers)]
     hardware = PROFILES["h200"]
     machine = Budget(hardware.link_bytes_per_s, hardware.link_bytes_per_s, (1 << 50) * ("early" in mode))
-    costs = [layer_cost(read_decoder(DECODER_SHAPES["qwen2-7b"]), 0, tokens, hardware)] * layers
+    costs = [layer_cost(read_decoder(SHAPES["qwen2-7b"]), 0, tokens, hardware)] * layers
     return predict(costs, chosen, machine), predict(costs, [plans["plain"]] * layers, machine)
 
 

@@ -130,7 +130,7 @@ PRODUCT_FLOPS = 2 * 4 * 8 * 8
     ],
 )
 def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monkeypatch, kind, worth, again):
-    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", worth)
+    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", worth)
     ends = []
 
     def forward(block, x):
@@ -153,7 +153,7 @@ def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monk
 
 def test_among_processes_a_product_at_the_end_is_left_out_whatever_its_size(compare, toys, monkeypatch):
     """What follows may be a collective operation, which all of them repeat or none."""
-    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", math.inf)
+    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", math.inf)
     ends = []
 
     def forward(block, x):

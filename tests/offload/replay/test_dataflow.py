@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlx.offload.autotune.pass_profile import shortened
 from rlx.offload.plan.costs import Operation
 from rlx.offload.replay.dataflow import Dataflow, OpNode
+from rlx.offload.replay.dead_ops import DeadOpProof, fingerprints
 
 WIDTH = 512  # of which a mean is small
 
@@ -138,7 +139,7 @@ def auto(enable):
 
 
 def bucket(handle):
-    (found,) = handle.session.orders.__self__._buckets.values()
+    (found,) = handle.runner.decide.__self__._buckets.values()
     return found
 
 

@@ -1,0 +1,68 @@
+"""Functions that the benchmarks share: options, timing, and folders of random weights."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlx.offload.benchmark.device import clock, name_of
+from rlx.offload.plan.shapes import SHAPES
+
+GB = 1e9
+
+
+def benchmark_parser(name: str, description: str) -> ArgumentParser:
+    """Return the parser of `python -m rlx.benchmarks.NAME`, with the options that most benchmarks have."""
+    parser = ArgumentParser(prog=f"python -m rlx.benchmarks.{name}", description=description)
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions; the table shows their median (default 5)")
+    parser.add_argument("--device", help="cpu or cuda (default: the accelerator if there is one)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    return parser
+
+
+def chosen_device(given: str | None = None) -> torch.device:
+    """Return the device that was asked for, else the accelerator, else the CPU."""
+    return torch.device(given or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+
+
+def title(device: torch.device) -> str:
+    """Return the device and the version of torch, such as "NVIDIA H200, torch 2.11.0"."""
+    return f"{name_of(device)}, torch {torch.__version__}"
+
+
+def write_json(options: Namespace, device: torch.device, figures: Mapping[str, Any]) -> None:
+    """Write the figures with the device and the version of torch to the file of `--json`, if it was given."""
+    if options.json is not None:
+        text = json.dumps({"device": name_of(device), "torch": torch.__version__, **figures}, indent=2)
+        options.json.write_text(f"{text}\n")
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds that `work` takes, including the work that it queues on the device."""
+    began = clock(device)
+    work()
+    return clock(device) - began
+
+
+def write_random_model(folder: Path, shape: str, device: torch.device, **changes: Any) -> None:
+    """Write a Hugging Face folder with random bf16 weights, the same on every call.
+
+    Args:
+        folder: where to write it.
+        shape: a name in `SHAPES`.
+        device: where the weights are drawn; its free memory goes back to the system afterwards.
+        changes: fields of the model's configuration that replace those of the shape.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**SHAPES[shape], **changes})
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()  # vLLM and child processes take memory from the device, not from torch

@@ -1,0 +1,152 @@
+"""Measure how fast parameters leave the device for host memory and come back, beside plain copies of tensors; and what
+an optimizer's step costs whose state waits in host memory.
+
+python -m rlx.benchmarks.optimizer_offload --gb 8 --json hand_over.json
+"""
+
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from rlx.benchmarks.common import GB, benchmark_parser, chosen_device, seconds_of, title, write_json
+from rlx.engine.optimizer_state import MOMENTS, PIECE_BYTES, OptimizerStateOnHost
+from rlx.engine.residency import TensorOffload
+from rlx.offload import HostArena
+from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
+
+LARGE_BYTES, SMALL_BYTES = 64 << 20, 8 << 10  # a weight and a norm
+
+
+def make_tensors(nbytes: int, device: torch.device) -> list[Tensor]:
+    """About `nbytes` of tensors with different contents, a large and a small one in turn."""
+    pairs = max(1, nbytes // (LARGE_BYTES + SMALL_BYTES))
+    lengths = [LARGE_BYTES, SMALL_BYTES] * pairs
+    return [torch.full((n,), i % 251, dtype=torch.uint8, device=device) for i, n in enumerate(lengths)]
+
+
+def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Seconds and rates of each way to the host and back.
+
+    Args:
+        nbytes: how much moves; the device needs as much.
+        rounds: how often, after a first one.
+        device: the device.
+
+    Returns:
+        bytes, tensors, host_reserved_bytes, freed_bytes (of the device, None on CPU) and by row its seconds and gb_per_s.
+    """
+    tensors = make_tensors(nbytes, device)
+    moved = sum(tensor.nbytes for tensor in tensors)
+    arena = HostArena(pinned=device.type != "cpu")
+    offload, seconds, freed = TensorOffload(arena, "benchmark"), dict[str, list[float]](), None
+    for turn in range(rounds + 1):
+        before = _free_bytes(device)
+        name = "offload" if turn else "offload, first time"
+        seconds.setdefault(name, []).append(seconds_of(lambda: offload.offload(tensors), device))
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+            freed = _free_bytes(device) - before
+        seconds.setdefault("fetch", []).append(seconds_of(offload.fetch, device))
+    if any(int(tensor[position]) != i % 251 for i, tensor in enumerate(tensors) for position in (0, -1)):
+        raise RuntimeError("what came back is not what left")
+    for _ in range(rounds):
+        on_host: list[Tensor] = []
+        seconds.setdefault('tensor.to("cpu")', []).append(
+            seconds_of(lambda here=on_host: here.extend(t.to("cpu", copy=True) for t in tensors), device)
+        )
+        tensors.clear()
+        seconds.setdefault("tensor.to(device)", []).append(
+            seconds_of(lambda here=on_host: tensors.extend(t.to(device, copy=True) for t in here), device)
+        )
+    rows = {name: statistics.median(each) for name, each in seconds.items()}
+    return {
+        "bytes": moved,
+        "tensors": len(tensors),
+        "host_reserved_bytes": arena.reserved_bytes,
+        "freed_bytes": freed,
+        "rows": {name: {"seconds": value, "gb_per_s": moved / value / GB} for name, value in rows.items()},
+    }
+
+
+def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: int) -> dict[str, Any]:
+    """Seconds and device memory of AdamW's step with its state on the device, brought there whole, and in pieces.
+
+    Args:
+        nbytes: of the state, in bf16; parameters and gradients take as much again.
+        rounds: how often, after a first one.
+        device: the device.
+        piece_bytes: of the state that comes to the device at a time.
+
+    Returns:
+        state_bytes, and by row the seconds, the rate of the state's way there and back (gb_per_s, None where it stays), and
+        what the device held at most beside parameters and gradients (peak_bytes, None on CPU).
+    """
+    elements = max(1, min(LARGE_BYTES, nbytes // 16) // 2)
+    parameters = [
+        torch.nn.Parameter(torch.zeros(elements, dtype=torch.bfloat16, device=device))
+        for _ in range(max(1, nbytes // (2 * MOMENTS * elements)))
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer, arena = AdamW(parameters, lr=1e-3), HostArena(pinned=device.type != "cpu")
+    used = used_bytes(device)
+    in_pieces = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes)
+    whole = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes=1 << 62)
+
+    def step_whole() -> None:
+        whole.to_device()
+        optimizer.step()
+        whole.to_host()
+
+    ways = {"state on the device": optimizer.step, "state whole": step_whole, "state in pieces": in_pieces.step}
+    state_bytes = sum(MOMENTS * parameter.nbytes for parameter in parameters)
+    rows: dict[str, dict[str, float | None]] = {}
+    for name, step in ways.items():
+        step()
+        clock(device)
+        reset_peak(device)
+        seconds = statistics.median(seconds_of(step, device) for _ in range(rounds))
+        peak = None if device.type == "cpu" else peak_bytes(device) - used
+        rate = None if name == "state on the device" else 2 * state_bytes / seconds / GB
+        rows[name] = {"seconds": seconds, "gb_per_s": rate, "peak_bytes": peak}
+        whole.to_device()
+    return {"state_bytes": state_bytes, "rows": rows}
+
+
+def _free_bytes(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = benchmark_parser("optimizer_offload", __doc__)
+    parser.add_argument("--gb", type=float, default=4.0, help="how much moves [10^9 bytes]")
+    parser.add_argument("--piece-gb", type=float, default=PIECE_BYTES / GB, help="of a step in pieces [10^9 bytes]")
+    given = parser.parse_args(arguments)
+    if given.gb <= 0 or given.rounds < 1 or given.piece_gb <= 0:
+        got = f"--gb {given.gb} --rounds {given.rounds} --piece-gb {given.piece_gb}"
+        parser.error(f"got {got}, expected more than 0, at least 1 and more than 0")
+    device = chosen_device(given.device)
+    figures = measure(int(given.gb * GB), given.rounds, device)
+    print(f"{title(device)}: {figures['bytes'] / GB:.2f} GB in {figures['tensors']} tensors")
+    print(f"{'':20}{'seconds':>10}{'GB/s':>8}")
+    for row, values in figures["rows"].items():
+        print(f"{row:20}{values['seconds']:10.3f}{values['gb_per_s']:8.1f}")
+    if figures["freed_bytes"] is not None:
+        print(f"given back by the device while offloaded: {figures['freed_bytes'] / GB:.2f} GB")
+    print(f"taken from the host: {figures['host_reserved_bytes'] / GB:.2f} GB")
+    steps = measure_steps(int(given.gb * GB), given.rounds, device, int(given.piece_gb * GB))
+    print(f"\nAdamW's step, {steps['state_bytes'] / GB:.2f} GB of state; the rate is there and back together")
+    print(f"{'':20}{'seconds':>10}{'GB/s':>8}{'peak GB':>10}")
+    for row, values in steps["rows"].items():
+        rate, peak = values["gb_per_s"], values["peak_bytes"]
+        cells = f"{'-' if rate is None else f'{rate:.1f}':>8}{'-' if peak is None else f'{peak / GB:.2f}':>10}"
+        print(f"{row:20}{values['seconds']:10.3f}{cells}")
+    write_json(given, device, {**figures, "steps": steps})
+
+
+if __name__ == "__main__":
+    main()

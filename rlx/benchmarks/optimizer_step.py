@@ -1,0 +1,355 @@
+"""The longest sequence that an actor can learn from: one whole optimizer step per length, its memory by part.
+
+python -m rlx.benchmarks.optimizer_step --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
+
+Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW, weights and state in bf16.
+Seconds by phase are between events on the device: layers forward, the head both ways, layers backward, what comes between backward
+and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with what follows. `hand-over` comes behind the step and is
+not in its seconds: an engine gives memory back once in an update, behind the last of its steps. A peer gives nothing back.
+The step before it makes the optimizer's state, which is there from then on; where that would take long, `--first-tokens 4096`.
+A mode that has run out of memory is not asked for longer sequences. `rlx` is an `Engine`: activations off the device, MLPs and
+norms in tiles, log-probs without logits. The others are the transformers model, with whole logits, and a mode of
+`python -m rlx.offload.benchmark`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from rlx.algorithms.losses import LossSettings, vanilla
+from rlx.benchmarks.common import GB, chosen_device, write_random_model
+from rlx.config.schema import ActivationOffloadConfig, ActorConfig, FSDPConfig, ModelConfig, OptimConfig
+from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
+from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.objectives import PolicyObjective
+from rlx.engine.optimizer import local
+from rlx.offload.benchmark.device import clock, name_of, peak_bytes, reset_peak, used_bytes
+from rlx.offload.benchmark.modes import PEERS
+from rlx.offload.plan.shapes import SHAPES
+
+RLX = "rlx"
+STEP_PHASES = ("forward", "head", "backward", "step")
+TIMES = ("forward", "head", "backward", "clip", "step")
+HAND_OVER = "hand-over"
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "rest")
+WIDTH = 12
+PROGRESS = "measuring"  # begins the lines in which a child says how far it is
+Figures = dict[str, Any]
+
+
+class PhaseTimes:
+    """Seconds of the device's work by phase; on the CPU, which works as it is told, of the clock."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._ends: list[tuple[str, torch.Event | float]] = []
+
+    def begin(self) -> None:
+        """Forgets an earlier step."""
+        self._ends = [("", self._now())]
+
+    def end(self, phase: str) -> None:
+        """What the device has been given since the last phase belongs to this one."""
+        self._ends.append((phase, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, once the device has done all of it."""
+        found = dict.fromkeys(TIMES, 0.0)
+        for (_, begun), (phase, ended) in pairwise(self._ends):
+            if isinstance(begun, torch.Event):
+                found[phase] += begun.elapsed_time(ended) / 1e3
+            else:
+                found[phase] += ended - begun  # type: ignore[operator]
+        return found
+
+    def _now(self) -> torch.Event | float:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
+class PhasePeaks:
+    """Largest device memory and time of each phase of a step: layers forward, the head both ways, layers backward, optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
+        self.times = PhaseTimes(device)
+        self.bytes: dict[str, int] = {}
+        self.static: dict[str, int] = {}
+        self._model, self._optimizer, self._device = model, optimizer, device
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        head.register_forward_pre_hook(self._before_head)
+        model.get_input_embeddings().register_forward_hook(self._behind_embeddings)  # type: ignore[operator]
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    def begin(self) -> None:
+        """Forgets an earlier step."""
+        self.bytes.clear()
+        reset_peak(self._device)
+        self.times.begin()
+
+    def _end(self, phase: str) -> None:
+        self.times.end("clip" if phase == "backward" else phase)
+        self.bytes[phase] = max(self.bytes.get(phase, 0), peak_bytes(self._device))
+        reset_peak(self._device)
+
+    def _before_head(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            self._end("forward")
+            inputs[0].register_hook(lambda grad: self._end("head"))
+
+    def _behind_embeddings(self, embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.times.end("backward"))
+
+    def _before_step(self) -> None:
+        if "backward" in self.bytes:  # of a step in pieces this is a later one
+            return
+        self._end("backward")
+        self.static["gradients"] = _nbytes((p.grad for p in self._model.parameters()), self._device)
+
+    def finish(self) -> Figures:
+        """All figures, once the device has done the step [bytes, seconds]."""
+        self._end("step")
+        state = (x for values in self._optimizer.state.values() for x in values.values())
+        self.static["weights"] = _nbytes(self._model.parameters(), self._device)
+        self.static["optimizer"] = _nbytes(state, self._device)
+        clock(self._device)
+        return {"static": self.static, "peaks": self.bytes, "times": self.times.seconds()}
+
+
+def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
+    own = [local(x) for x in tensors if isinstance(x, Tensor)]
+    return sum(x.nbytes for x in own if x.device.type == device.type and x.untyped_storage().nbytes())
+
+
+def engine_step(folder: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
+    """The model, its optimizer, a step on some tokens, and a hand-over behind it that returns the host memory reserved [bytes]."""
+    if not dist.is_initialized():
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    engine = Engine(
+        ModelConfig(
+            path=folder,
+            enable_activation_offload=True,
+            activation_offload=ActivationOffloadConfig(save=options.save),
+            tiled_mlp="auto",
+        ),
+        FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload),
+        strategy="fsdp2",
+        device=device,
+        optim=OptimConfig(lr=1e-6),
+    )
+
+    def step(ids_T: Tensor) -> None:
+        response = len(ids_T) - 1
+        ones = torch.ones(1, response)
+        batch = Batch.of(
+            {
+                "input_ids": ids_T[None],
+                "attention_mask": torch.ones(1, len(ids_T), dtype=torch.bool),
+                "response_mask": ones.bool(),
+                "old_log_probs": -ones,
+                "advantages": ones,
+            }
+        )
+        objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=response)
+        engine.update(batch, MicroBatchRule(rows=1), objective)
+
+    def hand_over() -> int:
+        engine.to_host(parameters=False)
+        return int(engine.offload_stats()["reserved_bytes"])
+
+    assert engine.optimizer is not None
+    return engine.root, engine.optimizer, step, hand_over
+
+
+def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
+    """The same of the transformers model with whole logits; it hands nothing over, and what it takes on the host is not known."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(device).train()
+    model.config.use_cache = False
+    optimizer, prepared = AdamW(model.parameters(), lr=1e-6), PEERS[mode](model)
+
+    def step(ids_T: Tensor) -> None:
+        ids = ids_T[None].to(device)
+        ones = torch.ones(1, len(ids_T) - 1, device=device)
+        with prepared.around_step():
+            with prepared.around_forward():
+                logits = model(input_ids=ids[:, :-1]).logits
+                log_probs = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+                loss, _ = vanilla(log_probs, -ones, ones, ones.bool(), LossSettings(0.2, 0.2))
+            loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step, None
+
+
+def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, device: torch.device) -> Figures:
+    """Figures of the last step, or what went wrong."""
+    ids_T = torch.randint(0, 250, (tokens,), generator=torch.Generator().manual_seed(0))
+    if mode == RLX:
+        model, optimizer, step, hand_over = engine_step(folder, options, device)
+    else:
+        model, optimizer, step, hand_over = peer_step(folder, mode, device)
+    peaks = PhasePeaks(model, optimizer, device)
+    first = min(tokens, options.first_tokens or tokens)
+    for number in range(options.steps):
+        ids = ids_T if number == options.steps - 1 else ids_T[:first]
+        print(
+            f"{PROGRESS} {mode}: step {number + 1} of {options.steps}, {len(ids)} tokens", file=sys.stderr, flush=True
+        )
+        peaks.begin()
+        began = clock(device)
+        step(ids)
+        seconds = clock(device) - began
+    figures = peaks.finish()
+    began, host_bytes = clock(device), hand_over and hand_over()
+    figures["times"][HAND_OVER] = clock(device) - began if hand_over else None
+    return {"seconds": seconds, "host_bytes": host_bytes, "left_bytes": used_bytes(device), **figures}
+
+
+def parts(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The device memory of the dearest phase by part [GB]; the rest is the working set of a layer or the head, and inputs."""
+    static, peak = figures["static"], max(figures["peaks"].values())
+    known = {name: static[name] / GB for name in MEMORY_PARTS[:-1]}
+    return {**known, "rest": max(0.0, peak / GB - sum(known.values()))}
+
+
+def draw(rows: Sequence[tuple[str, int, Figures]], path: Path) -> None:
+    """Memory of the dearest phase by part, a bar for each step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.45 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, left = figure.subplots(), [0.0] * len(rows)
+    names = [f"{mode}, {tokens}" for mode, tokens, _ in rows]
+    for part in MEMORY_PARTS:
+        widths = [parts(figures)[part] for *_, figures in rows]
+        axes.barh(names, widths, left=left, label=part)
+        left = [one + other for one, other in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("device memory [GB]")
+    axes.legend(frameon=False, ncols=len(MEMORY_PARTS), loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=130)
+
+
+def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    if "error" in figures:
+        return f"{mode:>24}{tokens:>10}  {figures['error']}"
+    host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
+    seconds = [figures["seconds"], *(figures["times"][name] for name in (*TIMES, HAND_OVER))]
+    peaks = (figures["peaks"][name] / GB for name in STEP_PHASES)
+    row = "".join(_cell(value, 3) for value in seconds) + "".join(
+        _cell(value, 2) for value in (*parts(figures).values(), *peaks, host)
+    )
+    return f"{mode:>24}{tokens:>10}{row}"
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return f"{'-' if value is None else f'{value:.{digits}f}':>{WIDTH}}"
+
+
+def header() -> str:
+    """Names of the columns."""
+    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *MEMORY_PARTS, *STEP_PHASES, "host")
+    return f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>{WIDTH}}" for name in names)
+
+
+def in_own_process(arguments: Sequence[str]) -> Figures:
+    """What a child prints as its last line; its fault where it prints none. What it says of its progress is passed on."""
+    command = [sys.executable, "-m", "rlx.benchmarks.optimizer_step", *arguments]
+    said: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        for text in child.stderr:
+            if text.startswith(PROGRESS):
+                print(text, end="", file=sys.stderr, flush=True)
+            elif text.strip():
+                said.append(text.strip())
+        printed = child.stdout.read()
+    if child.returncode == 0:
+        found: Figures = json.loads(printed.splitlines()[-1])
+        return found
+    out_of_memory = any("OutOfMemoryError" in text for text in said)
+    last = said[-1] if said else f"exit code {child.returncode}"
+    return {"error": "out of device memory" if out_of_memory else last[:200]}
+
+
+def main() -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.optimizer_step", description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--tokens", default="32768", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--modes", default=f"{RLX},checkpointing", type=lambda text: text.split(","))
+    parser.add_argument("--save", default="boundary", help="rlx: what leaves the device, as activation_offload.save")
+    parser.add_argument("--optimizer-offload", action="store_true", help="rlx: AdamW's state waits on the host")
+    parser.add_argument("--steps", type=int, default=2, help="of which the last is measured (default 2)")
+    parser.add_argument(
+        "--first-tokens",
+        type=int,
+        help="of the steps before the last, which make the optimizer's state (default: as many)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("optimizer_step"), help="folder of results.json and the picture"
+    )
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the weights; this process measures
+    options = parser.parse_args()
+    if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:
+        parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
+    device = chosen_device()
+    if options.folder:
+        print(json.dumps(measure(options.folder, options.modes[0], options.tokens[0], options, device)))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{options.shape} on {name_of(device)}; seconds of the step and by phase, and GB: parts of the dearest phase, peaks by "
+        "phase, host memory"
+    )
+    print(header())
+    results: list[tuple[str, int, Figures]] = []
+    with tempfile.TemporaryDirectory(prefix="rlx-shape-") as folder:
+        changed = {"num_hidden_layers": options.layers} if options.layers else {}
+        changed["max_position_embeddings"] = max(options.tokens)
+        write_random_model(Path(folder), options.shape, device, **changed)
+        passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
+        passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
+        passed_on += ["--optimizer-offload"] * options.optimizer_offload
+        for mode in options.modes:
+            for tokens in sorted(options.tokens):
+                figures = in_own_process([f"--modes={mode}", f"--tokens={tokens}", *passed_on])
+                results.append((mode, tokens, figures))
+                print(line(mode, tokens, figures), flush=True)
+                (options.out / "results.json").write_text(json.dumps(results, indent=1))
+                if "error" in figures:
+                    break
+    done = [row for row in results if "error" not in row[2]]
+    if done:
+        draw(done, options.out / "memory.png")
+    return 0 if done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Measure packed attention both ways: torch's kernel for variable lengths, and a call for each sequence.
+
+python -m rlx.benchmarks.packed_attention --lengths 32x1024 8x4096 1x32768
+
+From the length on from which the second is faster, `LONG_TOKENS` of `rlx.models.packed_attention` should begin.
+"""
+
+import statistics
+import sys
+
+import torch
+from torch import Tensor
+
+from rlx.benchmarks.common import benchmark_parser, chosen_device, seconds_of, title, write_json
+from rlx.models import packed_attention
+from rlx.models.packed_attention import Lengths
+
+WAYS = {"kernel": sys.maxsize, "each": 0}  # LONG_TOKENS under which it is taken
+
+
+def measure(
+    count: int, length: int, heads: int, key_heads: int, width: int, rounds: int, device: torch.device
+) -> dict[str, float]:
+    """Median seconds of forward and backward of each way, taking turns, for `count` sequences of `length` tokens."""
+    tokens, dtype = count * length, torch.bfloat16 if device.type == "cuda" else torch.float32
+    # Laid out as a model gives them: heads beside each other for each token.
+    query, key, value = (
+        torch.randn(1, tokens, h, width, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+        for h in (heads, key_heads, key_heads)
+    )
+    starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+    grad, lengths = torch.randn(1, tokens, heads, width, device=device, dtype=dtype), Lengths([length] * count)
+
+    def both_ways() -> None:
+        result: Tensor = packed_attention.packed_attention(query, key, value, starts, lengths)
+        torch.autograd.grad(result, (query, key, value), grad)
+
+    def step(long_tokens: int) -> float:
+        packed_attention.LONG_TOKENS = long_tokens
+        return seconds_of(both_ways, device)
+
+    before = packed_attention.LONG_TOKENS
+    try:
+        taken = [{name: step(limit) for name, limit in WAYS.items()} for _ in range(rounds + 2)][2:]
+    finally:
+        packed_attention.LONG_TOKENS = before
+    return {name: statistics.median(turn[name] for turn in taken) for name in WAYS}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = benchmark_parser("packed_attention", __doc__)
+    usual = ["128x256", "64x512", "32x1024", "16x2048", "8x4096", "4x8192", "1x32768"]
+    parser.add_argument("--lengths", nargs="+", default=usual, metavar="SEQUENCESxTOKENS")
+    parser.add_argument("--heads", type=int, default=28, help="those of Qwen2-7B")
+    parser.add_argument("--key-heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128, help="of a head")
+    given = parser.parse_args(arguments)
+    device = chosen_device(given.device)
+    note = "" if device.type == "cuda" else ": no kernel for variable lengths here, both are a call for each sequence"
+    print(f"{title(device)}, forward and backward{note}")
+    print(f"{'sequences':>10}{'tokens':>10}{'kernel ms':>12}{'each ms':>12}{'each/kernel':>13}")
+    rows = []
+    for text in given.lengths:
+        count, times, length = text.partition("x")
+        if not times or not count.isdecimal() or not length.isdecimal() or not int(count) * int(length):
+            parser.error(f"--lengths: got {text}, expected such as 8x4096")
+        found = measure(int(count), int(length), given.heads, given.key_heads, given.width, given.rounds, device)
+        rows.append({"sequences": int(count), "tokens": int(length), **found})
+        kernel, each = found["kernel"] * 1e3, found["each"] * 1e3
+        print(f"{count:>10}{length:>10}{kernel:>12.2f}{each:>12.2f}{each / kernel:>13.2f}", flush=True)
+    write_json(given, device, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Algorithms that cannot work as they are put together, and what to be warned of."""
+
+from collections.abc import Iterator
+
+from rlx.config.check.context import CheckContext, Faults
+from rlx.config.faults import Fault
+from rlx.config.schema import GROUPS, NORM_BY_STD, PPOConfig
+from rlx.config.schema.roles import has_critic, has_reward_model
+
+ESTIMATOR, SAMPLES = "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"
+FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
+LENGTH, LONGEST = "reward.overlong_buffer.len", "data.max_response_length"
+MODE, AGGREGATION = (f"actor_rollout_ref.actor.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode"))
+
+METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
+
+
+def estimator_compares_samples(s: CheckContext) -> Faults:
+    """A group of one has no advantage."""
+    if s.config.algorithm.needs(GROUPS) and s.config.actor_rollout_ref.rollout.n == 1:
+        name = s.config.algorithm.adv_estimator
+        remedy = f"set {SAMPLES}=5, say, or {ESTIMATOR} to one that needs no group: gae, reinforce_plus_plus or remax"
+        keys = (SAMPLES, ESTIMATOR)
+        yield Fault(f"{name} compares the responses to one prompt", f"{SAMPLES}=1", "at least 2", remedy, keys)
+
+
+def critic_is_used(s: CheckContext) -> Faults:
+    """A critic that is configured is trained."""
+    keys = tuple(key for key in s.changed_keys if key.startswith("critic."))
+    if keys and not has_critic(s.config):
+        estimator = s.config.algorithm.adv_estimator
+        remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set {ESTIMATOR}=gae"
+        yield Fault(f"{estimator} has no critic", ", ".join(keys), "no key below critic", remedy, keys)
+
+
+def filtered_groups_can_differ(s: CheckContext) -> Faults:
+    """Dynamic sampling has samples to compare, and a number that is known when it compares them."""
+    filters = s.config.algorithm.filter_groups
+    if not filters.enable:
+        return
+    if s.config.actor_rollout_ref.rollout.n == 1:
+        remedy = f"set {SAMPLES}=8, say, or {FILTER}=False"
+        got = f"{FILTER}=True, {SAMPLES}=1"
+        yield Fault(
+            "a single response to a prompt differs from none", got, f"{SAMPLES} >= 2", remedy, (FILTER, SAMPLES)
+        )
+    known = _metrics(s.config)
+    if known is not None and filters.metric not in known:
+        expected = f"one of {', '.join(known)}, or a number that a reward function of yours reports"
+        yield Fault(
+            f"{METRIC} is not known", f"{METRIC}={filters.metric}", expected, f"set {METRIC}=acc", (FILTER, METRIC)
+        )
+    if filters.metric == "seq_final_reward" and s.config.algorithm.use_kl_in_reward:
+        keys = (METRIC, "algorithm.use_kl_in_reward")
+        got = f"{METRIC}=seq_final_reward, {keys[1]}=True"
+        expected = "a metric without the KL: prompts are chosen before log-probs are computed"
+        yield Fault("dynamic sampling does not know the KL", got, expected, f"set {METRIC}=seq_reward", keys)
+
+
+def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
+    """What samples can be compared by; None: a function of the user's may report any number."""
+    by_model = has_reward_model(config)
+    by_functions = not by_model or config.reward_model.rule_weight > 0
+    if by_functions and config.custom_reward_function.path is not None:
+        return None
+    form = ("format",) if by_functions and config.reward.format is not None else ()
+    return (*METRICS, *form, *(("model_score", "rule_score") if by_model and by_functions else ()))
+
+
+def penalty_fits_the_length(s: CheckContext) -> Faults:
+    """The penalty for length begins at a length of 0 or more."""
+    overlong, longest = s.config.reward.overlong_buffer, s.config.data.max_response_length
+    if overlong.enable and overlong.len > longest:
+        got = f"{LENGTH}={overlong.len}, {LONGEST}={longest}"
+        remedy = f"set {LENGTH}={max(1, longest // 5)}, say"
+        yield Fault("the penalty begins before the response", got, f"at most {longest}", remedy, (LENGTH, LONGEST))
+
+
+ALGORITHM_RULES = (
+    estimator_compares_samples,
+    critic_is_used,
+    filtered_groups_can_differ,
+    penalty_fits_the_length,
+)
+
+
+def algorithm_warnings(s: CheckContext) -> Iterator[str]:
+    """What works otherwise than its paper, or than one might expect."""
+    actor, algorithm, trainer = s.config.actor_rollout_ref.actor, s.config.algorithm, s.config.trainer
+    mode = actor.policy_loss.loss_mode
+    if mode in SEQUENCE_LOSSES and actor.policy_loss.path is None and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield f"{mode} is defined as a mean over sequences: {AGGREGATION}={actor.loss_agg_mode}, not seq-mean-token-mean"
+    if algorithm.use_kl_in_reward and algorithm.needs(NORM_BY_STD) and algorithm.norm_adv_by_std_in_grpo:
+        yield (
+            f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: where a prompt's "
+            "scores are equal, differences of the KL count as much as right and wrong elsewhere; use actor.use_kl_loss, or "
+            "algorithm.norm_adv_by_std_in_grpo=False"
+        )
+    control = algorithm.kl_ctrl
+    if algorithm.use_kl_in_reward and control.type == "adaptive" and control.kl_coef == 0:
+        yield "algorithm.kl_ctrl.kl_coef=0 stays 0 with type=adaptive, which multiplies it: set a first coefficient"
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield f"the gradient of kl_loss_type={actor.kl_loss_type} is 0 on average: use {actor.kl_loss_type}+, k2 or k3"
+    model_alone = has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_alone:
+        yield (
+            f"{METRIC}=acc asks whether a score is 1 or more, which says little of a reward model's: let a function score "
+            "too, reward_model.rule_weight"
+        )
+    if algorithm.filter_groups.enable and trainer.total_training_steps is None:
+        yield (
+            "with algorithm.filter_groups a step may take several batches of prompts, so that trainer.total_epochs="
+            f"{trainer.total_epochs} gives more passes over them: trainer.total_training_steps says when to stop"
+        )

@@ -1,0 +1,99 @@
+"""Corrections of the sampler's mismatch that cannot work, and their bounds as the trainer needs them."""
+
+from typing import NamedTuple
+
+from rlx.config.check.context import CheckContext, Faults
+from rlx.config.faults import Fault
+from rlx.config.schema import RolloutCorrectionConfig
+from rlx.config.schema.keys import Bounds, read_bounds
+
+GROUP = "algorithm.rollout_correction"
+IS, CAP, RS, RS_BOUNDS, VETO, BYPASS = (
+    f"{GROUP}.{name}"
+    for name in (
+        *("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"),
+        *("rollout_token_veto_threshold", "bypass_mode"),
+    )
+)
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+
+
+class Rejection(NamedTuple):
+    """One test of rollout_rs and its bounds."""
+
+    criterion: str
+    bounds: Bounds
+
+
+def rejections(correction: RolloutCorrectionConfig) -> list[Rejection]:
+    """The tests that a token or its sequence must pass. Raises ValueError where bounds and tests do not pair."""
+    criteria, texts = correction.rollout_rs or (), correction.rollout_rs_threshold or ()
+    shared = texts * len(criteria) if len(texts) == 1 else texts
+    return [Rejection(*pair) for pair in zip(criteria, map(read_bounds, shared), strict=True)]
+
+
+def each_test_has_bounds(s: CheckContext) -> Faults:
+    """Rejection needs one pair of bounds for all tests or one for each."""
+    correction = s.config.algorithm.rollout_correction
+    criteria, texts = correction.rollout_rs or (), correction.rollout_rs_threshold or ()
+    if criteria and len(texts) not in (1, len(criteria)):
+        got = f"{RS} names {len(criteria)}, {RS_BOUNDS} has {len(texts)}"
+        typical = {"seq_mean_k1": "0.999_1.001", "seq_mean_k3": "0.001", "seq_max_k2": "0.05"}
+        remedy = f"set {RS_BOUNDS}=[{','.join(typical.get(name, '0.5_2.0') for name in criteria)}], say"
+        yield Fault("rejection needs thresholds", got, "one for all or one each", remedy, (RS, RS_BOUNDS))
+
+
+def bounds_suit_the_test(s: CheckContext) -> Faults:
+    """Ratios are bounded around 1, divergences from above."""
+    correction = s.config.algorithm.rollout_correction
+    try:
+        tests = rejections(correction)
+    except ValueError:
+        return  # a fault of its own
+    for name, (low, high) in tests:
+        if not name.endswith("k1") and low is not None:
+            remedy = f"give {name} one number in {RS_BOUNDS}, such as {high}"
+            got = f"{low}_{high} for {name}"
+            yield Fault("a divergence has no lower bound", got, "one number", remedy, (RS, RS_BOUNDS))
+        elif name.endswith("k1") and not (low or 1 / high) <= 1 <= high:
+            yield _without_one(RS_BOUNDS, f"{low or 1 / high}_{high} for {name}", (RS, RS_BOUNDS))
+    low, high = read_bounds(correction.rollout_is_threshold)
+    if correction.rollout_is is not None and not (low or 0) <= 1 <= high:
+        yield _without_one(CAP, f"{CAP}={correction.rollout_is_threshold}", (IS, CAP))
+
+
+def _without_one(key: str, got: str, keys: tuple[str, ...]) -> Fault:
+    remedy = f"set {key}=0.5_2.0, say; write decimal points, since YAML reads 0.5_2 as 0.52"
+    return Fault("bounds of a ratio exclude 1, where sampler and trainer agree", got, "bounds around 1", remedy, keys)
+
+
+def _corrections(s: CheckContext) -> list[str]:
+    return [key for key in (IS, RS, VETO) if s.value(key)]
+
+
+def bypass_leaves_nothing_to_correct(s: CheckContext) -> Faults:
+    """Without the trainer's own old log-probs there is no ratio, and none is needed: the loss has it."""
+    correction = s.config.algorithm.rollout_correction
+    given = _corrections(s)
+    if correction.bypass_mode and given:
+        got = f"{BYPASS}=True, {', '.join(given)}"
+        remedy = f"remove {' and '.join(given)}, since PPO's ratio is then over the sampler already, or {BYPASS}"
+        expected = "the one or the other: corrections need the trainer's old log-probs, which bypass_mode leaves out"
+        yield Fault("bypass_mode cannot be combined with corrections", got, expected, remedy, (BYPASS, *given))
+
+
+def log_probs_are_returned(s: CheckContext) -> Faults:
+    """Every correction is a function of the sampler's log-probs."""
+    given = [*_corrections(s), *([BYPASS] if s.value(BYPASS) else [])]
+    if given and not s.value(LOG_PROBS):
+        got = f"{LOG_PROBS}=False, {', '.join(given)}"
+        remedy = f"set {LOG_PROBS}=True, or remove {' and '.join(given)}"
+        yield Fault("corrections need the sampler's log-probs", got, f"{LOG_PROBS}=True", remedy, (LOG_PROBS, *given))
+
+
+CORRECTION_RULES = (
+    each_test_has_bounds,
+    bounds_suit_the_test,
+    bypass_leaves_nothing_to_correct,
+    log_probs_are_returned,
+)

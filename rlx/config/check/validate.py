@@ -1,0 +1,66 @@
+"""Whether a configuration can run on a machine: all faults at once, and what to be warned of."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rlx.config.check.context import CheckContext
+from rlx.config.check.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
+from rlx.config.check.rules_correction import CORRECTION_RULES
+from rlx.config.check.rules_machine import MACHINE_RULES
+from rlx.config.check.rules_memory import memory_suffices, memory_warnings
+from rlx.config.check.rules_offload import OFFLOAD_RULES, disk_warnings, offload_warnings
+from rlx.config.check.rules_reward import REWARD_RULES
+from rlx.config.check.rules_rollout import ROLLOUT_RULES, rollout_warnings
+from rlx.config.check.rules_training import TRAINING_RULES, context_warnings
+from rlx.config.check.unused_keys import unused_keys
+from rlx.config.compose.command_line import Composed
+from rlx.config.faults import Fault
+from rlx.config.machine import Machine, on_accelerator
+from rlx.config.schema.roles import has_critic
+
+RULES = (
+    *(*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
+    *(*ROLLOUT_RULES, *REWARD_RULES, *MACHINE_RULES),
+)
+
+
+class Verdict(NamedTuple):
+    """Faults forbid the run, warnings do not."""
+
+    faults: tuple[Fault, ...]
+    warnings: tuple[str, ...]
+
+
+def check(composed: Composed, machine: Machine) -> Verdict:
+    """Applies every rule.
+
+    A rule about a key that could not be read in the first place says nothing: its fault is already listed.
+    """
+    setting, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
+    faults = [fault for rule in RULES for fault in rule(setting) if broken.isdisjoint(fault.keys)]
+    warnings = [*_warnings(setting, broken)]
+    if not composed.faults:
+        # A prediction needs every value.
+        faults += memory_suffices(setting)
+        warnings += [*disk_warnings(setting), *memory_warnings(setting)]
+    return Verdict((*composed.faults, *faults), tuple(warnings))
+
+
+def _warnings(s: CheckContext, broken: frozenset[str]) -> Iterator[str]:
+    idle = {key: why for key, why in unused_keys(s).items() if key not in broken}
+    if idle:
+        yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in idle.items())
+    yield from algorithm_warnings(s)
+    yield from offload_warnings(s)
+    yield from rollout_warnings(s)
+    yield from context_warnings(s)
+    if not s.config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield "the sampler's mismatch with the trainer is not measured: actor_rollout_ref.rollout.calculate_log_probs=False"
+    if s.config.actor_rollout_ref.actor.use_kl_loss and s.config.algorithm.use_kl_in_reward:
+        yield "the KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both set"
+    warmup, steps = s.config.trainer.critic_warmup, s.config.trainer.total_training_steps
+    if has_critic(s.config) and steps is not None and warmup >= steps:
+        yield f"the actor never learns: trainer.critic_warmup={warmup} of trainer.total_training_steps={steps} steps"
+    per_machine = s.config.trainer.n_gpus_per_node
+    if not on_accelerator(s.config, s.machine) and per_machine > s.machine.cpus:
+        yield f"trainer.n_gpus_per_node={per_machine} processes share {s.machine.cpus} CPU cores: the run will be slow"

@@ -1,0 +1,175 @@
+"""From plain dictionaries to the frozen tree, strictly: every fault is collected, none is guessed away."""
+
+import math
+from dataclasses import is_dataclass, replace
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from rlx.config.compose.verl_keys import remedy_for
+from rlx.config.faults import Fault
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.keys import KeyInfo, read_bounds
+from rlx.config.schema.tree import LEAVES, Leaf, children, describe_expected, plain_type
+from rlx.errors import did_you_mean
+
+MISSING = "???"  # a YAML file's word for "the user must say this"
+
+
+def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
+    """Reads a nested dictionary into the typed tree; keys that are not given keep their defaults.
+
+    Returns:
+        the tree, and what could not be read: such a key keeps its default, but for a choice that does not exist, which
+        stays as it was given for the rules that have more to say about it.
+    """
+    faults: list[Fault] = []
+    return _section(PPOConfig(), tree, "", faults), faults
+
+
+def nearest_keys(key: str) -> list[str]:
+    """Known keys that a mistyped or misplaced one may stand for, best first, at most three."""
+    *parents, name = key.split(".")
+    same_name = [known for known in LEAVES if known.rsplit(".", 1)[-1] == name]
+    if same_name:
+        return get_close_matches(key, same_name, n=3, cutoff=0.0)
+    section = ".".join(parents)
+    siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
+    near = [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]
+    return near or [known for known in get_close_matches(key, LEAVES, cutoff=0.75) if _tails_are_alike(key, known)][:1]
+
+
+def _tails_are_alike(key: str, known: str) -> bool:
+    """Whether a key resembles a known one below the groups that they share, whose length alone would make them alike."""
+    one, other = key.split("."), known.split(".")
+    while one and other and one[0] == other[0]:
+        one, other = one[1:], other[1:]
+    return bool(get_close_matches(".".join(one), [".".join(other)]))
+
+
+def not_a_group(key: str, value: Any, below: tuple[str, ...]) -> Fault:
+    """The fault of a group of keys, `below`, that was given a plain value."""
+    return Fault(f"{key} is a group of keys", repr(value), "a mapping", f"set keys below it, such as {below[0]}", below)
+
+
+def _section(section: Any, given: dict[Any, Any], prefix: str, faults: list[Fault]) -> Any:
+    known = children(section)
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            _unknown(key, value, faults)
+        elif not is_dataclass(known[name].default):
+            changes[name] = _leaf(key, value, known[name], faults)
+        elif isinstance(value, dict):
+            changes[name] = _section(known[name].default, value, f"{key}.", faults)
+        else:
+            faults.append(not_a_group(key, value, tuple(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))))
+    return replace(section, **changes)
+
+
+def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            _unknown(f"{key}.{name}", child, faults)
+        return
+    remedy, near = remedy_for(key), []
+    expected = "a key of rlx"
+    if remedy is None:
+        near = nearest_keys(key)
+        expected = " or ".join(near) or "a key that docs/configuration.md lists"
+        remedy = f"did you mean {expected}?" if near else "remove it, or look for its name in docs/configuration.md"
+    # Whoever misspelt a key meant another: rules about that one would only add noise.
+    faults.append(Fault(f"unknown key {key}", f"{key}={value}", expected, remedy, (key, *near)))
+
+
+def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
+    expected = describe_expected(leaf)
+    if value == MISSING:
+        faults.append(Fault(f"{key} has no value", "nothing", expected, f"add {key}=...", (key,)))
+        return leaf.default
+    try:
+        read = value if value in leaf.info.words else _convert(value, leaf.hint, leaf.info)
+    except TypeError:
+        got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}={_example(value, leaf)}"
+        faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
+        return leaf.default
+    if not _allowed(read, leaf):
+        usual = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
+        choices = map(str, leaf.info.choices or ())
+        remedy = remedy_for(f"{key}={value}") or did_you_mean(str(read).lower(), choices, usual)
+        faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
+        return read if leaf.info.choices is not None else leaf.default
+    return read
+
+
+def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:
+    """The value as the type asks; raises TypeError when it is not of that type.
+
+    A str stands for a list of one, or where no entry may have a comma in it, for those between commas. Where a str holds
+    bounds, a number stands for its text.
+    """
+    kind, optional = plain_type(hint)
+    if info.bounds and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(float(value))
+    if value is None and optional:
+        return None
+    if get_origin(kind) is tuple:
+        element = get_args(kind)[0]
+        items = value
+        if isinstance(value, str) and element is str:
+            items = [part.strip() for part in value.split(",")] if info.choices or info.bounds else [value]
+        if not isinstance(items, list):
+            raise TypeError
+        return tuple(_convert(item, element, info) for item in items)
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise TypeError
+        return {str(name): child for name, child in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError
+    return value
+
+
+def _allowed(value: Any, leaf: Leaf) -> bool:
+    if isinstance(value, tuple):
+        return all(_allowed(item, leaf) for item in value)
+    info = leaf.info
+    if info.choices is not None:
+        return value in info.choices
+    if info.bounds and isinstance(value, str):
+        return _is_bounds(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return True
+    return (
+        math.isfinite(value)
+        and (info.minimum is None or value >= info.minimum)
+        and (info.maximum is None or value <= info.maximum)
+        and (info.exclusive_minimum is None or value > info.exclusive_minimum)
+    )
+
+
+def _is_bounds(text: str) -> bool:
+    try:
+        read_bounds(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _example(value: Any, leaf: Leaf) -> str:
+    """A value of the right type, as close to the one given as can be told."""
+    kind, _ = plain_type(leaf.hint)
+    if kind is str and isinstance(value, int | float | bool):
+        return f"\"'{value}'\" (quoted for Hydra and for the shell)"
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return f"{as_text(leaf.default)} (the default), or another value of that type"
+
+
+def as_text(value: Any) -> str:
+    """A value as the command line writes it."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(as_text(item) for item in value) + "]"
+    return "null" if value is None else str(value)

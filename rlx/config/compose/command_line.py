@@ -1,0 +1,215 @@
+"""From the command line to the typed tree, through Hydra's compose API.
+
+Hydra reads the YAML files and parses the overrides; what the keys may be is decided by the typed tree alone, so that
+all faults are found at once and an unknown key is answered with the nearest known one.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlx.config.compose.build import MISSING, build, not_a_group
+from rlx.config.faults import ConfigError, Fault
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.tree import LEAVES, describe_expected
+
+CONFIG_NAME = "ppo"
+DEFAULT_GROUPS = {"experiment": "arithmetic"}
+MODEL_KEY = "actor_rollout_ref.model.path"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What the command line says.
+
+    Args:
+        partial: the tree as far as it could be read; `config` is the same once there are no faults.
+        set_keys: dotted names of the keys that the command line sets (not the packaged YAML files).
+        faults: what could not be read.
+    """
+
+    partial: PPOConfig
+    set_keys: frozenset[str]
+    faults: tuple[Fault, ...]
+
+    @property
+    def config(self) -> PPOConfig:
+        """The tree. Raises ConfigError when there are faults."""
+        if self.faults:
+            raise ConfigError(self.faults)
+        return self.partial
+
+    @property
+    def broken(self) -> frozenset[str]:
+        """The keys whose value could not be read."""
+        return frozenset(key for fault in self.faults for key in fault.keys)
+
+    @property
+    def yaml(self) -> str:
+        """The whole resolved tree as YAML."""
+        return OmegaConf.to_yaml(OmegaConf.create(asdict(self.partial)))
+
+
+def config_folder() -> Path:
+    """The folder of YAML files: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    candidates = (package / "configs", package.parent / "configs")
+    for folder in candidates:
+        if (folder / f"{CONFIG_NAME}.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"{CONFIG_NAME}.yaml is in none of {[str(c) for c in candidates]}; reinstall rlx")
+
+
+def group_choices() -> dict[str, list[str]]:
+    """The files of each group: `{"experiment": ["arithmetic", ...]}`."""
+    folders = sorted(folder for folder in config_folder().iterdir() if folder.is_dir())
+    found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+    return {name: files for name, files in found.items() if files}
+
+
+def compose(overrides: Sequence[str]) -> Composed:
+    """Composes `configs/ppo.yaml`, its groups and the overrides into the typed tree.
+
+    Args:
+        overrides: `key=value` and `group=file` as Hydra writes them. With neither `experiment=` nor a model path the
+            experiment `arithmetic` is composed: the run that needs nothing but this package.
+    """
+    faults: list[Fault] = []
+    groups: dict[str, str | None] = {}
+    values: list[Override] = []
+    known_groups = group_choices()
+    for text in overrides:
+        parsed = _parse(text, faults)
+        if parsed is not None and parsed.key_or_group in known_groups:
+            groups |= _choose(parsed, faults)
+        elif parsed is not None:
+            values.append(parsed)
+    set_keys = frozenset(key for value in values for key in _leaf_keys(value.key_or_group, value.value()))
+    if MODEL_KEY not in set_keys:
+        groups = {**DEFAULT_GROUPS, **groups}
+    tree = _resolved(_merged(groups, values, faults), "", faults)
+    config, misfits = build(tree)
+    return Composed(config, set_keys, (*faults, *misfits))
+
+
+def _parse(text: str, faults: list[Fault]) -> Override | None:
+    """One override as Hydra reads it; None and a fault when it is none, or not of a kind that one run understands."""
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        key, equals, _ = text.partition("=")
+        remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
+        if text.startswith("-"):
+            remedy = "options are --check and --help; everything else is written key=value"
+        reason = str(error).splitlines()[0]
+        faults.append(Fault(f"an override cannot be read: {reason}", repr(text), "key=value or group=file", remedy))
+        return None
+    key = parsed.key_or_group
+    if parsed.is_sweep_override():
+        remedy = f"for a list write {key}=[{text.partition('=')[2]}]; for a sweep start one run per value"
+        faults.append(Fault(f"{key} is a sweep over several values", text, "one value", remedy))
+    elif parsed.package is not None or "/" in key:
+        known = ", ".join(group_choices())
+        faults.append(Fault(f"there is no group {parsed.get_key_element()}", text, f"one of {known}", "remove it"))
+    elif parsed.is_delete():
+        faults.append(Fault(f"{key} cannot be deleted", text, "key=value", f"set {key} to the value you want"))
+    elif parsed.is_hydra_override():
+        remedy = "remove it; the run's folder is trainer.default_local_dir"
+        faults.append(Fault(f"{key} belongs to Hydra's launcher", text, "a key of rlx", remedy))
+    else:
+        return parsed
+    return None
+
+
+def _choose(override: Override, faults: list[Fault]) -> dict[str, str | None]:
+    """The chosen file of a group; for an unknown one the nearest, so that the rest can still be looked at."""
+    group, choice = override.key_or_group, override.value()
+    known = group_choices()[group]
+    if choice is None or (isinstance(choice, str) and choice in known):
+        return {group: choice}
+    near = get_close_matches(str(choice), known, n=1)
+    remedy = f"did you mean {group}={near[0]}?" if near else f"choose one of the files in {config_folder() / group}"
+    faults.append(Fault(f"{group} has no file {choice!r}", str(override.input_line), ", ".join(known), remedy))
+    return {group: near[0] if near else DEFAULT_GROUPS[group]}
+
+
+def _leaf_keys(key: str, value: Any) -> set[str]:
+    """The leaves that an override sets: a mapping sets those it names, a key below a mapping sets the mapping."""
+    for known in LEAVES:
+        if key == known or key.startswith(f"{known}."):
+            return {known}
+    if isinstance(value, dict):
+        return {leaf for name, child in value.items() for leaf in _leaf_keys(f"{key}.{name}", child)}
+    return {key}
+
+
+@cache
+def _files_on_defaults(*chosen: str) -> DictConfig:
+    """Defaults and YAML files alone. Kept, as Hydra takes long to read them and they do not change under a program."""
+    with initialize_config_dir(config_dir=str(config_folder()), version_base="1.3"):
+        files = hydra_compose(CONFIG_NAME, overrides=list(chosen))
+    tree = OmegaConf.create(asdict(PPOConfig()))
+    tree.merge_with(files)
+    OmegaConf.set_struct(tree, False)
+    return tree
+
+
+def _merged(groups: dict[str, str | None], values: list[Override], faults: list[Fault]) -> DictConfig:
+    """Defaults, YAML files and overrides on top of each other; the later wins."""
+    tree = deepcopy(
+        _files_on_defaults(*(f"{group}={choice}" for group, choice in groups.items() if choice is not None))
+    )
+    for override in values:
+        key, value = override.key_or_group, override.value()
+        fault = _misplaced(key, value)
+        if fault is None:
+            try:
+                # As Hydra does for `++key=value`: unknown keys reach the typed tree, which knows the nearest known name.
+                OmegaConf.update(tree, key, value, merge=True, force_add=True)
+            except OmegaConfBaseException as error:
+                remedy = "look for the key in docs/configuration.md"
+                fault = Fault(f"{key} cannot be set", str(error).splitlines()[0], "key=value", remedy, (key,))
+        if fault is not None:
+            faults.append(fault)
+    return tree
+
+
+def _misplaced(key: str, value: Any) -> Fault | None:
+    """The fault of an override that takes a group of keys for a value or a value for a group."""
+    below = tuple(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))
+    if below and not isinstance(value, dict):
+        return not_a_group(key, value, below)
+    for leaf, known in LEAVES.items():
+        if key.startswith(f"{leaf}.") and not isinstance(known.default, dict):
+            expected = f"{leaf}=<{describe_expected(known)}>"
+            return Fault(f"{leaf} has no keys below it", f"{key}={value}", expected, f"set {leaf} itself", (leaf,))
+    return None
+
+
+def _resolved(tree: DictConfig, prefix: str, faults: list[Fault]) -> dict[str, Any]:
+    """The tree as plain dictionaries with `${...}` replaced; what cannot be is a fault, and left out."""
+    plain: dict[str, Any] = {}
+    for name in map(str, tree):
+        key = f"{prefix}{name}"
+        try:
+            value = MISSING if OmegaConf.is_missing(tree, name) else tree[name]
+            value = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            remedy = "name a key of the tree, or a resolver of OmegaConf such as ${oc.env:NAME}"
+            faults.append(Fault(f"{key} cannot be resolved", reason, "a value", remedy, (key,)))
+        else:
+            plain[name] = _resolved(value, f"{key}.", faults) if isinstance(value, DictConfig) else value
+    return plain

@@ -1,0 +1,99 @@
+"""What is known of a run's models before they are loaded: the shape that a model's config.json gives."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlx.config.schema import ModelConfig, PPOConfig, TinyModelConfig
+from rlx.config.schema.roles import TINY, sharded_roles
+from rlx.offload.plan.decoder import Decoder, read_decoder
+
+TINY_VOCABULARY = 262  # bytes, ByT5's three special tokens, one token per chat role
+
+Known = Decoder | str
+"""A model's shape, or why it is not known."""
+
+
+def decoders(config: PPOConfig) -> dict[str, Known]:
+    """The shape of each role's model, by the role's name."""
+    # The built-in critic has the policy's shape, whatever its own subtree says.
+    policy = config.actor_rollout_ref.model
+    models = {role.name: policy if role.model.path == TINY else role.model for role in sharded_roles(config)}
+    return {name: decoder_of(model, has_head=name in ("actor", "ref")) for name, model in models.items()}
+
+
+def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
+    """The shape of a model whose config.json is on this machine, or is the built-in one.
+
+    Args:
+        model: which.
+        has_head: it ends in a head over the vocabulary, else in one number, whose few weights are not counted.
+    """
+    path = model.path or ""
+    if path == TINY:
+        return read_decoder(tiny_shape(model.tiny))
+    file = config_file(path)
+    if file is None:
+        return f"the config.json of {path} is not on this machine"
+    try:
+        found = read_decoder(_keys_of_text(file, model))
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        # Loading the model will say what is wrong with it, if anything is; here only the prediction is missing.
+        return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
+    return found if has_head else found.without_head
+
+
+def positions_of(model: ModelConfig) -> int | None:
+    """The longest sequence that a model's config.json provides for, stretched rotary embeddings included; None if not known."""
+    try:
+        file = config_file(model.path or "")
+        keys = {} if file is None else _keys_of_text(file, model)
+        own = next((int(keys[name]) for name in ("max_position_embeddings", "n_positions") if keys.get(name)), None)
+        rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+        if own is None or not rope.get("factor"):
+            return own
+        return max(own, int(rope["factor"] * (rope.get("original_max_position_embeddings") or own)))
+    except (AttributeError, OSError, TypeError, ValueError):
+        return None  # loading the model says what is wrong
+
+
+def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:
+    whole: dict[str, Any] = json.loads(file.read_text())
+    return {**whole, **whole.get("text_config", {}), **model.override_config}
+
+
+def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:
+    """`builtin:tiny` as a config.json would have it."""
+    return {
+        **vars(tiny),
+        "model_type": "qwen3",
+        "head_dim": tiny.head_dim,
+        "vocab_size": TINY_VOCABULARY,
+        "tie_word_embeddings": True,
+    }
+
+
+def fetch_configs(config: PPOConfig) -> None:
+    """Lets the config.json of models that have a hub name come to this machine, where it can be had; the run needs it anyway."""
+    for path in {role.model.path or "" for role in sharded_roles(config)} - {TINY}:
+        if config_file(path) is None and not Path(path).expanduser().exists():
+            from huggingface_hub import hf_hub_download
+
+            # Loading the model says what is wrong.
+            with suppress(OSError, ValueError):
+                hf_hub_download(path, "config.json")
+
+
+def config_file(path: str) -> Path | None:
+    """Where the config.json of a folder or hub name lies on this machine; None if it is not here. Asks no network."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / "config.json" if (folder / "config.json").is_file() else None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,155 @@
+"""Settings with which a run fits into memory: which keys to change, and the largest size of a micro-batch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import ModelRole, sharded_roles
+from rlx.config.schema.tree import value_at
+
+AT_MOST = 3  # remedies that are named of those that are enough by themselves
+ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller model"
+
+
+class Change(NamedTuple):
+    """A key and the value that might help."""
+
+    key: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+    def of(self, config: PPOConfig) -> PPOConfig:
+        """The configuration with it."""
+        changed: PPOConfig = _with(config, self.key.split("."), self.value)
+        return changed
+
+
+def _with(section: Any, names: list[str], value: Any) -> Any:
+    below = value if len(names) == 1 else _with(getattr(section, names[0]), names[1:], value)
+    return replace(section, **{names[0]: below})
+
+
+def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
+    """Which keys make the run fit: one of several, or several together."""
+
+    def fits(*changes: Change) -> bool:
+        config = forecast.config
+        for change in changes:
+            config = change.of(config)
+        return not forecast.changed(config).oversized(is_least)
+
+    candidates = list(_candidates(forecast))
+    enough = [change for change in candidates if fits(change)]
+    if sized := _lowered(forecast, fits):
+        enough = [*enough[: AT_MOST - 1], sized]
+    if enough:
+        return "set " + ", or ".join(map(str, enough[:AT_MOST]))
+    if not fits(*candidates):
+        sized = _lowered(forecast, lambda *changes: fits(*candidates, *changes))
+        if sized is None:
+            named = f"{', '.join(map(str, candidates))} are not enough: " if candidates else ""
+            return f"{named}use {MORE}"
+        candidates.append(sized)
+    # The last of them is the dearest: what is not needed is left out from there.
+    for change in reversed(candidates[:]):
+        if fits(*(one for one in candidates if one is not change)):
+            candidates.remove(change)
+    *first, last = map(str, candidates)
+    return "set " + " and ".join([*([", ".join(first)] if first else []), last])
+
+
+def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
+    """What takes memory off where there is too little, what costs least time first."""
+    over = forecast.oversized()
+    is_device = any(not forecast.fits(phase._replace(host=0.0)) for phase in over)
+    is_host = any(not forecast.fits_host(phase) for phase in over)
+    roles = sharded_roles(forecast.config)
+    if is_device:
+        for role in roles:
+            yield from _of_activations(forecast, role)
+        if forecast.on_device:
+            yield from _of_states(forecast, roles)
+    elif is_host:
+        flags = [
+            f"{role.fsdp_key}.{name}"
+            for role in roles
+            for name in ("param_offload", "optimizer_offload", "offload_policy")
+        ]
+        yield from (Change(key, False) for key in flags if value_at(forecast.config, key))
+
+
+def _of_activations(forecast: MemoryForecast, role: ModelRole) -> Iterator[Change]:
+    if not role.trained:
+        return
+    model, compiles = role.model, role.name == "actor" and forecast.config.actor_rollout_ref.actor.use_torch_compile
+    if not model.enable_gradient_checkpointing and (
+        not model.enable_activation_offload or model.activation_offload.save is None
+    ):
+        yield Change(f"{role.model_key}.enable_gradient_checkpointing", True)
+    if forecast.on_device and not model.enable_activation_offload and not compiles:
+        yield Change(f"{role.model_key}.enable_activation_offload", True)
+    if not model.tiled_mlp and not compiles:
+        yield Change(f"{role.model_key}.tiled_mlp", "auto")
+
+
+def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Change]:
+    rollout = forecast.config.actor_rollout_ref.rollout
+    if rollout.name == "vllm" and not rollout.free_cache_engine:
+        yield Change(f"{ROLLOUT}.free_cache_engine", True)
+    for name, applies in (("optimizer_offload", [r for r in roles if r.trained]), ("param_offload", roles[::-1])):
+        for role in applies:
+            if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
+                yield Change(f"{role.fsdp_key}.{name}", True)
+
+
+class Size(NamedTuple):
+    """A key whose value can be lowered: in `unit`s, from `least` of them to the `most` there are now."""
+
+    key: str
+    least: int
+    most: int
+    unit: float = 1
+
+    def change(self, units: int) -> Change:
+        """The key set to so many units."""
+        return Change(self.key, round(units * self.unit, 2) if self.unit < 1 else units * int(self.unit))
+
+
+def _sizes(forecast: MemoryForecast) -> Iterator[Size]:
+    """The sampler's share or batch, and the micro-batches."""
+    config, rollout = forecast.config, forecast.config.actor_rollout_ref.rollout
+    if rollout.name == "hf":
+        yield Size(f"{ROLLOUT}.max_num_seqs", 1, rollout.max_num_seqs)
+    elif forecast.on_device:
+        yield Size(f"{ROLLOUT}.gpu_memory_utilization", 5, int(100 * rollout.gpu_memory_utilization), 0.01)
+    longest = -(-forecast.length // LENGTH_STEP)
+    for section, prefix in (
+        ("actor_rollout_ref.actor", "ppo"),
+        ("critic", "ppo"),
+        (ROLLOUT, "log_prob"),
+        (REF, "log_prob"),
+    ):
+        flag = "use_dynamic_bsz" if prefix == "ppo" else "log_prob_use_dynamic_bsz"
+        rows, tokens = (f"{section}.{prefix}_{name}_per_gpu" for name in ("micro_batch_size", "max_token_len"))
+        if value_at(config, f"{section}.{flag}"):
+            yield Size(tokens, longest, value_at(config, tokens) // LENGTH_STEP, LENGTH_STEP)
+        elif value_at(config, rows) is not None:
+            yield Size(rows, 1, value_at(config, rows))
+
+
+def _lowered(forecast: MemoryForecast, fits: Callable[..., bool]) -> Change | None:
+    """The largest value of one of the sizes with which it fits; None where there is none."""
+    for size in _sizes(forecast):
+        below, above = size.least, size.most
+        if below >= above or not fits(size.change(below)):
+            continue
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (middle, above) if fits(size.change(middle)) else (below, middle)
+        return size.change(below)
+    return None

@@ -1,0 +1,82 @@
+"""The forecast on a run's memory in words: a short table for its start, a long one for `--check`."""
+
+from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
+from rlx.offload.plan.text_table import aligned
+
+PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
+
+
+def short_text(forecast: MemoryForecast) -> str:
+    """What a run says when it starts: without an accelerator one line; empty where nothing is to be said."""
+    lines = _unknown(forecast)
+    phases = forecast.phases()
+    if phases and not forecast.on_device:
+        largest = max(phases, key=lambda phase: phase.peak)
+        count = forecast.config.trainer.n_gpus_per_node
+        of = "" if forecast.machine.host_bytes is None else f" of {gb(forecast.machine.host_bytes)}"
+        lines.append(
+            f"memory: computed on the CPU; up to {gb(count * largest.peak)}{of} GB of host memory in {count} process(es), in "
+            f"{largest.name}, beside what Python and torch take themselves"
+        )
+    elif phases:
+        rows = [("memory by phase", "peak GB", "of", "longest that fits"), *(_row(forecast, phase) for phase in phases)]
+        lines += [*aligned(rows, texts=1), _legend(forecast), *_host(forecast, phases)]
+    return "\n".join(lines)
+
+
+def long_text(forecast: MemoryForecast) -> str:
+    """What `--check` prints: every phase by its parts."""
+    phases = forecast.phases()
+    head: tuple[str, ...] = ("GB", *PARTS, "peak", "of", "longest that fits", "host", "disk", "peak in")
+    rows = [head]
+    for phase in phases:
+        peak = _row(forecast, phase)
+        parts = (_cell(phase.parts.get(part, 0.0)) for part in PARTS)
+        rows.append((phase.name, *parts, *peak[1:], _cell(phase.host), _cell(phase.disk), phase.where or "-"))
+    table = [*aligned(rows, texts=1), _legend(forecast), *_host(forecast, phases)] if phases else []
+    return "\n".join([*_unknown(forecast), *table])
+
+
+def gb(nbytes: float) -> str:
+    """In 10^9 bytes."""
+    return f"{nbytes / 1e9:.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.2f}"
+
+
+def _cell(nbytes: float) -> str:
+    return gb(nbytes) if nbytes else "-"
+
+
+def _row(forecast: MemoryForecast, phase: Phase) -> tuple[str, ...]:
+    if phase.limit is None:
+        return (phase.name, gb(phase.peak), "?", "?")
+    longest = forecast.longest(phase.name)
+    text = "any" if longest is None else f"{longest:,}" if longest else "none"
+    return (phase.name, gb(phase.peak), gb(phase.limit), text)
+
+
+def _legend(forecast: MemoryForecast) -> str:
+    what = "a device" if forecast.on_device else "the host for each process"
+    whole = "not known here" if forecast.memory_bytes is None else f"{gb(forecast.memory_bytes)} GB, less a reserve"
+    return (
+        f"memory of {what}: {whole}; predicted for micro-batches of sequences of {forecast.length:,} tokens, the longest that "
+        "are asked for (docs/planning.md)"
+    )
+
+
+def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
+    most = max(phases, key=lambda phase: phase.host)
+    if not most.host:
+        return []
+    count, whole = forecast.config.trainer.n_gpus_per_node, forecast.machine.host_bytes
+    of = "" if whole is None else f" of {gb(whole)}"
+    return [
+        f"host memory: up to {gb(count * most.host)}{of} GB wait there in {count} process(es) of a machine, in {most.name}, "
+        "beside what Python, torch and CUDA take themselves"
+    ]
+
+
+def _unknown(forecast: MemoryForecast) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for role, reason in forecast.unknown.items():
+        reasons.setdefault(reason, []).append(role)
+    return [f"memory: nothing is predicted of {', '.join(roles)}: {reason}" for reason, roles in reasons.items()]

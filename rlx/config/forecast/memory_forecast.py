@@ -1,0 +1,341 @@
+"""What each phase of a step will hold, on one device and on the host, before anything is loaded.
+
+The formulas are those of `rlx.offload.plan` (docs/planning.md). On a device lie, in any phase: of each role that rests its weights
+and its optimizer's state, unless they wait on the host (`param_offload`, `optimizer_offload`, `offload_policy`); of the role at
+work its weights, its optimizer's state unless that waits, what FSDP gathers, in an update the gradients, and the activations
+of one micro-batch; of the sampler vLLM's share where it is awake, or with `rollout.name=hf` a copy of the weights, and its cache.
+A micro-batch is taken for as many sequences of the full length (`data.max_prompt_length` + `data.max_response_length`) as may
+be in it. On the host wait what is named above and what activation offloading sends there, at most and not all at once; without
+an accelerator all of it is host memory.
+
+Phases are named as in the run's metrics. Of an update the largest of forward, head, backward and optimizer step counts. With
+`save=auto` it is what it needs at least: it holds more where that is faster and there is room. `sync` has the sampler's weights
+and the largest tensor of the actor in one piece beside the actor.
+
+Not counted: what CUDA, NCCL and the allocator take (6 % of a device are left out for it), what Python and torch take of the
+host, the head's gradient, which FSDP keeps whole until backward has ended, prefill of `rollout.name=hf`, staging memory of a disk.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from rlx.config.forecast.decoders import Known, decoders
+from rlx.config.forecast.role_memory import BYTES, RoleMemory, load, role_memories
+from rlx.config.machine import Machine, on_accelerator, processes
+from rlx.config.schema import ModelConfig, PPOConfig
+from rlx.config.schema.roles import MicroSize, log_prob_size
+from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
+from rlx.offload.plan.memory import StateBytes
+from rlx.offload.plan.scenario import Scenario
+
+CUDA_BYTES = 2e9  # of a device beside vLLM's share, which has a reserve of its own
+CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
+LENGTH_STEP = 64  # tokens to which the longest sequence is found
+LONGEST = 1 << 24  # tokens beyond which nobody looks
+NO_LIMIT = 1 << 60
+DISK_BYTES_PER_S = 2e9  # any: what lies where does not depend on it
+
+OF_ROLE = {
+    "rollout": "actor",
+    "reward": "reward",
+    "old_log_prob": "actor",
+    "ref": "ref",
+    "values": "critic",
+    "update_critic": "critic",
+    "update_actor": "actor",
+    "sync": "actor",
+}
+"""The phases in the order of a step, and the role whose model each needs."""
+
+
+class Phase(NamedTuple):
+    """What one process holds while a phase runs, at most [bytes].
+
+    Args:
+        name: of the phase.
+        parts: of the peak: others, weights, gradients, optimizer, gathered, working, sampler.
+        limit: what they may come to; None: nobody knows.
+        where: the part of the phase in which the peak stands; empty where it has one only.
+        host: what waits in host memory, of all roles.
+        disk: what lies on disk.
+        lacking: what the sampler's share lacks to hold one sequence.
+    """
+
+    name: str
+    parts: dict[str, float]
+    limit: float | None
+    where: str = ""
+    host: float = 0.0
+    disk: float = 0.0
+    lacking: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """The phases of a configuration on a machine.
+
+    Args:
+        config: the tree.
+        machine: where it is to run.
+        known: the shape of each role's model; a role without one counts as nothing.
+    """
+
+    config: PPOConfig
+    machine: Machine
+    known: Mapping[str, Known]
+
+    @classmethod
+    def of(cls, config: PPOConfig, machine: Machine) -> "MemoryForecast":
+        """The forecast with the models as they are found on this machine."""
+        return cls(config, machine, decoders(config))
+
+    def changed(self, config: PPOConfig) -> "MemoryForecast":
+        """The same models on the same machine under another configuration."""
+        return MemoryForecast(config, self.machine, self.known)
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """The roles of which nothing can be predicted, and why."""
+        return {name: found for name, found in self.known.items() if isinstance(found, str)}
+
+    @cached_property
+    def on_device(self) -> bool:
+        """Whether the run uses accelerators; else all memory is the host's."""
+        return on_accelerator(self.config, self.machine)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence that is asked for."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The memory that a process computes in: of its device, or its part of the host's; None: nobody knows."""
+        return self.machine.device_bytes if self.on_device else self.host_bytes
+
+    @property
+    def host_bytes(self) -> float | None:
+        """The part of the host's memory that falls to one process."""
+        whole = self.machine.host_bytes
+        return None if whole is None else whole / self.config.trainer.n_gpus_per_node
+
+    @cached_property
+    def _memories(self) -> dict[str, RoleMemory]:
+        return role_memories(self.config, self.machine, dict(self.known))
+
+    # Phases -------------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The phases that the run has and of which something is known."""
+        return [name for name, role in OF_ROLE.items() if role in self._memories]
+
+    def phases(self, is_least: bool = False) -> list[Phase]:
+        """All of them, for sequences of the length that is asked for; `is_least` as for `phase`."""
+        return [self.phase(name, is_least=is_least) for name in self.names]
+
+    def phase(self, name: str, length: int | None = None, is_least: bool = False) -> Phase:
+        """One of them.
+
+        Args:
+            name: of `names`.
+            length: tokens of the longest sequences; None: as the configuration says.
+            is_least: count what is sure to come: of packed samples of which only the number is limited, and of those that
+                transformers decodes at once, a single one of that length.
+        """
+        longest = self.length if length is None else length
+        own, batch = self._memories[OF_ROLE[name]], self.config.data.train_batch_size
+        if name == "rollout":
+            return self._rollout(own, longest, is_least)
+        if name == "sync":
+            return self._sync(own)
+        if name.startswith("update_"):
+            return self._update(name, own, longest, is_least)
+        policy = self.config.actor_rollout_ref
+        micro = log_prob_size(policy.rollout, policy.actor) if name == "old_log_prob" else own.role.micro
+        return self._forward(name, own, micro, batch, longest, is_least)
+
+    def longest(self, name: str) -> int | None:
+        """The longest sequences, to 64 tokens, with which a phase fits under these settings; None: any fit."""
+
+        def fits(steps: int) -> bool:
+            return self.fits(self.phase(name, steps * LENGTH_STEP))
+
+        below, above = 0, LONGEST // LENGTH_STEP
+        if fits(above):
+            return None
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (middle, above) if fits(middle) else (below, middle)
+        return below * LENGTH_STEP
+
+    def fits(self, phase: Phase, margin: float = 1.0) -> bool:
+        """Whether there is room for a phase, or would be with `margin` times as much."""
+        has_room = phase.limit is None or phase.peak <= phase.limit * margin
+        return (
+            has_room
+            and phase.lacking <= phase.parts.get("sampler", 0.0) * (margin - 1)
+            and self.fits_host(phase, margin)
+        )
+
+    def oversized(self, is_least: bool = False, margin: float = 1.0) -> list[Phase]:
+        """The phases that do not fit; arguments as for `phase` and `fits`."""
+        return [phase for phase in self.phases(is_least) if not self.fits(phase, margin)]
+
+    def fits_host(self, phase: Phase, margin: float = 1.0) -> bool:
+        """Whether the host has room for what waits there, or would have with `margin` times as much."""
+        return self.host_bytes is None or phase.host <= self.host_bytes * margin
+
+    # Each kind ----------------------------------------------------------------------------------------------------
+
+    def _update(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
+        role, on_host = own.role, own.optimizer_waits
+        tokens, logits = load(own, self.config, role.micro, role.mini_batch_prompts, length, is_least)
+        host_room, disk = self._places(role.model)
+        states, others = own.on_device(own.update), self._others(own)
+        setting = self._setting(own, logits)._replace(
+            states=states,
+            other_bytes=others,
+            disk_bytes_per_s=DISK_BYTES_PER_S * disk,
+            hardware=replace(PROFILES["h200"], host_bytes=host_room + states.optimizer * on_host),
+        )
+        plan = setting.plan(_mode(role.model), tokens * role.together)
+        sent = plan.prediction.host_bytes
+        stays = max(0, sent - host_room)
+        peaks = setting.phases(plan)._asdict()
+        peaks = {where: peak + stays * (where != "step" and peak > 0) for where, peak in peaks.items()}
+        where = max(peaks, key=lambda one: peaks[one])
+        parts = _parts(states, others, 0.0 if on_host else states.optimizer, where != "step")
+        parts["working"] = peaks[where] - sum(parts.values())
+        host = (self._parked(own) + own.parked_at_work + sent - stays) * self.on_device
+        return Phase(name, parts, self._limit, WHERE.get(where, where), host, plan.prediction.disk_bytes)
+
+    def _forward(
+        self, name: str, own: RoleMemory, micro: MicroSize, prompts: int, length: int, is_least: bool
+    ) -> Phase:
+        tokens, logits = load(own, self.config, micro, prompts, length, is_least)
+        states, others = own.on_device(own.forward), self._others(own)
+        setting = self._setting(own, logits)._replace(states=states, other_bytes=others)
+        peak = setting.without_backward(tokens * own.role.together)
+        parts = _parts(states, others, 0.0 if own.optimizer_waits else states.optimizer, is_gathered=True)
+        parts["working"] = peak - sum(parts.values())
+        return Phase(name, parts, self._limit, host=self._parked(own) + own.parked_at_work)
+
+    def _rollout(self, actor: RoleMemory, length: int, is_least: bool) -> Phase:
+        others = sum(each.resting for each in self._memories.values())
+        parked, weights = self._parked(None), self._sampler_weights(actor)
+        rollout, lacking, limit = self.config.actor_rollout_ref.rollout, 0.0, self._limit
+        cache = length * self._cache_bytes(actor)
+        if rollout.name == "hf":
+            rows = -(-self.config.data.train_batch_size * rollout.n // processes(self.config))
+            sampler = weights + cache * (1 if is_least else min(rollout.max_num_seqs, rows))
+        elif not self.on_device:
+            sampler, lacking = weights + CPU_CACHE_BYTES, max(0.0, cache - CPU_CACHE_BYTES)
+        elif self.memory_bytes is None:
+            sampler = weights + cache
+        else:
+            sampler, limit = rollout.gpu_memory_utilization * self.memory_bytes, self.memory_bytes - CUDA_BYTES
+            lacking = max(0.0, weights + cache - sampler)
+        return Phase("rollout", {"others": others, "sampler": sampler}, limit, host=parked, lacking=lacking)
+
+    def _sync(self, actor: RoleMemory) -> Phase:
+        others = sum(each.resting for each in self._memories.values() if each is not actor)
+        states = actor.on_device(actor.forward)
+        parts = {
+            "others": others,
+            "weights": states.weights,
+            "optimizer": 0.0 if actor.optimizer_waits else states.optimizer,
+            "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
+            "sampler": max(self._sampler_weights(actor), self._sampler_at_rest()),
+        }
+        return Phase("sync", parts, self._limit, host=self._parked(actor) + actor.parked_at_work)
+
+    # What they share ----------------------------------------------------------------------------------------------
+
+    @property
+    def _limit(self) -> float | None:
+        return None if self.memory_bytes is None else self.memory_bytes * DEVICE_SHARE
+
+    def _setting(self, own: RoleMemory, logits: int) -> Scenario:
+        model, together = own.role.model, own.role.together
+        tile = None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp)
+        return Scenario(
+            decoder=own.decoder,
+            hardware=PROFILES["h200"],
+            logit_tokens=logits * together,
+            is_head_trained=model.lora_rank == 0,
+            tile=tile,
+            shared_by=together,
+            optimizer_on_host=own.optimizer_waits,
+            element=own.element,
+        )
+
+    def _places(self, model: ModelConfig) -> tuple[int, bool]:
+        """How much of the activations that leave the host takes, and whether a disk takes the rest; else it stays."""
+        options = model.activation_offload
+        if options.tier == "disk":
+            return 0, True
+        if not self.on_device:
+            return 0, False  # what leaves is where it was
+        cap = options.max_host_bytes
+        return (NO_LIMIT, False) if cap is None else (cap, options.directory is not None)
+
+    def _others(self, own: RoleMemory) -> float:
+        """What lies on the device of roles that rest and of the sampler while one role works."""
+        return sum(each.resting for each in self._memories.values() if each is not own) + self._sampler_at_rest()
+
+    def _parked(self, own: RoleMemory | None) -> float:
+        """What waits on the host of all roles but one."""
+        return sum(each.parked for each in self._memories.values() if each is not own)
+
+    def _sampler_at_rest(self) -> float:
+        rollout, actor = self.config.actor_rollout_ref.rollout, self._memories.get("actor")
+        weights = 0.0 if actor is None else self._sampler_weights(actor)
+        if rollout.name == "hf":
+            return weights
+        if not self.on_device:
+            return weights + CPU_CACHE_BYTES
+        return 0.0 if rollout.free_cache_engine else rollout.gpu_memory_utilization * (self.memory_bytes or 0.0)
+
+    def _sampler_weights(self, actor: RoleMemory) -> float:
+        return actor.decoder.parameters * self._sampler_element / self._ranks
+
+    def _cache_bytes(self, actor: RoleMemory) -> float:
+        """Of the keys and values of one token."""
+        decoder = actor.decoder
+        heads = max(1.0, decoder.kv_heads / self._ranks)
+        return 2 * len(decoder.windows) * heads * decoder.head_width * self._sampler_element
+
+    @property
+    def _ranks(self) -> int:
+        rollout = self.config.actor_rollout_ref.rollout
+        return 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
+
+    @property
+    def _sampler_element(self) -> int:
+        dtype = self.config.actor_rollout_ref.rollout.dtype
+        return (2 if self.on_device else 4) if dtype == "auto" else BYTES[dtype]
+
+
+WHERE = {"step": "optimizer step"}
+
+
+def _mode(model: ModelConfig) -> str:
+    """What becomes of activations, in the planner's words; of `auto` what it does where there is least room."""
+    recomputes, save = model.enable_gradient_checkpointing, model.activation_offload.save
+    if not model.enable_activation_offload:
+        return "checkpointing" if recomputes else "plain"
+    save = save or ("boundary" if recomputes else "all")
+    return save if save in ("attention", "all") else "inputs to the host"
+
+
+def _parts(states: StateBytes, others: float, optimizer: float, is_gathered: bool) -> dict[str, float]:
+    parts = {"others": others, "weights": states.weights, "gradients": states.gradients}
+    return parts | {"optimizer": optimizer, "gathered": states.gathered * is_gathered}

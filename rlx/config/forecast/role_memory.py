@@ -1,0 +1,126 @@
+"""What each role of a run keeps on its device and on the host, from the shape of its model."""
+
+from typing import NamedTuple
+
+from rlx.config.forecast.decoders import Known
+from rlx.config.machine import Machine, on_accelerator, processes
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import MicroSize, ModelRole, sharded_roles
+from rlx.offload.plan.decoder import Decoder
+from rlx.offload.plan.memory import StateBytes, state_bytes
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+class RoleMemory(NamedTuple):
+    """A role under FSDP, as one process has it [bytes].
+
+    Args:
+        role, decoder: which.
+        stored, element, shards: bytes of a stored weight and of an element of activations, processes of a sharding group.
+        update, forward: what its update and a pass without backward hold of the model, wherever that waits meanwhile.
+        waits: it is on a device from which things can be taken.
+    """
+
+    role: ModelRole
+    decoder: Decoder
+    stored: int
+    element: int
+    shards: int
+    update: StateBytes
+    forward: StateBytes
+    waits: bool
+
+    @property
+    def is_on_host(self) -> bool:
+        """Weights, gradients and the optimizer's step live on the host."""
+        return self.waits and self.role.fsdp.offload_policy
+
+    @property
+    def optimizer_waits(self) -> bool:
+        """The optimizer's state comes to the device for the step alone."""
+        return self.waits and self.role.fsdp.optimizer_offload and not self.is_on_host
+
+    @property
+    def resting(self) -> float:
+        """What stays on the device while another role works."""
+        if self.is_on_host:
+            return 0.0
+        weights = 0.0 if self.waits and self.role.fsdp.param_offload else self.update.weights
+        return weights + (0.0 if self.optimizer_waits else self.update.optimizer)
+
+    @property
+    def parked(self) -> float:
+        """What waits on the host while another role works."""
+        return self.update.weights + self.update.optimizer - self.resting
+
+    @property
+    def parked_at_work(self) -> float:
+        """What waits on the host while this role works, activations aside."""
+        if self.is_on_host:
+            return sum(self.update[:3])
+        return self.update.optimizer if self.optimizer_waits else 0.0
+
+    def on_device(self, states: StateBytes) -> StateBytes:
+        """What of these is on the device while this role works; an optimizer's state that waits is the planner's to leave out."""
+        return states._replace(weights=0.0, gradients=0.0, optimizer=0.0) if self.is_on_host else states
+
+
+def role_memories(config: PPOConfig, machine: Machine, decoders: dict[str, Known]) -> dict[str, RoleMemory]:
+    """The roles whose models are known, by name."""
+    roles = [(role, decoders[role.name]) for role in sharded_roles(config)]
+    return {role.name: _resident(role, found, config, machine) for role, found in roles if not isinstance(found, str)}
+
+
+def _resident(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: Machine) -> RoleMemory:
+    fsdp, on_device = role.fsdp, on_accelerator(config, machine)
+    stored = BYTES[fsdp.model_dtype]
+    precision = fsdp.mixed_precision.param_dtype
+    element = (2 if on_device else stored) if precision == "auto" else BYTES[precision]
+    shards = fsdp.fsdp_size if fsdp.fsdp_size > 0 else processes(config)
+
+    def states(is_trained: bool) -> StateBytes:
+        return state_bytes(
+            decoder,
+            shards,
+            stored,
+            element,
+            is_trained=is_trained,
+            adapter_rank=role.model.lora_rank if role.trained else 0,
+            summed_in=BYTES[fsdp.mixed_precision.reduce_dtype],
+            is_resharded=fsdp.reshard_after_forward,
+        )
+
+    update, forward = states(role.trained), states(False)
+    forward = forward._replace(optimizer=update.optimizer)
+    return RoleMemory(role, decoder, stored, element, shards, update, forward, on_device)
+
+
+class Load(NamedTuple):
+    """Tokens of a micro-batch on one process, at most: all of them, and those of which log-probs are computed."""
+
+    tokens: int
+    logits: int
+
+
+def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, length: int, is_least: bool) -> Load:
+    """The largest micro-batch of a role, of sequences of one length.
+
+    Args:
+        memory, config: whose.
+        micro: what may be in it.
+        prompts: of the batch, of which each process gets its share of samples.
+        length: of the sequences [tokens].
+        is_least: where samples are packed, and only their number is limited, count one alone.
+    """
+    role, rollout, data = memory.role, config.actor_rollout_ref.rollout, config.data
+    share = -(-prompts * rollout.n * role.together // processes(config))
+    rows = share if micro.rows is None else min(share, micro.rows)
+    if is_least and micro.rows is not None and role.model.use_remove_padding and role.name != "reward":
+        rows = 1
+    tokens = -(-rows * length // role.together)
+    if micro.tokens is not None:
+        tokens = max(-(-length // role.together), min(tokens, micro.tokens))
+    if role.name not in ("actor", "ref"):
+        return Load(tokens, 0)
+    return Load(tokens, -(-tokens * data.max_response_length // (data.max_prompt_length + data.max_response_length)))

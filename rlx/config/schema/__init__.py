@@ -1,0 +1,51 @@
+"""The typed configuration tree: every key, its type, default, range and meaning.
+
+It imports only the standard library, so every package may read it. Reading YAML, applying overrides and cross-field rules
+are in `rlx.config.compose` and `rlx.config.check`. Keys keep verl's names and meanings where both have the feature.
+"""
+
+from rlx.config.schema.algorithm import (
+    ADV_ESTIMATORS,
+    CRITIC,
+    GAMMA,
+    GREEDY,
+    GROUPS,
+    KL_ESTIMATORS,
+    KL_LOSS_ESTIMATORS,
+    LAM,
+    LOSS_MODES,
+    NORM_BY_STD,
+    REJECTIONS,
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    OverlongBufferConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+)
+from rlx.config.schema.data import ARITHMETIC, TRUNCATIONS, ArithmeticConfig, CustomClassConfig, DataConfig
+from rlx.config.schema.model import LARGEST_SEED, TOKENIZER_FILES, ActivationOffloadConfig, ModelConfig, TinyModelConfig
+from rlx.config.schema.ppo import PPOConfig
+from rlx.config.schema.reward import (
+    FORMS,
+    CustomRewardConfig,
+    RewardConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+    RewardModelSourceConfig,
+)
+from rlx.config.schema.rollout import EngineKwargsConfig, RolloutConfig, ValKwargsConfig
+from rlx.config.schema.trainer import LOGGERS, MEMORY_CHECKS, RESUME, RayConfig, TrainerConfig, WarmStartConfig
+from rlx.config.schema.training import (
+    AGGREGATIONS,
+    CHECKPOINT_CONTENTS,
+    DTYPES,
+    ActorConfig,
+    ActorRolloutRefConfig,
+    CheckpointConfig,
+    CriticConfig,
+    FSDPConfig,
+    MixedPrecisionConfig,
+    OptimConfig,
+    RefConfig,
+)

@@ -1,0 +1,131 @@
+"""The keys of `algorithm`, and those of the policy loss and the length penalty. The whole tree is in `schema.py`."""
+
+from dataclasses import dataclass
+
+from rlx.config.schema.keys import group, key
+
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
+    kl_coef: float = key(0.001, "First coefficient.", minimum=0)
+    horizon: int = key(10000, "Adaptive: samples over which it adapts.", minimum=1)
+    target_kl: float = key(0.1, "Adaptive: KL aimed at, mean over a response's tokens [nats].", exclusive_minimum=0)
+
+
+REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k2")
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """What the policy loss does about the sampler's mismatch with the trainer; docs/rollout.md has the formulas."""
+
+    rollout_is: str | None = key(
+        None,
+        "Importance weights, trainer's over sampler's probability, of each token or of the sequence; null: none.",
+        choices=(None, "token", "sequence"),
+    )
+    rollout_is_threshold: str = key(
+        "2.0",
+        "A number caps the weights (TIS); low_high, such as 0.5_5.0, sets those outside to 0 (IcePop).",
+        bounds=True,
+    )
+    rollout_is_batch_normalize: bool = key(False, "Divide the weights by their mean over the batch.")
+    rollout_rs: tuple[str, ...] | None = key(
+        None,
+        "Leave out tokens or sequences whose ratio fails these tests: each token's, the sequence's product, its geometric "
+        "mean, its mean k3 or its largest k2; null: none.",
+        choices=(None, *REJECTIONS),
+    )
+    rollout_rs_threshold: tuple[str, ...] | None = key(
+        None, "One for all of rollout_rs or one each; for k1 low_high or high, which means 1/high_high.", bounds=True
+    )
+    rollout_token_veto_threshold: float | None = key(
+        None, "Leave out sequences with a token of a smaller ratio, such as 1e-4.", exclusive_minimum=0, maximum=1
+    )
+    bypass_mode: bool = key(False, "Take the sampler's log-probs as the old ones and leave their phase out.")
+
+    @property
+    def rejects(self) -> bool:
+        """Whether any token may be left out of the loss."""
+        return bool(self.rollout_rs) or self.rollout_token_veto_threshold is not None
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: prompts whose samples all do equally well teach nothing and are replaced by others."""
+
+    enable: bool = key(False, "Generate until train_batch_size prompts are found whose samples differ in `metric`.")
+    metric: str = key(
+        "acc",
+        "What must differ: acc (right or wrong), score (of the reward function), seq_reward or seq_final_reward (with the "
+        "penalty for length), or another number that the reward function reports.",
+    )
+    max_num_gen_batches: int = key(10, "Generations of a step after which the run stops; 0: no limit.", minimum=0)
+
+
+CRITIC, GREEDY, GROUPS = "critic", "greedy", "groups"
+GAMMA, LAM, NORM_BY_STD = "gamma", "lam", "norm_adv_by_std_in_grpo"
+
+ADV_ESTIMATORS: dict[str, tuple[str, ...]] = {
+    "gae": (CRITIC, GAMMA, LAM),
+    "grpo": (GROUPS, NORM_BY_STD),
+    "grpo_passk": (GROUPS, NORM_BY_STD),
+    "rloo": (GROUPS,),
+    "opo": (GROUPS,),
+    "reinforce_plus_plus": (GAMMA,),
+    "reinforce_plus_plus_baseline": (GROUPS,),
+    "remax": (GREEDY,),
+}
+"""The advantage estimators, each with what it needs beside the rewards (a critic, other samples of the prompt, its greedy
+response) and the keys of `algorithm` that it reads."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = key(
+        "gae", "Advantage estimator; gae (PPO) has a critic. See docs/algorithms.md.", choices=tuple(ADV_ESTIMATORS)
+    )
+    gamma: float = key(1.0, "Discount; gae and reinforce_plus_plus.", minimum=0, maximum=1)
+    lam: float = key(1.0, "GAE's lambda.", minimum=0, maximum=1)
+    norm_adv_by_std_in_grpo: bool = key(True, "Divide by the group's standard deviation; False is Dr.GRPO's form.")
+    use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from each token's reward.")
+    kl_penalty: str = key("kl", "Its estimator.", choices=KL_ESTIMATORS)
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
+    rollout_correction: RolloutCorrectionConfig = group(
+        RolloutCorrectionConfig, "Correction of the sampler's mismatch with the trainer."
+    )
+
+    def needs(self, what: str) -> bool:
+        """Whether the advantage estimator needs this, or reads this key."""
+        return what in ADV_ESTIMATORS.get(self.adv_estimator, ())
+
+
+LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean")
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = key(
+        "vanilla",
+        "vanilla: PPO's clipped surrogate with dual clip; gspo, cispo, sapo, geo_mean (GMPO). See docs/algorithms.md.",
+        choices=LOSS_MODES,
+    )
+    path: str | None = key(None, "Python file with a policy loss of your own, in place of loss_mode.")
+    name: str = key(
+        "policy_loss",
+        "Its name: f(log_probs, old_log_probs, advantages, mask, settings) -> (loss of each token, statistics).",
+    )
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    """DAPO's soft punishment of long responses, taken off the score in training."""
+
+    enable: bool = key(False, "Take it off.")
+    len: int = key(4096, "Tokens below max_response_length over which it grows from 0.", minimum=1)
+    penalty_factor: float = key(1.0, "What a response of max_response_length loses.", minimum=0)

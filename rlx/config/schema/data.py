@@ -1,0 +1,49 @@
+"""The group of the typed tree that says where prompts come from; part of `schema.py`, through which it is read."""
+
+from dataclasses import dataclass
+
+from rlx.config.schema.keys import group, key
+
+ARITHMETIC = "builtin:arithmetic"
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig:
+    """The generated word problems that stand in for files where a list of files says `builtin:arithmetic`."""
+
+    difficulty: int = key(1, "1: one sum or difference; 2: two; 3: up to three, with products.", choices=(1, 2, 3))
+    train_size: int = key(8192, "Distinct training problems.", minimum=1)
+    val_size: int = key(512, "Distinct held-out problems; none of them is a training problem.", minimum=1)
+    seed: int = key(0, "Seed of the generator.", minimum=0)
+
+
+@dataclass(frozen=True)
+class CustomClassConfig:
+    path: str | None = key(None, "Python file that holds the dataset class; null uses rlx's own.")
+    name: str | None = key(None, "Name of the class in that file.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from and how they are cut."""
+
+    train_files: tuple[str, ...] = key((ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).")
+    val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.")
+    train_max_samples: int = key(-1, "Use at most so many training rows; -1: all.", minimum=-1)
+    val_max_samples: int = key(-1, "Use at most so many validation rows; -1: all.", minimum=-1)
+    prompt_key: str = key("prompt", "Column with the chat messages (list of {role, content}) or plain text.")
+    reward_fn_key: str = key("data_source", "Column that tells which reward function scores the row.")
+    max_prompt_length: int = key(512, "Longest prompt [tokens].", minimum=1)
+    max_response_length: int = key(512, "Longest response [tokens].", minimum=1)
+    train_batch_size: int = key(1024, "Prompts per training step.", minimum=1)
+    gen_batch_size: int | None = key(
+        None, "Prompts per generation with algorithm.filter_groups; null: train_batch_size.", minimum=1
+    )
+    val_batch_size: int | None = key(None, "Prompts per validation batch; null: all at once.", minimum=1)
+    shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
+    seed: int = key(1, "Seed of the shuffling.", minimum=0)
+    filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
+    truncation: str = key("error", "A longer prompt otherwise: an error, or cut on this side.", choices=TRUNCATIONS)
+    custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
+    arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")

@@ -1,0 +1,91 @@
+"""Keys of a model and of what its layers keep for backward: `actor_rollout_ref.model`, `critic.model`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.config.schema.keys import group, key
+
+
+@dataclass(frozen=True)
+class ActivationOffloadConfig:
+    """Options of the activation engine (`rlx.offload.OffloadOptions`), read when `enable_activation_offload` is set."""
+
+    save: str | None = key(
+        None,
+        "What leaves the device: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
+        "attention and its projections), `auto` (planned from measurements), `all` (every saved tensor); null: boundary with "
+        "gradient checkpointing, else all.",
+        choices=(None, "boundary", "attention", "all", "auto"),
+    )
+    tier: str = key("cpu", "Where it goes: host memory or disk.", choices=("cpu", "disk"))
+    directory: str | None = key(None, "Folder of the disk tier, or with tier cpu for what exceeds `max_host_bytes`.")
+    prefetch_layers: int | None = key(None, "Layers fetched ahead in backward; null: as fits; 0: none.", minimum=0)
+    max_inflight_bytes: int | None = key(None, "Bytes on the way before forward waits; null: as fits.", minimum=0)
+    min_bytes: int = key(1 << 20, "Smaller tensors stay on the device [bytes].", minimum=0)
+    pin_memory: bool = key(True, "Page-locked host memory, for copies that overlap compute.")
+    use_streams: bool = key(True, "Copy on streams of their own.")
+    max_host_bytes: int | None = key(None, "Limit of host memory per process [bytes]; null: none.", minimum=0)
+    max_device_bytes: int | str = key(
+        "auto",
+        "What `save=auto` may hold on the device for backward [bytes]; auto: what weights, states and a margin leave.",
+        minimum=0,
+        words=("auto",),
+    )
+    cache_directory: str | None = key(
+        "auto",
+        "Folder in which `save=auto` keeps measurements for later runs; auto: rlx/measurements in $XDG_CACHE_HOME or ~/.cache; "
+        "null: nothing is kept.",
+    )
+
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "spiece.model"),
+)
+"""A folder with any of these has a tokenizer."""
+
+LARGEST_SEED = 2**32 - 1
+"""What numpy's generator takes, which vLLM seeds; torch takes more."""
+
+
+@dataclass(frozen=True)
+class TinyModelConfig:
+    """The transformer that `builtin:tiny` stands for: Qwen3 architecture over bytes."""
+
+    hidden_size: int = key(128, "Width.", minimum=8)
+    intermediate_size: int = key(384, "Width of the MLP.", minimum=8)
+    num_hidden_layers: int = key(4, "Layers.", minimum=1)
+    num_attention_heads: int = key(4, "Attention heads; each at least 32 wide, as vLLM asks.", minimum=1)
+    num_key_value_heads: int = key(2, "Key/value heads.", minimum=1)
+    seed: int = key(0, "Seed of the first weights.", minimum=0, maximum=LARGEST_SEED)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return max(32, self.hidden_size // self.num_attention_heads)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str | None = key(None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.")
+    trust_remote_code: bool = key(False, "Let the model folder bring its own code.")
+    override_config: dict[str, Any] = key({}, "Values that replace those of the model's config.json.")
+    attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
+    use_liger: bool = key(False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.")
+    enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
+    enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
+    activation_offload: ActivationOffloadConfig = group(ActivationOffloadConfig, "How, when the flag above is set.")
+    use_remove_padding: bool = key(
+        True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
+    )
+    tiled_mlp: int | str = key(
+        0,
+        "MLPs and norms computed so many tokens at a time, recomputed in backward; auto: chosen by length and width, with "
+        "about 2^28 elements in the widest result of a tile; 0: off.",
+        minimum=0,
+        words=("auto",),
+    )
+    lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
+    lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
+    target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")
+    tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.")

@@ -1,0 +1,61 @@
+"""The keys of `actor_rollout_ref.rollout`: generation. The whole tree is in `schema.py`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.config.schema.keys import group, key
+
+
+@dataclass(frozen=True)
+class ValKwargsConfig:
+    temperature: float = key(0.0, "0: greedy.", minimum=0)
+    top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
+    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
+    n: int = key(1, "Responses per validation prompt.", minimum=1)
+    do_sample: bool = key(False, "False: greedy, whatever temperature says.")
+
+
+@dataclass(frozen=True)
+class EngineKwargsConfig:
+    vllm: dict[str, Any] = key({}, "Passed to vLLM as they are.")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: str = key("vllm", "Generation engine: transformers (`hf`) or `vllm`.", choices=("hf", "vllm"))
+    temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs use the same.", exclusive_minimum=0)
+    top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
+    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
+    n: int = key(1, "Responses per prompt.", minimum=1)
+    dtype: str = key(
+        "auto",
+        "Type of the sampler's weights; auto: bf16 on accelerators, fp32 on CPU.",
+        choices=("auto", "bf16", "fp16", "fp32"),
+    )
+    max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
+    calculate_log_probs: bool = key(
+        True, "Return the sampler's own log-probs, so that its mismatch with the trainer is seen."
+    )
+    seed_requests: bool = key(
+        True,
+        "vLLM: each sample has a seed of its own, so that it does not depend on what is generated beside it; False draws "
+        "from one stream, which is faster with many short sequences.",
+    )
+    gpu_memory_utilization: float = key(
+        0.5, "vLLM: share of all device memory for weights and KV cache.", exclusive_minimum=0, maximum=1
+    )
+    tensor_model_parallel_size: int = key(1, "vLLM: processes that share one copy of the model.", minimum=1)
+    max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", minimum=1)
+    enforce_eager: bool = key(False, "vLLM: no CUDA graphs.")
+    free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.")
+    enable_chunked_prefill: bool = key(True, "vLLM: prefill in chunks.")
+    enable_prefix_caching: bool = key(True, "vLLM: share prefixes.")
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "Old log-probs: samples per forward; null: as the actor's update.", minimum=1
+    )
+    log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: cut by tokens instead.")
+    log_prob_max_token_len_per_gpu: int = key(
+        16384, "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.", minimum=1
+    )
+    val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.")
+    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.")

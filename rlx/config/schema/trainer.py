@@ -1,0 +1,60 @@
+"""Keys of the loop, of the warm start and of Ray: `trainer`, `warm_start`, `ray_kwargs`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.config.schema.keys import key
+from rlx.config.schema.model import LARGEST_SEED
+
+MEMORY_CHECKS = ("refuse", "warn", "off")
+RESUME = ("auto", "disable", "resume_path")
+LOGGERS = ("console", "tensorboard", "jsonl", "wandb")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_epochs: int = key(30, "Passes over the training prompts.", minimum=1)
+    total_training_steps: int | None = key(None, "Steps; null: from total_epochs.", minimum=1)
+    project_name: str = key("rlx", "First part of the run's folder; wandb's project.")
+    experiment_name: str = key("run", "Second part of the run's folder.")
+    logger: tuple[str, ...] = key(("console", "jsonl"), "Where metrics go.", choices=LOGGERS)
+    nnodes: int = key(1, "Machines.", minimum=1)
+    n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
+    device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
+    seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
+    memory_check: str = key("refuse", "If memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
+    save_freq: int = key(-1, "Checkpoint every so many steps; -1: never.", minimum=-1)
+    test_freq: int = key(-1, "Validate every so many steps; -1: never.", minimum=-1)
+    val_before_train: bool = key(True, "Validate before the first step.")
+    val_only: bool = key(False, "Validate and stop.")
+    critic_warmup: int = key(0, "Steps in which only the critic learns.", minimum=0)
+    balance_batch: bool = key(True, "Give each process about the same number of tokens.")
+    resume_mode: str = key(
+        "disable",
+        "disable: start anew; auto: newest checkpoint of the experiment; resume_path: one named.",
+        choices=RESUME,
+    )
+    resume_from_path: str | None = key(None, "Checkpoint folder (`.../global_step_N`) for resume_path.")
+    default_local_dir: str | None = key(None, "Folder of run folders; null: outputs/<project_name>/<experiment_name>.")
+    rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
+    validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
+    log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
+    max_actor_ckpt_to_keep: int | None = key(None, "Keep so many checkpoints of the actor; null: all.", minimum=1)
+    max_critic_ckpt_to_keep: int | None = key(None, "Keep so many checkpoints of the critic; null: all.", minimum=1)
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised start of `builtin:tiny`, so that reinforcement learning has something to reinforce."""
+
+    target_accuracy: float = key(0.3, "Stop at this greedy held-out accuracy.", exclusive_minimum=0, maximum=1)
+    max_steps: int = key(2000, "Stop here in any case.", minimum=1)
+    batch_size: int = key(64, "Problems per step.", minimum=1)
+    lr: float = key(1e-3, "Learning rate.", exclusive_minimum=0)
+    eval_every: int = key(50, "Steps between accuracy checks.", minimum=1)
+    cache_dir: str | None = key(None, "Folder of finished warm starts; null: ~/.cache/rlx.")
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    ray_init: dict[str, Any] = key({}, "Passed to ray.init.")

@@ -1,0 +1,143 @@
+"""Keys of the actor, the reference and the critic: optimizer, sharding, micro-batches, losses."""
+
+from dataclasses import dataclass
+
+from rlx.config.schema.algorithm import KL_LOSS_ESTIMATORS, PolicyLossConfig
+from rlx.config.schema.keys import group, key
+from rlx.config.schema.model import ModelConfig
+from rlx.config.schema.rollout import RolloutConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = key(1e-6, "Peak learning rate.", minimum=0)
+    lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
+    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", minimum=0, maximum=1)
+    lr_scheduler_type: str = key("constant", "After warm-up.", choices=("constant", "cosine", "linear"))
+    min_lr_ratio: float = key(0.0, "Where cosine and linear end, as a share of lr.", minimum=0, maximum=1)
+    weight_decay: float = key(0.01, "Decoupled weight decay.", minimum=0)
+    betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.")
+    eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
+
+
+DTYPES = ("bf16", "fp32", "fp64")  # no fp16: nothing scales the loss
+
+
+@dataclass(frozen=True)
+class MixedPrecisionConfig:
+    param_dtype: str = key(
+        "auto",
+        "Type of forward and backward; auto: bf16 on accelerators, model_dtype on CPU.",
+        choices=("auto", *DTYPES),
+    )
+    reduce_dtype: str = key("fp32", "Type in which gradients are summed.", choices=DTYPES)
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    param_offload: bool = key(False, "Parameters wait in host memory while another role works.")
+    optimizer_offload: bool = key(
+        False, "Optimizer state waits in host memory; it comes to the device piece by piece, for the step alone."
+    )
+    offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step live on the host.")
+    reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
+    fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
+    forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")
+    model_dtype: str = key("fp32", "Type of stored parameters and optimizer state.", choices=DTYPES)
+    mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
+
+
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save_contents: tuple[str, ...] = key(
+        ("model", "optimizer", "extra"),
+        "Parts of a checkpoint; extra is the scheduler, hf_model a folder for from_pretrained.",
+        choices=CHECKPOINT_CONTENTS,
+    )
+
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    strategy: str = key("fsdp2", "Sharding: FSDP2 or FSDP1.", choices=("fsdp", "fsdp2"))
+    ppo_mini_batch_size: int = key(256, "Prompts per optimizer step; divides data.train_batch_size.", minimum=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward and process; set this or use_dynamic_bsz.", minimum=1
+    )
+    use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead of samples.")
+    ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
+    ulysses_sequence_parallel_size: int = key(
+        1, "Neighbouring processes that share each sequence; divides processes and attention heads.", minimum=1
+    )
+    ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
+    shuffle: bool = key(False, "Shuffle the prompts of a batch before cutting mini-batches.")
+    clip_ratio: float = key(0.2, "PPO's clip range.", minimum=0)
+    clip_ratio_low: float | None = key(None, "Clip range below 1; null: clip_ratio.", minimum=0)
+    clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", minimum=0)
+    clip_ratio_c: float = key(3.0, "Dual clip's bound for negative advantages.", exclusive_minimum=1)
+    tau_pos: float = key(1.0, "SAPO's temperature of tokens with a positive advantage.", exclusive_minimum=0)
+    tau_neg: float = key(1.05, "SAPO's temperature of the others.", exclusive_minimum=0)
+    policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Choice of policy loss.")
+    loss_agg_mode: str = key("token-mean", "How the token losses of a mini-batch become one.", choices=AGGREGATIONS)
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
+    use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
+    kl_loss_coef: float = key(0.001, "Its weight.", minimum=0)
+    kl_loss_type: str = key("low_var_kl", "Its estimator.", choices=KL_LOSS_ESTIMATORS)
+    grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
+    use_torch_compile: bool = key(False, "Compile each layer; cannot be combined with activation offloading.")
+    optim: OptimConfig = group(OptimConfig, "Optimizer.")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward; null: the actor's.", minimum=1)
+    log_prob_use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
+    log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward with log_prob_use_dynamic_bsz.", minimum=1)
+    ulysses_sequence_parallel_size: int | None = key(
+        None, "Processes that share each sequence; null: the actor's.", minimum=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    model: ModelConfig = group(ModelConfig, "The policy; the reference starts as its copy.")
+    actor: ActorConfig = group(ActorConfig, "Policy update.")
+    rollout: RolloutConfig = group(RolloutConfig, "Generation.")
+    ref: RefConfig = group(RefConfig, "Reference policy.")
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of GAE."""
+
+    strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
+    model: ModelConfig = group(ModelConfig, "The value model's backbone; without a path it is loaded as the actor's.")
+    ppo_mini_batch_size: int | None = key(None, "Prompts per optimizer step; null: the actor's.", minimum=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward and process; null without use_dynamic_bsz: the actor's.", minimum=1
+    )
+    use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead.")
+    ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
+    ulysses_sequence_parallel_size: int | None = key(
+        None, "Processes that share each sequence; null: the actor's.", minimum=1
+    )
+    ppo_epochs: int | None = key(None, "Passes over each batch; null: the actor's.", minimum=1)
+    shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
+    cliprange_value: float = key(0.5, "Clip range of the value update.", exclusive_minimum=0)
+    loss_agg_mode: str | None = key(
+        None, "How token losses become one number; null: the actor's.", choices=(None, *AGGREGATIONS)
+    )
+    grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
+    optim: OptimConfig = group(OptimConfig, "Optimizer.", lr=1e-5)
+    fsdp: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")

@@ -1,0 +1,84 @@
+"""The typed tree seen as a flat list of dotted keys, and how a key's type reads in words."""
+
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin
+
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.keys import KeyInfo
+
+
+class Leaf(NamedTuple):
+    """One key: its type, its default at this place of the tree, and what is known of it."""
+
+    hint: Any
+    default: Any
+    info: KeyInfo
+
+
+def children(section: Any) -> dict[str, Leaf]:
+    """The keys directly below a section (an instance of one of the schema's classes), subsections included."""
+    return {f.name: Leaf(f.type, getattr(section, f.name), f.metadata["key"]) for f in fields(section)}
+
+
+def leaves(section: Any = None, prefix: str = "") -> dict[str, Leaf]:
+    """Every leaf below a section by its dotted name, in the schema's order; without arguments the whole tree."""
+    found: dict[str, Leaf] = {}
+    for name, child in children(PPOConfig() if section is None else section).items():
+        if is_dataclass(child.default):
+            found |= leaves(child.default, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = child
+    return found
+
+
+LEAVES = leaves()
+
+
+def value_at(config: PPOConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def plain_type(hint: Any) -> tuple[Any, bool]:
+    """The type without None and without the words that stand in its place, and whether None is allowed."""
+    if isinstance(hint, UnionType):
+        return next(arg for arg in get_args(hint) if arg is not NoneType), NoneType in get_args(hint)
+    return hint, False
+
+
+def describe_type(hint: Any) -> str:
+    """The type in words: `int`, `list of str`, `int or null`."""
+    bare, optional = plain_type(hint)
+    if get_origin(bare) is tuple:
+        text = f"list of {get_args(bare)[0].__name__}"
+    elif get_origin(bare) is dict:
+        text = "mapping"
+    else:
+        text = str(bare.__name__)
+    return f"{text} or null" if optional else text
+
+
+def describe_range(info: KeyInfo) -> str:
+    """The choices or the range in words; empty when anything of the type will do."""
+    if info.choices is not None:
+        return "one of " + ", ".join("null" if choice is None else str(choice) for choice in info.choices)
+    if info.bounds:
+        return "a number > 0 or low_high"
+    words = "".join(f", or {word}" for word in info.words)
+    low = f">= {info.minimum:g}" if info.minimum is not None else ""
+    low = f"> {info.exclusive_minimum:g}" if info.exclusive_minimum is not None else low
+    high = f"<= {info.maximum:.10g}" if info.maximum is not None else ""
+    return " and ".join(part for part in (low, high) if part) + words
+
+
+def describe_expected(leaf: Leaf) -> str:
+    """What a value of this key may be, in words."""
+    allowed = describe_range(leaf.info)
+    kind = describe_type(leaf.hint)
+    if not allowed:
+        return kind
+    return allowed if leaf.info.choices is not None and not kind.startswith("list") else f"{kind}, {allowed}"

@@ -1,0 +1,196 @@
+"""Repeat an update once with a smaller plan when `save=auto` runs out of device memory.
+
+Note [who can be told]
+A process that runs out of memory leaves forward or backward between two of FSDP's collectives. Another process may wait inside
+the next collective. It cannot be told: any message on the communicator that both share would be taken for that collective. All
+processes therefore meet on a second communicator after the passes, and those that failed go there at once. If all come, all
+repeat the step: a single process, processes that failed alike (likely, because their plans are equal), or one that failed after
+the last collective. If some do not come in time, the failed ones raise an error, which ends the run.
+
+On a device collectives run behind the host. Two failed processes may have begun different collectives, and the next one would be
+matched with those that are pending. So each process waits until its device has finished all work. Once every device has, all
+processes have begun the same collectives.
+
+Note [why torch 2.13]
+An exception in backward leaves FSDP2 in the middle of an iteration: its modules still count as being in backward, so that their
+next forward gathers no parameters, and the callback that ends a backward still counts as queued, so that it never runs again.
+`FSDPModule.reset_iter_state` resets both. torch has it from 2.13 on; older versions have no public way.
+"""
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from math import inf
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import AdamW
+
+from rlx.engine.optimizer import local
+from rlx.engine.sharding import FSDP2Model, Sharded
+from rlx.offload import ActivationOffloading
+
+logger = logging.getLogger(__name__)
+
+LOWERED = 0.8  # share of the current plan's largest memory that later plans may hold
+WAIT_S = 120.0  # for the other processes, which may be half a step behind
+ADAM_STATES = 2  # each as large as its parameter
+
+T = TypeVar("T")
+
+
+class OomRetry:
+    """Runs the passes of a step, and once more with less memory on the device if memory ran out.
+
+    All processes build and call it together.
+
+    Args:
+        offload: the offloading of activations, which plans what stays on the device.
+        sharded: the model.
+        optimizer: of the model's parameters; it does not step during the passes.
+        device: of this process.
+        keeps_state: whether the optimizer's state stays on the device.
+    """
+
+    def __init__(
+        self,
+        offload: ActivationOffloading,
+        sharded: Sharded,
+        optimizer: AdamW,
+        device: torch.device,
+        keeps_state: bool = True,
+    ):
+        self._keeps_state = keeps_state
+        self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
+        can_reset = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
+        self._recover = sharded.recover if can_reset else None
+        # A second communicator, on the host: Note [who can be told].
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+
+    def run(self, passes: Callable[[], T]) -> T:
+        """Return the result of `passes`.
+
+        Args:
+            passes: all forwards and backwards of a step. They change nothing but gradients and random numbers.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out twice, no plan exists that could hold less, or FSDP or another process
+                cannot begin again.
+        """
+        random_state = self._random_state()
+        done, failure = self._attempt(passes)
+        limit = self._limit(failure)
+        if limit is None:
+            assert done is not None
+            return done[0]
+        assert self._recover is not None
+        if not self._is_drained():
+            raise torch.OutOfMemoryError(
+                f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: the "
+                "processes stopped in different places and wait for each other. Lower activation_offload.max_device_bytes or "
+                "the micro-batches"
+            )
+        self._recover()
+        self._sharded.drop_gradients(self._optimizer)
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        logger.warning(
+            "out of device memory in an update (%s). The optimizer has not stepped. The step is repeated, and plans of save=auto "
+            "now hold at most %.3f GB on the device. Set activation_offload.max_device_bytes to this to start with it",
+            failure or "on another process",
+            limit / 1e9,
+        )
+        self._offload.limit_device_bytes(limit)
+        self._set_random_state(random_state)
+        done, failure = self._attempt(passes)
+        if self._limit(failure) is not None:
+            raise torch.OutOfMemoryError(
+                f"out of device memory in an update, also when it was repeated with a plan of at most {limit / 1e9:.3f} GB "
+                f"({failure or 'on another process'}). Make micro-batches smaller or use more processes"
+            )
+        assert done is not None
+        return done[0]
+
+    def _attempt(self, passes: Callable[[], T]) -> tuple[tuple[T] | None, str | None]:
+        """Return the passes' result in a tuple, or the message of the failure."""
+        self._offload.agree(self._group, reserve_bytes=self._missing_state_bytes())
+        try:
+            return (passes(),), None
+        except torch.OutOfMemoryError as error:
+            failure = str(error).split(". ")[0]
+        gc.collect()  # frees the traceback and with it the graph
+        return None, failure
+
+    def _limit(self, failure: str | None) -> int | None:
+        """Return the bytes that later plans may hold on all processes; None if no process failed."""
+        own = inf
+        if failure is not None:
+            plan = self._offload.plan()
+            can_lower = plan is not None and self._recover is not None
+            own = LOWERED * plan.prediction.peak_bytes if can_lower else -1.0
+        limit = torch.tensor(own, dtype=torch.float64)
+        if self._group is not None:
+            meeting = dist.all_reduce(limit, dist.ReduceOp.MIN, self._group, async_op=True)
+            if failure is None:
+                meeting.wait()
+            elif not _ends(meeting):
+                raise torch.OutOfMemoryError(
+                    f"out of device memory in an update ({failure}). The step cannot be repeated: another process has not "
+                    f"finished its passes after {WAIT_S:.0f} s and probably waits for this one in a collective. Lower "
+                    "activation_offload.max_device_bytes or the micro-batches"
+                )
+        least = limit.item()
+        if least < 0:
+            raise torch.OutOfMemoryError(
+                f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: "
+                + (
+                    "it has no plan yet, so no more activations can be offloaded. Make micro-batches smaller"
+                    if self._recover is not None
+                    else f"got torch {torch.__version__}, and only FSDP2 of torch 2.13 or newer can begin again after an "
+                    "error. Lower activation_offload.max_device_bytes or the micro-batches"
+                )
+            )
+        return None if least == inf else int(least)
+
+    def _is_drained(self) -> bool:
+        """Whether every collective that a process has begun was begun by all; see Note [who can be told]."""
+        if self._group is None or self._device.type == "cpu":
+            return True
+        waiting = threading.Thread(target=torch.accelerator.synchronize, args=(self._device,), daemon=True)
+        waiting.start()
+        waiting.join(WAIT_S)
+        is_done = torch.tensor(not waiting.is_alive(), dtype=torch.int32)
+        dist.all_reduce(is_done, dist.ReduceOp.MIN, self._group)
+        return bool(is_done)
+
+    def _missing_state_bytes(self) -> int:
+        """Return the bytes of state that the optimizer's first step will allocate; 0 after that step."""
+        state = self._optimizer.state
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]] if self._keeps_state else []
+        missing = (p for p in parameters if not state.get(p))
+        return sum(ADAM_STATES * local(p).nbytes for p in missing if local(p).device.type != "cpu")
+
+    def _random_state(self) -> list[Tensor]:
+        on_device = (
+            [] if self._device.type == "cpu" else [torch.get_device_module(self._device).get_rng_state(self._device)]
+        )
+        return [torch.get_rng_state(), *on_device]
+
+    def _set_random_state(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(state[1], self._device)
+
+
+def _ends(meeting: dist.Work) -> bool:
+    """Whether all processes come in time."""
+    try:
+        meeting.wait(timedelta(seconds=WAIT_S))
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,74 @@
+"""The command's table, picture and verdict from finished runs; the runs themselves are those of `tests/trainer/test_run.py`."""
+
+import json
+
+import pytest
+
+from rlx.benchmarks import learning
+from rlx.benchmarks.learning import PLAIN, Curve, read, table
+
+
+def finished(folder, accuracies, reward=0.5):
+    folder.mkdir()
+    rows = [{"step": 10 * place, "val/accuracy": value} for place, value in enumerate(accuracies)]
+    lines = [json.dumps({**row, "reward/mean": reward, "time": 1.0}) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "report.png").touch()
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["learning", "--out", str(tmp_path), *arguments])
+        monkeypatch.setenv("COLUMNS", "120")
+        learning.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_finished_runs_are_not_repeated_and_their_curves_are_compared(command, tmp_path):
+    for seed, last in (1, 0.7), (2, 0.8):
+        finished(tmp_path / f"GRPO-1-{seed}", [0.5, last])
+        finished(tmp_path / f"GRPO-without-offload-1-{seed}", [0.5, last])
+    output = command("--recipes", f"GRPO,{PLAIN}", "--difficulties", "1", "--seeds", "1,2")
+    assert "75.0% ± 7.1" in output and "+25.0" in output and "70.0%, 80.0%" in output
+    assert "the curves are equal" in output
+    assert (tmp_path / "learning.png").stat().st_size > 10_000
+
+    finished(tmp_path / "GRPO-1-3", [0.5, 0.6], reward=0.5)
+    finished(tmp_path / "GRPO-without-offload-1-3", [0.5, 0.6], reward=0.5000001)
+    assert "the curves are DIFFERENT" in command(
+        "--recipes", f"GRPO,{PLAIN}", "--difficulties", "1", "--seeds", "1,2,3"
+    )
+
+
+def test_a_run_that_fails_says_how(command, tmp_path):
+    with pytest.raises(RuntimeError, match="exit code 2") as failed:
+        command("--recipes", "RLOO", "--difficulties", "2", "--seeds", "1", "trainer.no_such_key=1")
+    assert "no_such_key" in str(failed.value)
+    assert not (tmp_path / "RLOO-2-1" / "report.png").exists()
+
+
+@pytest.mark.parametrize("choice", [("--recipes", "GRPO,SARSA"), ("--difficulties", "1,4")])
+def test_an_unknown_choice_is_refused(command, capsys, choice):
+    with pytest.raises(SystemExit):
+        command(*choice)
+    assert "expected some of" in capsys.readouterr().err
+
+
+def test_a_table_of_one_seed_has_no_spread():
+    found = table({(3, "PPO"): [Curve({0: 0.25, 10: 0.5}, {})]})
+    assert [list(column.cells) for column in found.columns] == [
+        ["3"],
+        ["PPO"],
+        ["25.0%"],
+        ["50.0%"],
+        ["+25.0"],
+        ["50.0%"],
+    ]
+
+
+def test_a_curve_is_read_by_step(tmp_path):
+    finished(tmp_path / "run", [0.25, 0.5])
+    assert read(tmp_path / "run") == Curve({0: 0.25, 10: 0.5}, {0: 0.5, 10: 0.5})

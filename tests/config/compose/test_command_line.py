@@ -1,0 +1,152 @@
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlx.config.compose.build import build
+from rlx.config.compose.command_line import compose, config_folder, group_choices
+from rlx.config.faults import ConfigError
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.tree import LEAVES, value_at
+
+
+def fault_of(*overrides: str):
+    faults = compose(overrides).faults
+    assert len(faults) == 1, [str(fault) for fault in faults]
+    return faults[0]
+
+
+def test_without_arguments_the_arithmetic_experiment_is_composed():
+    config = compose([]).config
+    assert config.actor_rollout_ref.model.path == "builtin:tiny"
+    assert config.algorithm.adv_estimator == "grpo"
+    assert compose([]).set_keys == frozenset()
+
+
+@pytest.mark.parametrize("override", ["actor_rollout_ref.model.path=/m", "actor_rollout_ref.model={path: /m}"])
+def test_a_model_path_leaves_the_defaults_of_the_tree(override: str):
+    model = replace(PPOConfig().actor_rollout_ref.model, path="/m")
+    assert compose([override]).config == replace(
+        PPOConfig(), actor_rollout_ref=replace(PPOConfig().actor_rollout_ref, model=model)
+    )
+
+
+def test_no_experiment_can_be_asked_for():
+    assert compose(["experiment=null"]).config == PPOConfig()
+
+
+def test_one_override_makes_ppo_of_the_default_run():
+    grpo, ppo = compose([]).config, compose(["algorithm.adv_estimator=gae"]).config
+    assert ppo == replace(grpo, algorithm=replace(grpo.algorithm, adv_estimator="gae"))
+
+
+@pytest.mark.parametrize("experiment", group_choices()["experiment"])
+def test_every_experiment_composes(experiment: str):
+    composed = compose([f"experiment={experiment}"])
+    assert composed.faults == ()
+    assert composed.config != PPOConfig()
+
+
+@pytest.mark.parametrize("experiment", group_choices()["experiment"])
+def test_an_experiment_holds_only_what_differs_from_the_defaults(experiment: str):
+    held = OmegaConf.to_container(OmegaConf.load(config_folder() / "experiment" / f"{experiment}.yaml"))
+    config = compose([f"experiment={experiment}"]).config
+    assert {key for key in flat(held) if value_at(config, key) == LEAVES[key].default} == set()
+
+
+def flat(tree: dict, prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}"}
+    return found
+
+
+def test_overrides_win_over_files_and_the_later_over_the_earlier():
+    composed = compose(["trainer.seed=3", "experiment=arithmetic", "data.train_batch_size=64", "trainer.seed=4"])
+    assert (composed.config.data.train_batch_size, composed.config.trainer.seed) == (64, 4)
+    assert composed.set_keys == {"data.train_batch_size", "trainer.seed"}
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_plus_signs_change_nothing(plus: str):
+    assert compose([f"{plus}trainer.seed=3"]).config.trainer.seed == 3
+
+
+def test_mappings_set_the_keys_they_name():
+    composed = compose(["data={seed: 3, arithmetic: {difficulty: 2}}"])
+    assert composed.set_keys == {"data.seed", "data.arithmetic.difficulty"}
+    assert composed.config.data.arithmetic.difficulty == 2
+    assert composed.config.data.train_batch_size == compose([]).config.data.train_batch_size
+
+
+def test_free_mappings_take_any_key():
+    composed = compose(["actor_rollout_ref.model.override_config.rope.type=yarn", "ray_kwargs.ray_init.num_cpus=4"])
+    assert composed.config.actor_rollout_ref.model.override_config == {"rope": {"type": "yarn"}}
+    assert composed.config.ray_kwargs.ray_init == {"num_cpus": 4}
+    assert composed.set_keys == {"actor_rollout_ref.model.override_config", "ray_kwargs.ray_init"}
+
+
+def test_interpolation_reaches_every_key_and_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RLX_TEST_NAME", "from_env")
+    composed = compose(
+        ["data.max_prompt_length=${critic.ppo_max_token_len_per_gpu}", "trainer.project_name=${oc.env:RLX_TEST_NAME}"]
+    )
+    assert composed.config.data.max_prompt_length == PPOConfig().critic.ppo_max_token_len_per_gpu
+    assert composed.config.trainer.project_name == "from_env"
+
+
+def test_a_string_stands_for_a_list_of_one():
+    assert compose(["data.train_files=a.parquet", "trainer.logger=console"]).config.data.train_files == ("a.parquet",)
+
+
+def test_the_yaml_is_the_whole_tree():
+    composed = compose(["actor_rollout_ref.model.override_config.x=1", "actor_rollout_ref.actor.clip_ratio_low=null"])
+    tree = OmegaConf.to_container(OmegaConf.create(composed.yaml))
+    assert build(tree) == (composed.config, [])
+    assert set(tree) == set(asdict(PPOConfig()))
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "remedy"),
+    [
+        ("foo", "cannot be read", "key=value"),
+        ("--chekc", "cannot be read", "--check and --help"),
+        ("trainer.project_name=a=b", "cannot be read", "quote"),
+        ("data..x=3", "cannot be read", "quote"),
+        ("", "cannot be read", "key=value"),
+        ("trainer.seed=1,2", "sweep", "trainer.seed=[1,2]"),
+        ("~trainer.seed", "cannot be deleted", "set trainer.seed"),
+        ("hydra.run.dir=x", "Hydra's launcher", "default_local_dir"),
+        ("experiment=arithmetik", "no file 'arithmetik'", "experiment=arithmetic"),
+        ("experiment=[arithmetic]", "no file", "experiment=arithmetic"),
+        ("experiment=zzz", "no file", "choose one"),
+        ("experiments/foo=bar", "no group", "remove it"),
+        ("experiment@here=arithmetic", "no group", "remove it"),
+        ("trainer.seed=${trainer.foo}", "trainer.seed cannot be resolved", "name a key"),
+        ("trainer.seed.x=1", "has no keys below it", "set trainer.seed itself"),
+        ("data.train_files.x=1", "has no keys below it", "set data.train_files itself"),
+        ("critic=2", "critic is a group of keys", "critic.strategy"),
+        ("trainer=", "trainer is a group of keys", "trainer.total_epochs"),
+    ],
+)
+def test_bad_overrides_are_faults(override: str, what: str, remedy: str):
+    fault = fault_of(override)
+    assert what in fault.what
+    assert remedy in fault.remedy
+
+
+def test_all_faults_are_listed_at_once_and_the_config_is_not_given_out():
+    composed = compose(["foo", "trainer.sed=1", "data.seed=x", "trainer.nnodes=0", "experiment=nothing"])
+    assert len(composed.faults) == 5
+    with pytest.raises(ConfigError) as error:
+        _ = composed.config
+    assert all(number in str(error.value) for number in ("5 fault(s)", "1. ", "5. ", "trainer.seed"))
+
+
+def test_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = compose([])
+    monkeypatch.chdir(tmp_path)
+    assert compose([]) == before
+    assert os.listdir(tmp_path) == []

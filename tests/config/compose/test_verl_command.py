@@ -1,0 +1,66 @@
+"""The command that verl's users know works here, but for what the machine lacks."""
+
+import re
+from pathlib import Path
+
+from rlx.config.check.validate import Verdict
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import Machine
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+# The command with which verl's documentation trains on GSM8K, on 8 GPUs; `…` stands for what the user fills in.
+VERL_COMMAND = (
+    "algorithm.adv_estimator=grpo data.train_files=… data.val_files=… data.train_batch_size=512 "
+    "data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error "
+    f"{MODEL}.path=… {ACTOR}.optim.lr=1e-6 {MODEL}.use_remove_padding=True {ACTOR}.ppo_mini_batch_size=256 "
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=64 {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0.001 "
+    f"{ACTOR}.kl_loss_type=low_var_kl {ACTOR}.entropy_coeff=0 {MODEL}.enable_gradient_checkpointing=True "
+    f"{MODEL}.enable_activation_offload=True {ACTOR}.fsdp_config.param_offload=False "
+    f"{ACTOR}.fsdp_config.optimizer_offload=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=64 "
+    f"{ROLLOUT}.tensor_model_parallel_size=2 {ROLLOUT}.name=vllm {ROLLOUT}.gpu_memory_utilization=0.6 {ROLLOUT}.n=5 "
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64 "
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False trainer.critic_warmup=0 "
+    "trainer.logger=['console','tensorboard'] trainer.project_name=… trainer.experiment_name=… "
+    "trainer.n_gpus_per_node=8 trainer.val_before_train=False trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=5 "
+    "trainer.total_epochs=15"
+)
+
+
+def whats(verdict: Verdict) -> list[str]:
+    return [fault.what for fault in verdict.faults]
+
+
+def filled_in(model: str, train: str, val: str) -> list[str]:
+    words = iter([train, val, model, "'my project'", "gsm8k"])
+    return [re.sub("…", lambda _: next(words), word) for word in VERL_COMMAND.split()]
+
+
+def test_the_command_of_verl_lacks_only_what_the_machine_lacks(verdict):
+    found = verdict(
+        filled_in("/models/qwen", "/data/train.parquet", "/data/test.parquet"),
+        Machine(gpus=1, cpus=4, packages=frozenset()),
+    )
+    assert sorted(whats(found)) == [
+        "a data file does not exist",
+        "a data file does not exist",
+        "more GPUs are asked for than there are",
+        "the model folder does not exist or has no config.json",
+        "vLLM is not installed",
+    ]
+    assert found.warnings == ()
+
+
+def test_the_command_of_verl_with_everything_there_is_valid(verdict, tmp_path: Path):
+    for name in ("train.parquet", "test.parquet", "config.json"):
+        (tmp_path / name).touch()
+    command = filled_in(str(tmp_path), str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet"))
+    eight = Machine(gpus=8, cpus=64, packages=frozenset(), vllm="0.26.0")
+    assert whats(verdict(command, eight)) == []
+    assert whats(verdict([*command, f"{ROLLOUT}.name=hf", f"{ROLLOUT}.tensor_model_parallel_size=1"], eight)) == []
+
+
+def test_the_experiment_of_that_name_is_the_command_of_verl():
+    words = filled_in("Qwen/Qwen2.5-7B-Instruct", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet")
+    words += ["trainer.project_name=gsm8k", "trainer.experiment_name=grpo_8gpu"]
+    assert compose(["experiment=gsm8k_grpo_8gpu"]).config == compose(words).config

@@ -1,0 +1,372 @@
+"""What a run is predicted to hold in each phase, summed by hand for a small decoder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlx.config.compose.command_line import compose
+from rlx.config.forecast.forecast_text import long_text, short_text
+from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast, Phase
+from rlx.config.machine import Cluster, Machine
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+LAYER = 2 * 64 * (64 + 32) + 3 * 64 * 128 + 2 * 64
+ROOT = 2 * 100 * 64 + 64
+N = ROOT + 2 * LAYER
+TOKENS = 4 * 16  # four sequences of 6 + 10 tokens
+INPUTS = 2 * 64 * TOKENS
+# Two norms; q, attention's result, k, v and its sums; the MLP's four results. Backward: the input, two gradients, gate and up.
+WORKING = (2 * 8 * 64 + 4 * (64 + 32) + 16 + 8 * 128 + 6 * 64 + 4 * 128) * TOKENS
+GATHERED = 2 * (ROOT + 2 * LAYER)
+SUMMED = 4 * LAYER
+MODEL, ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "ref", "rollout"))
+KL = f"{ACTOR}.use_kl_loss=True"
+
+
+def machine(gpus: int = 1, device_gb: float = 1.0, host_gb: float = 10.0) -> Machine:
+    return Machine(
+        gpus, 8, frozenset(), vllm="0.26.0", device_bytes=int(device_gb * 1e9), host_bytes=int(host_gb * 1e9)
+    )
+
+
+@pytest.fixture
+def forecast(tmp_path: Path):
+    """`forecast(*overrides, on=machine(), **changes of the model)`."""
+
+    def of(*overrides: str, on: Machine | None = None, **changes: object) -> MemoryForecast:
+        (tmp_path / "config.json").write_text(json.dumps({**SMALL, **changes}))
+        composed = compose(
+            [
+                f"{MODEL}.path={tmp_path}",
+                "data.train_batch_size=8",
+                "data.max_prompt_length=6",
+                "data.max_response_length=10",
+                f"{ACTOR}.ppo_mini_batch_size=8",
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+                f"{ROLLOUT}.name=hf",
+                "algorithm.adv_estimator=grpo",
+                "trainer.n_gpus_per_node=1",
+                *overrides,
+            ]
+        )
+        return MemoryForecast.of(composed.config, on or machine())
+
+    return of
+
+
+def parts(phase: Phase) -> dict[str, float]:
+    return {name: nbytes for name, nbytes in phase.parts.items() if nbytes}
+
+
+def test_an_update_is_the_sum_of_its_parts(forecast):
+    update = forecast().phase("update_actor")
+    assert update.where == "backward"
+    assert parts(update) == {
+        "others": 2 * N,  # the copy of the weights of rollout.name=hf, in bf16
+        "weights": 4 * N,
+        "gradients": 4 * N,
+        "optimizer": 8 * N,
+        "gathered": GATHERED + SUMMED,
+        "working": INPUTS + WORKING,  # in the second layer, while the first one's inputs wait
+    }
+    assert update.peak == 18 * N + GATHERED + SUMMED + INPUTS + WORKING
+    assert update.limit == pytest.approx(0.94e9)
+    assert update.host == update.disk == 0
+
+
+def test_the_optimizers_step_is_the_peak_only_where_its_state_comes_for_it(forecast):
+    short = ("data.max_prompt_length=1", "data.max_response_length=1", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1")
+    assert forecast(*short).phase("update_actor").where == "head"  # which has FSDP's gathered weights beside the state
+    step = forecast(*short, f"{ACTOR}.fsdp_config.optimizer_offload=True").phase("update_actor")
+    assert step.where == "optimizer step"
+    assert step.peak == (2 + 4 + 4 + 8) * N
+    assert step.parts["gathered"] == 0
+
+
+def test_log_probs_hold_no_gradients(forecast):
+    phase = forecast().phase("old_log_prob")
+    assert parts(phase) == {
+        "others": 2 * N,
+        "weights": 4 * N,
+        "optimizer": 8 * N,
+        "gathered": GATHERED,
+        "working": 2 * (3 * 64 + 3 * 128) * TOKENS,
+    }
+
+
+def test_a_rollout_of_transformers_has_weights_and_cache(forecast):
+    rollout = forecast(f"{ROLLOUT}.n=3").phase("rollout")
+    cache = 8 * 3 * 16 * 2 * 2 * 2 * 16 * 2  # sequences, tokens, keys and values, layers, heads, width, bytes
+    assert parts(rollout) == {"others": 12 * N, "sampler": 2 * N + cache}
+    few = forecast(f"{ROLLOUT}.n=3", f"{ROLLOUT}.max_num_seqs=2").phase("rollout")
+    assert few.parts["sampler"] == 2 * N + cache / 12
+
+
+def test_a_rollout_of_vllm_has_its_share_of_all_memory(forecast):
+    on = machine(device_gb=10)
+    found = forecast(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.6", on=on)
+    rollout = found.phase("rollout")
+    assert parts(rollout) == {"others": 12 * N, "sampler": 6e9}
+    assert rollout.limit == 8e9
+    assert found.phase("update_actor").parts["others"] == 0
+    assert found.phase("sync").parts["sampler"] == 2 * N
+    awake = forecast(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.free_cache_engine=False", on=on)
+    assert awake.phase("update_actor").parts["others"] == awake.phase("sync").parts["sampler"] == 5e9
+
+
+def test_vllms_share_must_hold_the_weights_and_one_sequence(forecast):
+    token = 2 * 2 * 2 * 16 * 2
+    small = Machine(1, 8, frozenset(), device_bytes=4 * (N + 8 * token), host_bytes=10**9)
+    found = forecast(f"{ROLLOUT}.name=vllm", on=small)
+    assert found.phase("rollout").lacking == 0  # half of the device is its share
+    assert found.phase("rollout", 17).lacking == token
+    quarter = forecast(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.25", on=machine(device_gb=8))
+    assert quarter.longest("rollout") == (2 * 10**9 - 2 * N) // token // 64 * 64
+
+
+def test_sync_has_the_largest_tensor_in_one_piece(forecast):
+    assert parts(forecast().phase("sync")) == {
+        "weights": 4 * N,
+        "optimizer": 8 * N,
+        "gathered": 4 * 100 * 64,
+        "sampler": 2 * N,
+    }
+
+
+# Settings
+
+
+def test_processes_share_weights_and_rows(forecast):
+    four = forecast("trainer.n_gpus_per_node=4", on=machine(4)).phase("update_actor")
+    assert [four.parts[name] for name in ("weights", "gradients", "optimizer")] == [N, N, 2 * N]
+    assert four.parts["gathered"] == GATHERED + SUMMED
+    # Two of the eight samples fall to each.
+    assert four.parts["working"] == (INPUTS + WORKING) / 2
+    pairs = forecast("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=2", on=machine(4))
+    assert pairs.phase("update_actor").parts["weights"] == 2 * N
+
+
+def test_neighbours_that_share_sequences_have_half_of_them_each(forecast):
+    found = forecast("trainer.n_gpus_per_node=2", f"{ACTOR}.ulysses_sequence_parallel_size=2", on=machine(2))
+    assert found.phase("update_actor").parts["working"] == (INPUTS + WORKING) / 2
+
+
+def test_types_of_weights_activations_and_sums(forecast):
+    bf16 = forecast(f"{ACTOR}.fsdp_config.model_dtype=bf16").phase("update_actor")
+    assert [bf16.parts[name] for name in ("weights", "gradients", "optimizer")] == [2 * N, 2 * N, 4 * N]
+    assert bf16.parts["gathered"] in (SUMMED, 0)  # nothing is cast; the step has no sums
+    fp32 = forecast(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32").phase("update_actor")
+    assert fp32.parts["gathered"] == 0  # one process, stored, computed and summed in one type
+    assert fp32.parts["working"] > 1.4 * (INPUTS + WORKING)
+    narrow = forecast(f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=bf16").phase("update_actor")
+    assert narrow.parts["gathered"] == GATHERED + 2 * LAYER
+    kept = forecast(f"{ACTOR}.fsdp_config.reshard_after_forward=False", num_hidden_layers=4)
+    assert kept.phase("old_log_prob").parts["gathered"] == 2 * (ROOT + 4 * LAYER)
+
+
+@pytest.mark.parametrize(
+    ("options", "stays", "host", "disk"),
+    [
+        ((), INPUTS, 0, 0),
+        (("enable_activation_offload=True",), 0, 2 * INPUTS, 0),
+        (("enable_activation_offload=True", "activation_offload.max_host_bytes=10000"), 2 * INPUTS - 10000, 10000, 0),
+        (("enable_activation_offload=True", "activation_offload.tier=disk"), 0, 0, 2 * INPUTS),
+    ],
+)
+def test_where_the_inputs_of_layers_wait(forecast, options, stays, host, disk):
+    update = forecast(*(f"{MODEL}.{option}" for option in options)).phase("update_actor")
+    assert update.where == "backward"
+    assert (update.parts["working"], update.host, update.disk) == (WORKING + stays, host, disk)
+
+
+def test_the_modes_of_activations_are_ordered(forecast):
+    flag = f"{MODEL}.enable_activation_offload=True"
+    no_checkpointing = f"{MODEL}.enable_gradient_checkpointing=False"
+    large = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", "data.max_response_length=1000")
+
+    def update(*options: str) -> Phase:
+        return forecast(*large, *options, num_hidden_layers=16).phase("update_actor")
+
+    plain, checkpointing, boundary = update(no_checkpointing), update(), update(flag)
+    attention, every = update(flag, f"{MODEL}.activation_offload.save=attention"), update(flag, no_checkpointing)
+    assert plain.peak > checkpointing.peak > boundary.peak
+    assert boundary.host < attention.host < every.host
+    assert update(flag, f"{MODEL}.activation_offload.save=auto") == boundary
+    tiled = forecast(*large, flag, f"{MODEL}.tiled_mlp=64", num_hidden_layers=16).phase("update_actor")
+    assert tiled.peak < boundary.peak
+
+
+def test_what_waits_on_the_host_is_not_on_the_device(forecast):
+    fsdp = f"{ACTOR}.fsdp_config"
+    both = forecast(f"{fsdp}.param_offload=True", f"{fsdp}.optimizer_offload=True", KL)
+    ref, update = both.phase("ref"), both.phase("update_actor")
+    assert (ref.parts["others"], ref.host) == (2 * N, 12 * N)
+    assert update.parts["others"] == (2 + 4) * N  # the reference rests on the device
+    assert update.host == 8 * N
+    # A state smaller than the pieces in which it comes is there whole.
+    assert (update.where, update.peak) == ("optimizer step", (6 + 4 + 4 + 8) * N)
+    policy = forecast(f"{fsdp}.offload_policy=True", KL)
+    assert parts(policy.phase("update_actor"))["working"] == INPUTS + WORKING
+    assert set(parts(policy.phase("update_actor"))) == {"others", "gathered", "working"}
+    assert policy.phase("update_actor").host == 16 * N
+    assert policy.phase("ref").host == policy.phase("rollout").host == 12 * N
+
+
+def test_adapters_alone_have_gradients_and_states(forecast):
+    adapters = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    update = forecast(f"{MODEL}.lora_rank=4").phase("update_actor")
+    expected = [4 * (N + adapters), 4 * adapters, 8 * adapters]
+    assert [update.parts[name] for name in ("weights", "gradients", "optimizer")] == expected
+    assert update.parts["gathered"] == GATHERED + 2 * adapters + 4 * adapters / 2
+
+
+def test_a_critic_has_no_head(forecast):
+    found = forecast("algorithm.adv_estimator=gae")
+    assert found.names == ["rollout", "old_log_prob", "values", "update_critic", "update_actor", "sync"]
+    critic = found.phase("update_critic")
+    assert critic.parts["weights"] == 4 * (N - 100 * 64)
+    assert critic.parts["others"] == 14 * N
+    assert found.phase("values").parts["others"] == 14 * N
+
+
+def test_a_reference_has_weights_alone(forecast):
+    found = forecast(KL, f"{REF}.log_prob_micro_batch_size_per_gpu=2")
+    assert found.names == ["rollout", "old_log_prob", "ref", "update_actor", "sync"]
+    ref = parts(found.phase("ref"))
+    assert (ref["weights"], ref["others"]) == (4 * N, 14 * N)
+    assert "gradients" not in ref and "optimizer" not in ref
+    assert ref["working"] == found.phase("old_log_prob").parts["working"] / 2
+
+
+# Lengths
+
+
+def test_rows_and_tokens_limit_a_micro_batch(forecast):
+    dynamic = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", f"{ACTOR}.use_dynamic_bsz=True"]
+
+    def working(tokens: int, length: int | None = None, *more: str) -> float:
+        found = forecast(*dynamic, f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}", *more)
+        return found.phase("update_actor", length).parts["working"]
+
+    per_token = (INPUTS + WORKING) / TOKENS
+    large = f"{ROLLOUT}.n=8"
+    assert working(100, None, large) == 100 * per_token
+    assert working(100, 200, large) == 200 * per_token  # a longer one is a micro-batch of its own
+    assert working(10**6, None) == 8 * 16 * per_token  # there are no more samples
+
+
+def test_of_packed_rows_one_alone_is_sure_to_be_long(forecast):
+    found = forecast(f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", "data.max_response_length=1000")
+    most, sure = (found.phase("old_log_prob", is_least=least).parts["working"] for least in (False, True))
+    assert most == 8 * sure
+    padded = forecast(f"{MODEL}.use_remove_padding=False", "data.max_response_length=1000")
+    assert padded.phase("old_log_prob", is_least=True) == padded.phase("old_log_prob")
+
+
+def test_the_longest_fits_and_the_next_does_not(forecast):
+    found = forecast(on=machine(device_gb=0.1))
+    for name in ("rollout", "old_log_prob", "update_actor"):
+        longest = found.longest(name)
+        assert longest is not None and longest % 64 == 0
+        assert found.fits(found.phase(name, longest))
+        assert not found.fits(found.phase(name, longest + 64))
+    assert found.longest("sync") is None
+    assert forecast(on=machine(device_gb=0.001)).longest("update_actor") == 0
+
+
+def test_the_hosts_memory_limits_the_longest_too(forecast):
+    flag = f"{MODEL}.enable_activation_offload=True"
+    plenty, little = (forecast(flag, on=machine(host_gb=gb)).longest("update_actor") for gb in (10, 0.01))
+    assert little == 10**7 // (2 * INPUTS // 16) // 64 * 64
+    assert plenty is not None and plenty > little
+    capped = f"{MODEL}.activation_offload.max_host_bytes={NO_LIMIT}"
+    assert forecast(flag, capped, on=machine(host_gb=0.01)).longest("update_actor") == little
+
+
+# What is not known
+
+
+def test_of_an_unknown_architecture_nothing_is_predicted(forecast):
+    found = forecast(model_type="starcoder2")
+    assert found.names == found.phases() == []
+    (line,) = short_text(found).splitlines()
+    assert line.startswith("memory: nothing is predicted of actor: ") and "starcoder2" in line
+    assert long_text(found) == line
+
+
+def test_a_model_that_is_not_here_is_named_once(tmp_path: Path):
+    composed = compose([f"{MODEL}.path=rlx-tests/nowhere", KL, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"])
+    (line,) = short_text(MemoryForecast.of(composed.partial, machine())).splitlines()
+    assert line == (
+        "memory: nothing is predicted of actor, critic, ref: the config.json of rlx-tests/nowhere is not on this machine"
+    )
+
+
+def test_roles_that_are_known_are_predicted_beside_those_that_are_not(forecast, tmp_path: Path):
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text('{"model_type": "gpt2"}')
+    found = forecast("reward_model.enable=True", f"reward_model.model.path={judge}")
+    assert "reward" not in found.names and "update_actor" in found.names
+    assert found.phase("update_actor") == forecast().phase("update_actor")
+    assert short_text(found).startswith("memory: nothing is predicted of reward: ")
+
+
+def test_the_memory_of_a_cluster_is_not_known(forecast):
+    cluster = Machine(0, 4, frozenset(), Cluster("head:6379", (8, 8)))
+    found = forecast("trainer.n_gpus_per_node=8", "trainer.nnodes=2", on=cluster)
+    assert found.on_device
+    assert found.phase("update_actor").parts["weights"] == 4 * N / 16
+    assert all(found.fits(phase) for phase in found.phases())
+    assert [line.split()[-2:] for line in short_text(found).splitlines()[1:5]] == [["?", "?"]] * 4
+
+
+# In words
+
+
+def test_the_short_text_has_a_row_for_each_phase(forecast):
+    found = forecast(f"{MODEL}.enable_activation_offload=True", on=machine(device_gb=0.1, host_gb=0.02))
+    head, *rows, legend, host = short_text(found).splitlines()
+    assert head.split("  ")[0] == "memory by phase"
+    assert [row.split()[0] for row in rows] == found.names
+    longest = {row.split()[0]: row.split()[-1] for row in rows}
+    assert longest["update_actor"] == f"{found.longest('update_actor'):,}" and longest["sync"] == "any"
+    assert "memory of a device: 0.10 GB" in legend and "sequences of 16 tokens" in legend
+    assert host.startswith("host memory: up to 0.00 of 0.02 GB wait there in 1 process(es)")
+
+
+def test_the_long_text_has_the_parts(forecast):
+    found = forecast(on=machine(device_gb=1))
+    lines = long_text(found).splitlines()
+    assert lines[0].split()[:8] == [
+        "GB",
+        "others",
+        "weights",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "working",
+        "sampler",
+    ]
+    assert lines[3].split()[0] == "update_actor" and lines[3].split()[-1] == "backward"
+
+
+def test_without_an_accelerator_one_line_speaks_of_the_host(forecast):
+    cpu = Machine(0, 4, frozenset(), host_bytes=10**9)
+    found = forecast("trainer.n_gpus_per_node=2", f"{MODEL}.enable_activation_offload=True", on=cpu)
+    update = found.phase("update_actor")
+    assert [update.parts[name] for name in ("weights", "gradients", "optimizer")] == [2 * N, 2 * N, 4 * N]
+    assert update.parts["others"] == 4 * N  # the sampler's copy is in fp32 as well
+    assert update.host == 0 and update.limit == pytest.approx(0.47e9)
+    (line,) = short_text(found).splitlines()
+    most = max(phase.peak for phase in found.phases())
+    assert f"up to {2 * most / 1e9:.2f} of 1.00 GB of host memory in 2 process(es), in update_actor" in line

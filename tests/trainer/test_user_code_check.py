@@ -1,0 +1,102 @@
+"""Code of the user's own is tried before anything starts."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import Machine
+from rlx.trainer.user_code_check import check_user_code
+
+CODE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
+
+def policy_loss(log_probs, old_log_probs, advantages, mask, settings): ...
+
+def short(a): ...
+
+class Data:
+    def __init__(self, files, config, tokenizer, split): ...
+"""
+CPU = Machine(gpus=0, cpus=2, packages=frozenset())
+REWARD, LOSS, DATA = "custom_reward_function", "actor_rollout_ref.actor.policy_loss", "data.custom_cls"
+
+
+@pytest.fixture
+def tried(tmp_path):
+    """tried(text, *overrides): the verdict on a command whose three paths, as far as it sets the names, are a file of this text."""
+
+    def of(text, *overrides, machine=CPU):
+        (tmp_path / "mine.py").write_text(text)
+        paths = [f"{key}.path={tmp_path}/mine.py" for key in (REWARD, LOSS, DATA) if any(key in o for o in overrides)]
+        composed = compose([*paths, *overrides])
+        return check_user_code(composed.partial, composed.broken, machine)
+
+    return of
+
+
+NAMED = (f"{REWARD}.name=compute_score", f"{LOSS}.name=policy_loss", f"{DATA}.name=Data")
+
+
+def test_what_can_be_used_has_no_faults(tried):
+    assert tried(CODE, *NAMED) == ((), ())
+    assert tried("raise ValueError") == ((), ()), "nothing of the user's own is asked for"
+
+
+def test_all_faults_come_together_and_say_what_to_do(tried):
+    reward, loss, data = tried(CODE, f"{REWARD}.name=compute_scor", f"{LOSS}.name=short", f"{DATA}.name=short").faults
+    assert reward.what.startswith("the reward function") and "did you mean compute_score?" in reward.got
+    assert reward.expected.startswith("compute_scor(data_source, solution_str, ground_truth, extra_info)")
+    assert loss.what.startswith("the policy loss") and "(too many positional arguments)" in loss.got
+    assert loss.expected == "short(log_probs, old_log_probs, advantages, mask, settings)"
+    assert data.what.startswith("the dataset class") and f"{DATA}.path or {DATA}.name" in data.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("+custom_reward_function.reward_kwargs.factor=2", "unexpected keyword argument 'factor'"),
+        ("reward.reward_manager.name=batch", "set reward.reward_manager.name=naive"),
+    ],
+)
+def test_a_reward_function_must_take_what_the_other_keys_say(tried, override, what):
+    (fault,) = tried(CODE, f"{REWARD}.name=compute_score", override).faults
+    assert what in fault.got
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("import os\nos._exit(3)", "ended its process (exit code 3)"),
+        ("import sys\nsys.exit()", "failed with SystemExit"),
+        ("x = 1 / 0", "failed with ZeroDivisionError: division by zero (line 1)"),
+    ],
+)
+def test_an_import_that_ends_the_process_does_not_end_the_driver(tried, text, what):
+    faults = tried(text, *NAMED).faults
+    assert len(faults) == 3 and all(what in fault.got for fault in faults)
+
+
+def test_an_import_leaves_nothing_in_the_driver(tried):
+    assert tried(f"import os\nos.environ['RLX_IMPORTED'] = '1'\n{CODE}", *NAMED) == ((), ())
+    assert "RLX_IMPORTED" not in os.environ
+
+
+def test_a_key_that_could_not_be_read_is_not_reported_twice(tried):
+    assert tried("", f"{REWARD}.name=[1,2]", f"{LOSS}.nam=policy_loss") == ((), ())
+
+
+def test_a_file_that_is_not_there_is_the_rules_affair(tmp_path):
+    composed = compose([f"{key}.path={tmp_path}/none.py" for key in (REWARD, LOSS, DATA)])
+    assert check_user_code(composed.partial, composed.broken, CPU) == ((), ())
+
+
+def test_a_driver_without_gpu_only_warns_of_a_loss_that_needs_one(tried):
+    """Of a driver whose own node has none; what is no matter of the machine stays a fault."""
+    driver = replace(CPU, gpus=0)
+    overrides = (f"{LOSS}.name=policy_loss", "trainer.device=cuda")
+    faults, (warning,) = tried("import a_package_for_gpus", *overrides, machine=driver)
+    assert not faults and "a_package_for_gpus" in warning and "no GPU" in warning
+    assert len(tried("", *overrides, machine=driver).faults) == 1
+    assert len(tried("import a_package_for_gpus", *overrides, machine=replace(CPU, gpus=1)).faults) == 1
