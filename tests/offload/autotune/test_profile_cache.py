@@ -34,7 +34,7 @@ class Run:
         self.handle = enable(
             self.model, True, save="auto", max_device_bytes=budget, cache_directory=folder and str(folder), **options
         )
-        self.follow, self.handle.engine.orders = self.handle.engine.orders, self.note
+        self.follow, self.handle.runner.decide = self.handle.runner.decide, self.note
         self.samples = 0
 
     def note(self, *call):
@@ -119,8 +119,8 @@ encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
 model = nn.TransformerEncoder(encoder, 4, enable_nested_tensor=False)
 options = OffloadOptions(save="auto", min_bytes=0, max_device_bytes=20_000, cache_directory=sys.argv[1])
 handle = enable_activation_offloading(model, True, options)
-follow, samples = handle.engine.orders, []
-handle.engine.orders = lambda *call: samples.append(follow(*call)) or samples[-1]
+follow, samples = handle.runner.decide, []
+handle.runner.decide = lambda *call: samples.append(follow(*call)) or samples[-1]
 for _ in range(3):
     model.zero_grad()
     torch.manual_seed(1)
