@@ -1,10 +1,10 @@
-"""Checkpoints of one role: written by torch.distributed.checkpoint, whole or not at all.
+"""Write and read checkpoints of one role with torch.distributed.checkpoint (DCP), completely or not at all.
 
-<folder>/checkpoint.json    what it is: head, counters, contents
+<folder>/checkpoint.json    description: head, counters, contents
 <folder>/card/              config, generation config and tokenizer of the model
 <folder>/model/             full tensors by name, in shards (DCP); the same for FSDP1 and FSDP2
-<folder>/optimizer/         the same for AdamW's state, where it has stepped
-<folder>/hf_model/          a folder for from_pretrained, where asked for
+<folder>/optimizer/         AdamW's state in the same form, if the optimizer has stepped
+<folder>/hf_model/          a folder for from_pretrained, if asked for
 """
 
 import json
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ExplainedError, ValueError):
-    """A checkpoint cannot be read as what is asked of it."""
+    """A checkpoint does not hold what the reader needs."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Description:
     Attributes:
         head: `lm` or `value`.
         contents: the parts that were saved.
-        updates: optimizer steps asked for, the skipped ones included; the learning rate follows them.
+        updates: optimizer steps asked for, including skipped ones; the learning rate follows them.
         steps: optimizer steps taken.
         adapters: LoRA layers in `model`, as `rlx.models.lora.add_lora` names them.
-        format: of this layout.
+        format: version of this layout.
     """
 
     head: str
@@ -64,10 +64,10 @@ class Description:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write into that takes the place of `folder` at the end, if no process fails; all processes together.
+    """Return a folder to write into; it replaces `folder` at the end if no process fails. All processes join.
 
-    The file system is shared by all processes. A crash leaves `folder` as it was, and beside it a `.<name>.partial`
-    that the next attempt removes.
+    All processes share the file system. A crash leaves `folder` unchanged, and next to it a `.<name>.partial` that the next
+    attempt removes.
     """
     partial, old = folder.parent / f".{folder.name}.partial", folder.parent / f".{folder.name}.old"
     several = dist.is_initialized()
@@ -91,10 +91,10 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def write(partial: Path, description: Description, sharded: Sharded, optimizer: AdamW | None) -> None:
-    """Writes checkpoint.json and what DCP holds of its contents; all processes together."""
+    """Write checkpoint.json and the parts that DCP stores; all processes join."""
     if "model" in description.contents:
         dcp.save(get_model_state_dict(sharded.root, options=sharded.state_options), checkpoint_id=partial / "model")
-    # Asking an optimizer that has not stepped for its state would make it take a first, empty step.
+    # If an optimizer that has not stepped is asked for its state, it takes a first, empty step.
     if "optimizer" in description.contents and optimizer is not None and description.steps:
         state = get_optimizer_state_dict(sharded.root, optimizer, options=sharded.state_options)
         dcp.save(state, checkpoint_id=partial / "optimizer")
@@ -103,10 +103,10 @@ def write(partial: Path, description: Description, sharded: Sharded, optimizer: 
 
 
 def read_description(folder: Path) -> Description:
-    """What `write` said of the folder.
+    """Return the description of a checkpoint.
 
     Raises:
-        CheckpointError: it is no checkpoint, or of another format.
+        CheckpointError: the folder is no checkpoint, or one of another format.
     """
     path = folder / "checkpoint.json"
     if not path.is_file():
@@ -121,22 +121,22 @@ def read_description(folder: Path) -> Description:
 
 
 def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> Description:
-    """Puts a checkpoint's model and optimizer in place of the current ones; all processes together.
+    """Replace model and optimizer by those of a checkpoint; all processes join.
 
-    It may have been written by another number of processes or the other kind of FSDP. What the checkpoint lacks, the
-    optimizer's state or the schedule's place, starts anew, with a warning.
+    Another number of processes or the other kind of FSDP may have written it. If it lacks the optimizer's state or the position
+    in the schedule, these start anew, with a warning.
 
     Returns:
-        What the checkpoint says of itself, with the counters from which to go on.
+        The description, with the counters from which to continue.
 
     Raises:
-        CheckpointError: no checkpoint, one without model, or of a model with another head.
+        CheckpointError: it is no checkpoint, has no model, or its model has another head.
     """
     description = read_description(folder)
     if description.head != head or "model" not in description.contents:
         raise CheckpointError(
             f"{folder}: got head {description.head} and contents {list(description.contents)}, expected head {head} and a "
-            "model among the contents; to go on from a checkpoint, save it with checkpoint.save_contents=[model,optimizer,extra]"
+            "model among the contents; to resume, save with checkpoint.save_contents=[model,optimizer,extra]"
         )
     model = get_model_state_dict(sharded.root, options=sharded.state_options)
     dcp.load(model, checkpoint_id=folder / "model")
@@ -148,7 +148,7 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> 
             dcp.load(state, checkpoint_id=folder / "optimizer")
             set_optimizer_state_dict(sharded.root, optimizer, state, options=sharded.state_options)
         elif description.steps:
-            logger.warning("%s holds no optimizer state: its moments start anew", folder)
+            logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
             description = replace(description, steps=0)
         if "extra" not in description.contents and description.updates:
             logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
@@ -157,7 +157,7 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> 
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The model of a checkpoint, adapters merged, as plain tensors on CPU in a single process without process group.
+    """Return the weights of a checkpoint on the CPU with adapters merged; works in a single process without process group.
 
     Raises:
         CheckpointError: the checkpoint holds no model.

@@ -24,7 +24,7 @@ from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.residency import Parking
+from rlx.engine.residency import TensorOffload
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import precision_of, shard
 from rlx.models.hf_folder import ModelCard
@@ -45,28 +45,28 @@ Metrics = dict[str, float]
 
 
 class Engine:
-    """A model sharded over all processes, for actor, critic and reference alike.
+    """A model sharded over all processes, used for actor, critic and reference alike.
 
-    torch.distributed must be initialised (gloo on CPU, nccl on CUDA), with any number of processes. All processes call
-    each method together, each with its own share of the rows; shares may differ in size and be empty.
+    torch.distributed must be initialised (gloo on CPU, nccl on CUDA), with any number of processes. All processes call each
+    method together, each with its own share of the rows; shares may differ in size and be empty.
 
     Args:
-        model: what to load and how to run it.
+        model: the weights to load and how to run them.
         fsdp: sharding and precision.
         strategy: `fsdp2` or `fsdp`.
         device: of this process.
         head: `lm` for log-probs, `value` for values, `score` for one score of the whole sequence.
         optim: None for a model that is never trained.
-        total_steps: optimizer steps of the whole run, for the learning rate's schedule.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         grad_clip: largest gradient norm.
         compile_layers: compile each transformer layer.
-        tokenizer: goes along with the weights into checkpoints.
+        tokenizer: saved with the weights in checkpoints.
         seed: of a fresh value head.
         name: of the role, in messages and accounts of host memory.
-        sequence_parallel: neighbouring processes that share each sequence and get the same rows; 1: none do.
+        sequence_parallel: number of neighbouring processes that share each sequence and get the same rows.
 
     Raises:
-        ValueError: the options do not fit each other, the model or the number of processes.
+        ValueError: the options do not fit together, or do not fit the model or the number of processes.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class Engine:
                 self.offload, self.sharded, self.optimizer, device, keeps_state=not fsdp.optimizer_offload
             )
         self.updates = self.steps = 0
-        # The arena in which activations wait, if they do: it is page-locked unless its owner has said otherwise.
+        # The arena that activations are offloaded to, if they are. It is pinned unless its owner has said otherwise.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
-        self._parked_parameters = Parking(arena, f"{name}_parameters")
+        self._offloaded_parameters = TensorOffload(arena, f"{name}_parameters")
         self._state_on_host = None
         if self.optimizer is not None and fsdp.optimizer_offload:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
@@ -133,34 +133,34 @@ class Engine:
                 f"ulysses_sequence_parallel_size={sequence_parallel}: got use_remove_padding="
                 f"{self.model_config.use_remove_padding}, attn_implementation={self.model_config.attn_implementation} and a "
                 f"{type(self.root).__name__}; expected use_remove_padding=True, sdpa and a model whose sequences can be packed "
-                "(the log says where they cannot)"
+                "(the log tells why a model's cannot)"
             )
 
-    # What the model says ------------------------------------------------------------------------------------------
+    # Outputs of the model -----------------------------------------------------------------------------------------
 
     def log_probs(
         self, batch: Batch, micro: MicroBatchRule, temperature: float, with_entropy: bool = True
     ) -> dict[str, Tensor]:
-        """Log-probs of the response tokens, and the entropy where they were chosen.
+        """Return the log-probs of the response tokens, and the entropies of the distributions they were drawn from.
 
         Args:
             batch: this process's rows; reads input_ids, attention_mask, response_mask.
             micro: size of a forward.
             temperature: of the distribution.
-            with_entropy: compute it too.
+            with_entropy: whether to compute the entropies.
 
         Returns:
-            log_probs and, if asked for, entropy: (B, R) on CPU, 0 on padding; fp32, fp64 in an fp64 engine.
+            log_probs and, if asked for, entropy: (B, R) on CPU, 0 on padding; fp32, or fp64 in an fp64 engine.
         """
         return self._per_token(batch, micro, Distribution(temperature, with_entropy))
 
     def values(self, batch: Batch, micro: MicroBatchRule) -> Tensor:
-        """Values of the states in which the response tokens are chosen: (B, R) on CPU, 0 on padding; else as log_probs."""
+        """Return the values of the states in which the response tokens are chosen, in the form of log_probs."""
         return self._per_token(batch, micro, None)["values"]
 
     @torch.no_grad()
     def scores(self, batch: Batch, micro: MicroBatchRule) -> Tensor:
-        """What a model with a score head says of whole sequences, prompt and response: (B,) on CPU, fp32 or wider.
+        """Return the scores (B,) of whole sequences, prompt and response, on CPU in fp32 or wider. Needs head `score`.
 
         Args:
             batch: this process's rows; reads input_ids, attention_mask, response_mask.
@@ -194,12 +194,12 @@ class Engine:
         return columns
 
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
-        """The share on the device, in as many micro-batches on every process; one without rows is a dummy."""
+        """Yield this process's rows on the device, in equally many micro-batches on every process; empty ones are dummies."""
         lengths, packs = row_lengths(batch), self._forward.packs
         if micro.tokens is not None:
             micro = MicroBatchRule(tokens=micro.tokens * self._copies)
         count, most = 0, 1
-        while count < most:  # on every process alike
+        while count < most:  # on all processes together
             count = most
             parts = cut(lengths, micro, packs, at_least=count)
             largest = torch.tensor(len(parts), device=self.device)
@@ -214,18 +214,18 @@ class Engine:
     # Learning -----------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, micro: MicroBatchRule, objective: Objective) -> Metrics:
-        """One optimizer step over one mini-batch, of which `batch` is this process's share.
+        """Take one optimizer step over one mini-batch, of which `batch` is this process's share.
 
-        The result does not depend on the cut into micro-batches or processes, but for rounding. When the gradient's norm
-        is not finite the step is skipped on all processes; it still counts for the schedule.
+        The result does not depend on the division into micro-batches or processes, except for rounding. If the gradient's norm
+        is not finite, all processes skip the step; it still counts for the schedule.
 
         Args:
             batch: this process's rows; reads input_ids, attention_mask, response_mask and the objective's columns.
             micro: size of a forward and backward.
-            objective: what to minimise.
+            objective: the loss to minimise.
 
         Returns:
-            Of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), and the
+            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), and the
             objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
@@ -242,7 +242,7 @@ class Engine:
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
         sums = {name: figure / self._copies for name, figure in sums.items()}
-        # Metrics wait for the device, which would have nothing to do until the step's kernels are queued: so they come behind it.
+        # Reading metrics waits for the device, so it comes after the step's kernels are queued and the device has work.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
         return metrics | of_step
@@ -250,13 +250,13 @@ class Engine:
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Forward and backward of the micro-batches; this process's metrics, to be summed and to be compared."""
+        """Run forward and backward of the micro-batches; return this process's metrics, those to sum and those to compare."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
         for number, part in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
                 share = objective.share(self._forward(part, objective.distribution), part.batch, totals)
-                # FSDP averages gradients over the processes; what is wanted is their sum.
+                # FSDP averages gradients over the processes, but the loss needs their sum.
                 (share.loss * dist.get_world_size()).backward()
             for name, figure in {**share.metrics, "loss": share.loss.detach()}.items():
                 sums[name] = sums.get(name, 0.0) + figure.double()
@@ -272,7 +272,7 @@ class Engine:
 
     @property
     def _copies(self) -> int:
-        """How many processes have the same rows."""
+        """Number of processes that have the same rows."""
         return 1 if self._sequences is None else self._sequences.size
 
     def _over_processes(self, each: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> Metrics:
@@ -302,9 +302,9 @@ class Engine:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names as in the model's own state_dict and full tensors on the device, one by one, a tied one once.
+        """Yield each weight's name in the model's own state_dict and its full tensor on the device; a tied one once.
 
-        Adapters are merged in. All processes iterate to the end; the tensors are the receiver's to keep.
+        Adapters are merged in. All processes iterate to the end. The receiver may keep the tensors.
         """
         self.to_device(optimizer=False)
         for unit in self.sharded.units:
@@ -312,7 +312,7 @@ class Engine:
                 yield from merged_weights(unit.tensors(), self.adapters, gather)
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
-        """Writes a checkpoint that takes the folder's place when it is complete.
+        """Write a checkpoint, which replaces the folder when it is complete.
 
         Args:
             folder: on a file system that all processes share.
@@ -329,10 +329,10 @@ class Engine:
         self.to_host(parameters=False)
 
     def load(self, folder: str | Path) -> None:
-        """Goes on from a checkpoint, of any number of processes and either strategy.
+        """Continue from a checkpoint, which any number of processes and either strategy may have written.
 
         Raises:
-            CheckpointError: it is not what this engine can go on from.
+            CheckpointError: this engine cannot continue from it.
         """
         self.to_device()
         description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer)
@@ -351,34 +351,34 @@ class Engine:
     # Memory -------------------------------------------------------------------------------------------------------
 
     def to_host(self, parameters: bool = True) -> None:
-        """Lets what fsdp.param_offload and fsdp.optimizer_offload name wait in host memory, in the arena of activations.
+        """Offload the tensors that fsdp.param_offload and fsdp.optimizer_offload name to the arena of activations.
 
-        Device memory that then holds nothing is given back, so that a sampler with an allocator of its own can take it.
+        Free device memory goes back to the system, so that a sampler with an allocator of its own can take it.
 
         Args:
-            parameters: the parameters too.
+            parameters: whether to offload parameters too.
 
         Raises:
             HandOverError: the host has no room.
         """
         self.sharded.reshard()
-        if parameters and self.fsdp.param_offload and not self._parked_parameters.occupied:
-            self._parked_parameters.park(self._on_device(self.root.parameters()))
+        if parameters and self.fsdp.param_offload and not self._offloaded_parameters.is_offloaded:
+            self._offloaded_parameters.offload(self._on_device(self.root.parameters()))
         if self._state_on_host is not None:
             self._state_on_host.to_host()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def to_device(self, optimizer: bool = True) -> None:
-        """Brings back what waits on the host. Every method does so for what it needs.
+        """Fetch everything from host memory. Every method fetches what it needs by itself.
 
         Args:
-            optimizer: the optimizer's state too.
+            optimizer: whether to fetch the optimizer's state too.
 
         Raises:
             HandOverError: the device has no room.
         """
-        self._parked_parameters.unpark()
+        self._offloaded_parameters.fetch()
         if optimizer and self._state_on_host is not None:
             self._state_on_host.to_device()
 
@@ -386,9 +386,9 @@ class Engine:
         return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]
 
     def offload_stats(self) -> Metrics:
-        """Figures of activation offloading since the last call, named as in OffloadStats.
+        """Return the figures of activation offloading since the last call, named as in OffloadStats.
 
-        held_bytes and reserved_bytes are as they are now. Empty where there is no backward or offloading is off.
+        held_bytes and reserved_bytes are the current ones. The result is empty without backward or offloading.
         """
         if self.offload is None or self.optimizer is None:
             return {}

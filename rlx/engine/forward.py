@@ -1,4 +1,4 @@
-"""One micro-batch through a model, from tokens to what concerns the responses.
+"""Run one micro-batch through a model and return the figures of its response tokens.
 
 Shape letters: B rows, W columns of the window that holds the responses, K response tokens in it.
 """
@@ -27,15 +27,15 @@ Head = Literal["lm", "value", "score"]
 
 logger = logging.getLogger(__name__)
 
-_ROUNDING = 2.0**-8  # of the largest logit: in bf16, and more than kernels differ by for the same numbers
+_ROUNDING = 2.0**-8  # of the largest logit: the rounding of bf16, and more than kernels differ for equal inputs
 
 
 def sequence_scores(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor, pad_token_id: int) -> Tensor:
-    """What a model for sequence classification with one label says of each row: (B,), fp32 or wider.
+    """Return the score (B,) that a sequence classifier with one label gives each row, in fp32 or wider.
 
     Args:
-        model: sharded or not; where a sequence ends it finds itself, at the last token that is not `pad_token_id`.
-        ids_BT, mask_BT: tokens, and which of them are no padding; on the model's device.
+        model: sharded or not. It reads its score at the last token that is not `pad_token_id`.
+        ids_BT, mask_BT: the tokens, and True for tokens that are not padding; on the model's device.
         pad_token_id: of the model.
     """
     input_ids = ids_BT.masked_fill(~mask_BT, pad_token_id)
@@ -44,22 +44,21 @@ def sequence_scores(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor, pad_token
 
 
 class Distribution(NamedTuple):
-    """How next-token distributions are read: at which temperature, and whether for their entropy too."""
+    """The temperature of next-token distributions, and whether to compute their entropy."""
 
     temperature: float
     with_entropy: bool
 
 
 class Forward:
-    """A model's forward pass over one micro-batch.
+    """The forward pass of a model over one micro-batch.
 
     Args:
-        root: what is called: the model, sharded or not.
-        plain: the model inside it.
+        root: the module to call: the model, sharded or not.
+        plain: the model inside `root`.
         device: of this process.
-        attention: implementation of attention, as transformers names it, with which sequences are to be packed; None
-            where rows are to be padded.
-        together: the processes that share each packed row, of which `MicroBatch.packed` holds this one's part.
+        attention: the attention implementation for packed sequences, as transformers names it; None to pad the rows.
+        together: the processes that share each packed row; `MicroBatch.packed` then holds the part of this process.
     """
 
     def __init__(
@@ -74,25 +73,26 @@ class Forward:
         self._together = together
 
     def __call__(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
-        """What the model says at the positions from which the tokens of the window are predicted.
+        """Return the model's figures at the positions that predict the tokens of the window.
 
         Args:
-            part: on the model's device, packed if `packs` says so.
+            part: on the model's device, packed if `packs` is true.
             distribution: of a language model; None for a value model.
 
         Returns:
-            log_probs of the window's tokens and, if asked for, entropy; of a value model values. All (B, W), fp32 or wider.
+            For a language model log_probs of the window's tokens and, if asked for, entropy; for a value model values.
+            All are (B, W), in fp32 or wider.
 
         Raises:
-            ModelError: what the model says of a token depends on later ones.
+            ModelError: the model's output at a token depends on later tokens.
         """
         if not self._looks_back_only:
             raise ModelError(
-                f"{type(self._plain).__name__}: what it says of a token depends on the tokens behind it, expected a model that "
-                "reads from left to right only; for one that can do both set is_decoder=true in its config.json"
+                f"{type(self._plain).__name__}: its output at a token depends on later tokens, expected a causal model; if it "
+                "can be one, set is_decoder=true in its config.json"
             )
         if part.packed is None:
-            # Nothing is predicted from the last token, so it need not be read.
+            # The last token predicts nothing, so the model need not read it.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
             return self._figures(inputs, window, slice(-window, None), part.batch.responses(), distribution)
         predicting, places = part.packed.predicting, part.packed.places
@@ -101,7 +101,7 @@ class Forward:
         return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
 
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-        """In the window, with those of the other processes that share the row; where there is no response token, 0."""
+        """Place figures in the window, joined with those of the processes that share the row; 0 elsewhere."""
         empty = figures_K.new_zeros(shape.numel())
         placed = empty.index_copy(0, places, figures_K[: len(places)]).view(shape)
         return placed if self._together is None else joined(placed, self._together)
@@ -114,7 +114,7 @@ class Forward:
         ids: Tensor,
         distribution: Distribution | None,
     ) -> dict[str, Tensor]:
-        """Figures at the positions that are kept, from which `ids` are predicted."""
+        """Return the figures at the kept positions, which predict `ids`."""
         if distribution is None:
             values = self._call(inputs)[:, kept, 0]
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
@@ -140,7 +140,7 @@ class Forward:
         lengths: list[int],
         together: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Packed sequences as transformers names them, for its own variable-length kernels, and what ours needs beside."""
+        """Name packed sequences as transformers' variable-length kernels do, and add the arguments of our own kernel."""
         own = {"sequence_lengths": Lengths(lengths)} if self._attention == "sdpa" else {}
         return {
             **own,
@@ -153,11 +153,11 @@ class Forward:
             "max_length_k": max(lengths),
         }
 
-    # What the model can do, found out once with a few tokens; all processes together ------------------------------
+    # The model's abilities, each found out once with a few tokens by all processes together ------------------------
 
     @cached_property
     def packs(self) -> bool:
-        """Whether it takes packed sequences."""
+        """Whether the model takes packed sequences."""
         if self._attention is None:
             return False
         reason = why_not_packed(self._plain, self._attention)
@@ -166,11 +166,11 @@ class Forward:
         if reason is None and self._attention == "sdpa":
             reason = use_packed_attention(self._plain, self._attention, self._try_two_sequences)
         if reason is not None:
-            self._tell("rows are padded", reason)
+            self._tell("its rows are padded", reason)
         return reason is None
 
     def _counts_from_zero(self) -> bool:
-        """Whether it counts the positions of a sequence as packed ones are counted; RoBERTa's kin begin behind the padding's."""
+        """Whether positions start at 0 by default, as in packed sequences; those of RoBERTa start after the padding index."""
         ids = self._tokens([[0, 1, 1]])
         own = self._try({"input_ids": ids})
         given = self._try({"input_ids": ids, "position_ids": torch.arange(3, device=self._device)[None]})
@@ -178,22 +178,22 @@ class Forward:
 
     @cached_property
     def _looks_back_only(self) -> bool:
-        """Whether another last token leaves what it says of the ones before it as it was."""
+        """Whether the outputs at earlier tokens stay the same when the last token changes."""
         one, other = (self._try({"input_ids": self._tokens([[0, 1, 1, last]])})[0, :3] for last in (0, 1))
         return _are_near(one, other)
 
     def _tokens(self, ids: list[list[int]]) -> Tensor:
-        """Two different tokens, 0 and 1 here, neither of which stands for padding: that may have a position of its own."""
-        padding = self._plain.config.get_text_config().pad_token_id
+        """Replace 0 and 1 by two tokens other than padding, which may have a position of its own."""
+        padding = getattr(self._plain.config.get_text_config(), "pad_token_id", None)  # CodeGen and RWKV have none
         two = torch.tensor([token for token in range(3) if token != padding], device=self._device)
         return two[torch.tensor(ids, device=self._device)]
 
     @cached_property
     def _chooses_positions(self) -> bool:
-        """Whether it can be told of which tokens to give logits; else it gives those of all."""
+        """Whether the model can compute logits for chosen tokens only."""
         can = "logits_to_keep" in inspect.signature(self._plain.forward).parameters
         if not can:
-            self._tell("log-probs are taken from logits", "it gives those of all tokens")
+            self._tell("log-probs are computed from logits", "it computes the logits of all tokens")
         return can
 
     def _try_two_sequences(self) -> None:
@@ -204,25 +204,28 @@ class Forward:
 
     @cached_property
     def _head_ends_it(self) -> bool:
-        """Whether its head is a linear map whose result it returns as it is: then that can be log-probs."""
+        """Whether the head is a plain linear map whose result the model returns unchanged; log-probs can then replace it."""
         head = self._plain.get_output_embeddings()
         if type(head) is not nn.Linear or head.bias is not None:
             what = "has a bias" if type(head) is nn.Linear else f"is a {type(head).__name__}"
-            self._tell("log-probs are taken from logits", f"its head {what}")
+            self._tell("log-probs are computed from logits", f"its head {what}")
             return False
-        ids, given = torch.zeros(1, 2, dtype=torch.int64, device=self._device), []
-        with head_replaced(head, ids, 1.0, with_entropy=False):
-            hook = head.register_forward_hook(lambda module, inputs, output: given.append(output))
-            returned = self._try({"input_ids": ids})
-            hook.remove()
-        is_last = len(given) == 1 and returned is given[0]
+        given: list[
+            tuple[Tensor, Tensor]
+        ] = []  # results of the head, each with a copy that in-place operations do not reach
+        hook = head.register_forward_hook(lambda module, inputs, output: given.append((output, output.clone())))
+        returned = self._try({"input_ids": self._tokens([[0, 1]])})
+        hook.remove()
+        is_last = (
+            len(given) == 1 and returned is given[0][0] and torch.equal(returned.nan_to_num(), given[0][1].nan_to_num())
+        )
         if not is_last:
-            self._tell("log-probs are taken from logits", "it goes on computing with what its head gives")
+            self._tell("log-probs are computed from logits", "it changes the result of its head")
         return is_last
 
     @torch.no_grad()
     def _try(self, inputs: dict[str, Any]) -> Tensor:
-        """Without what is random in training (dropout that was asked for, noise of routers); what is random still, alike."""
+        """Run without the randomness of training, such as dropout; what stays random draws the same numbers each time."""
         was_training = self._root.training
         devices = [] if self._device.type == "cpu" else [self._device]
         self._root.eval()
@@ -238,9 +241,9 @@ class Forward:
 
     def _tell(self, what: str, reason: str) -> None:
         if dist.get_rank() == 0:
-            logger.warning("%s: %s, since %s", type(self._plain).__name__, what, reason)
+            logger.warning("%s: %s because %s", type(self._plain).__name__, what, reason)
 
 
 def _are_near(one: Tensor, other: Tensor) -> bool:
-    """Whether two results are the same but for rounding. What is no number is not judged."""
+    """Whether two results are equal up to rounding. Entries that are NaN count as equal."""
     return not bool((one - other).abs().max() > _ROUNDING * one.abs().max())

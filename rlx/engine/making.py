@@ -1,4 +1,4 @@
-"""A role's model as it is before it is sharded: loaded, with adapters, fused kernels, tiles and recomputation as configured."""
+"""Build a role's model before it is sharded: weights, adapters, fused kernels, tiled MLPs and recomputation."""
 
 import logging
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Made(NamedTuple):
-    """A model, its transformer layers, and its adapters by the name of the weight they change."""
+    """A model, its transformer layers, and its adapters by the name of the weight that each changes."""
 
     plain: "PreTrainedModel"
     layers: list[nn.Module]
@@ -30,21 +30,21 @@ class Made(NamedTuple):
 
 
 def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, trains: bool) -> Made:
-    """The model of a role; all processes make theirs together.
+    """Return the model of a role. All processes call this together.
 
     Args:
-        model: what to load and how to run it.
-        head: what it ends in.
-        dtype: of its weights.
-        seed: of what is not loaded, a value head and adapters.
-        trains: it gets gradients.
+        model: the weights to load and how to run them.
+        head: the kind of output.
+        dtype: type of the weights.
+        seed: of weights that no file holds: a value head and adapters.
+        trains: whether the model gets gradients.
     """
     plain = _load(model, head, dtype, seed)
     if dist.get_rank() == 0 and (kind := rope_by_length(plain.config.get_text_config())):
         logger.warning(
-            "%s: with rope_type %s the longest sequence of a micro-batch decides on the frequencies of all: beyond the length from "
-            "which these change, what is said of a sequence depends on its neighbours; give each a micro-batch of its own "
-            "(ppo_micro_batch_size_per_gpu=1, log_prob_micro_batch_size_per_gpu=1)",
+            "%s: rope_type %s computes the frequencies of all sequences from the longest one in the micro-batch. Beyond the "
+            "length at which they change, the outputs for a sequence depend on its neighbours. Give each sequence a "
+            "micro-batch of its own (ppo_micro_batch_size_per_gpu=1, log_prob_micro_batch_size_per_gpu=1)",
             type(plain).__name__,
             kind,
         )
@@ -65,19 +65,19 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
-    """The model with weights on rank 0, and without them on the other ranks, which get theirs as it is sharded."""
+    """Load the model with weights on rank 0 and without on the others, which receive theirs when it is sharded."""
     first = dist.get_rank() == 0
     plain = load_model(model, head, dtype, seed) if first else load_skeleton(model, head, dtype)
     tensors = [*plain.named_parameters(), *plain.named_buffers()]
     layout = [[(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
     own = layout[0]
     dist.broadcast_object_list(layout, src=0)
-    # A model class may keep some weights in a type of its own when it loads them, which a skeleton cannot know.
+    # A model class may load some weights in a type of its own, and a skeleton cannot know that.
     return plain if own == layout[0] else load_model(model, head, dtype, seed)
 
 
 def _enable_checkpointing(plain: "PreTrainedModel") -> None:
-    """Recomputation by transformers, which renamed the method within the range of versions that rlx takes."""
+    """Turn on transformers' recomputation. The method's name differs between the versions of transformers we support."""
     options = {"use_reentrant": False}
     if hasattr(plain, "activation_checkpointing_enable"):
         plain.activation_checkpointing_enable(options)

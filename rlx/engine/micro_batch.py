@@ -1,13 +1,13 @@
-"""The cut of one process's share into micro-batches: pure decisions on row lengths, then rows laid out for a forward.
+"""Divide one process's rows into micro-batches by their lengths, and lay rows out for a forward.
 
 Shape letters as in `rlx/data/batch.py`: B rows, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
 
-Packed, a micro-batch is one row of N tokens: its sequences one behind the other, without padding.
+A packed micro-batch is one row of N tokens: its sequences follow one another without padding.
 
-Note [rows start at column 0]: in a padded micro-batch every row begins with its first prompt token and all padding is behind
-its last token. A causal model then never sees padding, so it needs no attention mask: the fastest kernels apply, and no
-query is without keys, which some kernels answer with gradients that are NaN. Responses begin in different columns, so the
-R columns of a micro-batch are a window of W that holds them all; `lead` says where in it each row's response begins.
+Note [rows start at column 0]: in a padded micro-batch every row begins with its first prompt token, and all padding follows
+its last token. A causal model then never sees padding and needs no attention mask. The fastest kernels therefore apply, and no
+query is left without keys, for which some kernels return NaN gradients. Responses begin in different columns, so the R columns
+of a micro-batch are a window of W columns that holds them all; `lead` tells in which column each row's response begins.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from rlx.data.batch import TENSORS, Batch
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """How large a micro-batch may be: by `rows`, or by `tokens` that its forward computes.
+    """The largest micro-batch: a number of `rows`, or of `tokens` that its forward computes.
 
     Raises:
-        ValueError: both or neither are given, or below 1.
+        ValueError: both or neither are given, or one is below 1.
     """
 
     rows: int | None = None
@@ -36,7 +36,7 @@ class MicroBatchRule:
         given = [size for size in (self.rows, self.tokens) if size is not None]
         if len(given) != 1 or given[0] < 1:
             raise ValueError(
-                f"micro-batch rule: got rows={self.rows}, tokens={self.tokens}, expected exactly one of them, at least 1"
+                f"micro-batch rule: got rows={self.rows}, tokens={self.tokens}, expected exactly one of the two, at least 1"
             )
 
 
@@ -48,7 +48,7 @@ class RowLength(NamedTuple):
 
 
 def row_lengths(batch: Batch) -> list[RowLength]:
-    """How much of each row is no outer padding."""
+    """Return the length of each row without its outer padding."""
     response = batch.response_length
     mask_BT = batch["attention_mask"]
     mask_BP, mask_BR = mask_BT[:, : mask_BT.shape[1] - response], mask_BT[:, mask_BT.shape[1] - response :]
@@ -57,30 +57,27 @@ def row_lengths(batch: Batch) -> list[RowLength]:
 
 
 def _reach(mask: Tensor) -> Tensor:
-    """Per row, one past the last True."""
+    """Return per row the column behind its last True."""
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask
     return torch.cat([torch.zeros_like(places[:, :1]), places], dim=1).amax(dim=1)
 
 
 def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, packs: bool, at_least: int = 0) -> list[list[int]]:
-    """Row numbers of each micro-batch.
+    """Return the row numbers of each micro-batch; together they hold each row exactly once.
 
-    A row longer than a limit of tokens is its own micro-batch.
+    A row that is longer than a limit of tokens becomes a micro-batch of its own.
 
     Args:
         lengths: of the rows, in their order.
         rule: the limit.
-        packs: rows are packed; else they are padded, and padding counts as tokens.
-        at_least: micro-batches that the processes agreed on; some may be empty.
-
-    Returns:
-        Each row exactly once.
+        packs: whether rows are packed; if they are padded, padding counts as tokens.
+        at_least: number of micro-batches that the processes agreed on; some may be empty.
     """
     return (_cut_packed if packs else _cut_padded)(lengths, rule, at_least)
 
 
 def _cut_packed(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
-    """Micro-batches of about as many tokens each, as few as the limit allows, the largest first."""
+    """Return as few micro-batches as the limit allows, of similar numbers of tokens, the largest first."""
     tokens = [sum(length) for length in lengths]
     rows = rule.rows or max(1, len(tokens))
     limit = max(1, sum(tokens)) if rule.tokens is None else rule.tokens
@@ -89,15 +86,16 @@ def _cut_packed(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: in
         parts = partition(tokens, count, [rows] * count)
         loads = [sum(tokens[row] for row in part) for part in parts]
         if all(load <= limit or len(part) == 1 for load, part in zip(loads, parts, strict=True)):
-            # Every process begins with its largest, so that none waits for long at the collectives.
+            # Every process begins with its largest micro-batch, so that none waits long at the collectives.
             return [part for _, part in sorted(zip(loads, parts, strict=True), key=lambda pair: -pair[0])]
     return []
 
 
 def _cut_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
-    """By rows: rows with prompts of like length together, so that the window of their responses is narrow; the last one
-    ragged. By tokens: longest rows first, so that rows of like length share their padding. When there are fewer than
-    `at_least`, the ones with most rows are halved; what is still missing then is empty.
+    """Cut by rows or by tokens, then halve the micro-batches with most rows until there are `at_least`; add empty ones.
+
+    By rows: rows with prompts of similar length go together, so that the window of their responses is narrow; the last
+    micro-batch may be smaller. By tokens: the longest rows come first, so that rows of similar length share their padding.
     """
     parts = _by_rows(lengths, rule.rows) if rule.rows is not None else _by_tokens(lengths, rule.tokens or 1)
     while len(parts) < at_least and (largest := max(parts, key=len, default=[])) and len(largest) > 1:
@@ -122,15 +120,15 @@ def _by_tokens(lengths: Sequence[RowLength], tokens: int) -> list[list[int]]:
 
 
 class Packed(NamedTuple):
-    """Sequences one behind the other, each without its last token, from which nothing is predicted.
+    """Sequences that follow one another, each without its last token, which predicts nothing.
 
     Args:
-        input_ids, position_ids: (1, N) int64; positions begin anew with each sequence.
-        starts: (B + 1,) int32, where the sequences begin, and N.
+        input_ids, position_ids: (1, N) int64; positions start again at each sequence.
+        starts: (B + 1,) int32, the first token of each sequence, and N.
         lengths: tokens of each sequence, on the host.
-        predicting: (K,) int64, those of the N tokens from which response tokens are predicted.
-        targets: (1, K) int64, these response tokens.
-        places: (K,) int64, where they are in the flattened window (B, W).
+        predicting: (K,) int64, those of the N tokens that predict response tokens.
+        targets: (1, K) int64, the response tokens they predict.
+        places: (K,) int64, the indices of the targets in the flattened window (B, W).
     """
 
     input_ids: Tensor
@@ -146,11 +144,11 @@ class MicroBatch(NamedTuple):
     """Rows laid out for one forward; see Note [rows start at column 0].
 
     Args:
-        rows: their numbers in the share; none for a dummy, whose one row is in no response mask: it takes part in every
-            collective and weighs nothing.
+        rows: their numbers among the process's rows; empty for a dummy. The one row of a dummy is outside every response
+            mask: it takes part in the collectives and weighs nothing.
         batch: the columns, in which R is the window W.
         lead: (B,) int64 on CPU, window columns before each row's first response token.
-        packed: what the model reads instead of the batch's tokens, if it takes packed sequences.
+        packed: the tokens that a model with packed sequences reads in place of the batch's.
     """
 
     rows: list[int]
@@ -159,16 +157,16 @@ class MicroBatch(NamedTuple):
     packed: Packed | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """A copy whose columns and sequences are on the device."""
+        """Return a copy whose columns and sequences are on the device."""
         packed = self.packed and Packed(*(x.to(device) if isinstance(x, Tensor) else x for x in self.packed))
         return self._replace(batch=self.batch.map_tensors(lambda column: column.to(device)), packed=packed)
 
 
 def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:
-    """These rows of the share as one packed row; without rows, a dummy. Responses keep their columns, less empty ones."""
+    """Lay rows out as one packed row, or a dummy if there are none. Responses keep their columns, without trailing empty ones."""
     share, chosen = (batch.rows(rows), [lengths[row] for row in rows]) if rows else (_dummy(batch), [RowLength(1, 1)])
     prompt_width = share["input_ids"].shape[1] - share.response_length
-    # A row without response tokens takes part like one with a single one, which is padding.
+    # A row without response tokens takes part as if it had a single one, which is padding.
     sizes = [RowLength(max(1, prompt), max(1, response)) for prompt, response in chosen]
     width = max(size.response for size in sizes)
     tokens = [ids[prompt_width - p : prompt_width + r] for ids, (p, r) in zip(share["input_ids"], sizes, strict=True)]
@@ -192,7 +190,7 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
 
 
 def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:
-    """These rows of the share as a padded micro-batch; without rows, a dummy."""
+    """Lay rows out as a padded micro-batch, or a dummy if there are none."""
     if not rows:
         return MicroBatch(rows, _dummy(batch), torch.zeros(1, dtype=torch.int64))
     prompts = torch.tensor([max(1, lengths[row].prompt) for row in rows])
@@ -213,12 +211,12 @@ def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
 
 
 def shifted(column: Tensor, start: Tensor, width: int) -> Tensor:
-    """`width` entries of each row, from that row's own start on; 0 before its first and behind its last entry.
+    """Return `width` entries of each row from the row's own start on, with 0 outside the row.
 
     Args:
         column: (B, N).
         start: (B,) int64, may be negative.
-        width: entries to return.
+        width: number of entries to return.
     """
     index = start[:, None] + torch.arange(width)
     inside = (index >= 0) & (index < column.shape[1])

@@ -1,7 +1,7 @@
-"""What an update minimises. Shape letters: B rows, R response tokens.
+"""The losses that an update minimises. Shape letters: B rows, R response tokens.
 
-An objective turns the model's outputs on one micro-batch into its share of the mini-batch's loss and metrics. Shares are
-already divided by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
+An objective turns the model's outputs on one micro-batch into a share of the mini-batch's loss and metrics. Shares are divided
+by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ NO_CORRECTION = RolloutCorrectionConfig()
 
 
 class Totals(NamedTuple):
-    """Counts over the whole mini-batch, all processes together; both at least 1."""
+    """Counts over the whole mini-batch on all processes, each at least 1."""
 
     denominator: float
     tokens: float
 
 
 class Share(NamedTuple):
-    """One micro-batch's part of the mini-batch's loss (scalar with its graph) and of its metrics (scalars without).
+    """One micro-batch's share of the mini-batch's loss (scalar with its graph) and of its metrics (scalars without).
 
-    Metrics are added over the parts; of `maxima` the largest is taken.
+    Metrics are summed over the shares; of each of the `maxima` the largest is taken.
     """
 
     loss: Tensor
@@ -41,38 +41,39 @@ class Share(NamedTuple):
 
 
 class Objective(Protocol):
-    """What the engine needs to know of a loss.
+    """The interface between the engine and a loss.
 
-    `columns` are read from the batch beside the sequences. `distribution` is what is asked of a language model, None of a
-    value model.
+    Attributes:
+        columns: read from the batch in addition to the sequences.
+        distribution: how to read a language model's output; None for a value model.
     """
 
     columns: tuple[str, ...]
     distribution: Distribution | None
 
     def mask(self, batch: Batch) -> Tensor:
-        """The tokens that count (B, R) bool."""
+        """Return the tokens that count, (B, R) bool."""
         ...
 
     def denominator(self, mask_BR: Tensor) -> Tensor:
-        """This share's part of the loss's denominator, a scalar."""
+        """Return this share of the loss's denominator, a scalar."""
         ...
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
-        """This micro-batch's part of loss and metrics; `outputs` are those of `Forward`, (B, R) each."""
+        """Return this micro-batch's share of loss and metrics; `outputs` are those of `Forward`, (B, R) each."""
         ...
 
 
 def _per_token(stats: dict[str, Tensor], mask_BR: Tensor, tokens: float) -> dict[str, Tensor]:
-    """Each statistic's part of its mean over the mini-batch's response tokens."""
+    """Return each statistic's share of its mean over the mini-batch's response tokens."""
     return {name: (x.detach() * mask_BR).sum() / tokens for name, x in stats.items()}
 
 
 def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
-    """The policy loss that the configuration names, rlx's own or a user's.
+    """Return the policy loss that the configuration names, one of rlx or a user's.
 
     Raises:
-        UserCodeError: the user's file is missing or fails to import, has no such name, or it cannot be called as a loss.
+        UserCodeError: the user's file is missing, fails to import, lacks the name, or the name cannot be called as a loss.
     """
     if config.path is None:
         return POLICY_LOSSES[config.loss_mode]
@@ -80,10 +81,10 @@ def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
 
 
 def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a policy loss returned, which a user's may return in any form.
+    """Return the result of a policy loss after checking its form, because a user's loss may return anything.
 
     Raises:
-        ValueError: it is not one loss per token and statistics per token.
+        ValueError: the result is not one loss per token with statistics per token.
     """
     shape, where = tuple(mask_BR.shape), f"{config.name} in {config.path}"
     match answer:
@@ -98,8 +99,8 @@ def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Te
     faults = []
     if loss_BR.shape != shape:
         faults.append(
-            f"got a loss of shape {tuple(loss_BR.shape)}, expected {shape}: one number per token, which rlx sums up as "
-            "actor.loss_agg_mode says"
+            f"got a loss of shape {tuple(loss_BR.shape)}, expected {shape}: one number per token, which rlx averages "
+            "according to actor.loss_agg_mode"
         )
     for name, x in stats.items():
         if not isinstance(x, Tensor) or x.shape != shape:
@@ -114,24 +115,24 @@ def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Te
 
 
 class PolicyObjective:
-    """A policy loss, an entropy bonus and the KL to the reference, as the configuration weighs them.
+    """A policy loss, an entropy bonus and the KL to the reference, weighted as configured.
 
-    With rollout_is the policy loss of each token is multiplied by its weight; the other terms, which are no average over
-    the sampled tokens' probabilities, are not. A rejected token counts nowhere, in no term and no denominator: the loss is
-    the mean over what is left.
+    With rollout_is the policy loss of each token is multiplied by its importance weight. The other terms are not, because they
+    are no averages over the sampled tokens' probabilities. A rejected token counts in no term and no denominator: the loss is
+    the mean over the remaining tokens.
 
     Metrics: pg_loss, ppo_kl (mean of old - new log-prob), the policy loss's own statistics; with use_kl_loss also kl_loss,
-    with entropy_coeff also entropy_loss (both unweighted). With bypass_mode, where the old log-probs are the sampler's, also
-    what nothing else has measured: entropy, and as `mismatch/...` the sums of `mismatch_sums`.
+    with entropy_coeff also entropy_loss (both unweighted). With bypass_mode the old log-probs are the sampler's. This pass is
+    then the first to measure entropy and, as `mismatch/...`, the sums of `mismatch_sums`.
 
     Args:
         actor: the configuration.
-        temperature: of sampling; the log-probs are taken at it.
+        temperature: of sampling; log-probs are computed at it.
         horizon: longest response allowed [tokens].
         correction: of the sampler's mismatch; the driver computes weights and rejections.
 
     Raises:
-        UserCodeError: a policy loss of the user's cannot be loaded.
+        UserCodeError: a user's policy loss cannot be loaded.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class PolicyObjective:
         correction: RolloutCorrectionConfig = NO_CORRECTION,
     ):
         self.actor, self.horizon, self.correction = actor, horizon, correction
-        # The bonus alone needs entropy's graph; the step's entropy is known from the pass that took old_log_probs.
+        # Only the bonus needs entropy's graph; the pass for old_log_probs has already measured the step's entropy.
         self.distribution = Distribution(temperature, correction.bypass_mode or actor.entropy_coeff != 0)
         self.policy_loss = load_policy_loss(actor.policy_loss)
         self.settings = LossSettings(
@@ -202,7 +203,7 @@ class ValueObjective:
     Metrics: vf_loss, clip_fraction, vpred_mean (mean value).
 
     Args:
-        critic: the configuration; its loss_agg_mode must be set, null stands for the actor's.
+        critic: the configuration. Its loss_agg_mode must be set; null would mean the actor's.
         horizon: longest response allowed [tokens].
 
     Raises:
@@ -215,7 +216,7 @@ class ValueObjective:
     def __init__(self, critic: CriticConfig, horizon: int):
         if critic.loss_agg_mode is None:
             raise ValueError(
-                "critic.loss_agg_mode: got null, expected a mode; put the actor's in its place before building the objective"
+                "critic.loss_agg_mode: got null, expected a mode; set it to the actor's before building the objective"
             )
         self.mode, self.clip, self.horizon = critic.loss_agg_mode, critic.cliprange_value, horizon
 

@@ -1,14 +1,20 @@
-"""Out of device memory in an update with `save=auto`: plans may hold less from then on, and the step is repeated, once.
+"""Repeat an update once with a smaller plan when `save=auto` runs out of device memory.
 
 Note [who can be told]
-A process that runs out of memory leaves forward or backward between two of FSDP's collectives. Nothing reaches a process
-that waits inside the next one: it is in the communicator that both share, and takes whatever comes for its own. So all
-processes meet on a communicator beside it after the passes and before anything else, those that failed at once. Where all
-come (a single process; all failed alike, as equal plans make likely; one failed behind the last collective) the step is
-repeated by all. Where not all come in time, those that failed end with an error, and the others with the run.
-On a device collectives run behind the host: two processes that have both failed may have begun different ones, and the next
-would be taken for those that are pending. So each waits until its device has done all that it was given. Once all devices
-have, every collective that was begun was begun by all.
+A process that runs out of memory leaves forward or backward between two of FSDP's collectives. Another process may wait inside
+the next collective. It cannot be told: any message on the communicator that both share would be taken for that collective. All
+processes therefore meet on a second communicator after the passes, and those that failed go there at once. If all come, all
+repeat the step: a single process, processes that failed alike (likely, because their plans are equal), or one that failed after
+the last collective. If some do not come in time, the failed ones raise an error, which ends the run.
+
+On a device collectives run behind the host. Two failed processes may have begun different collectives, and the next one would be
+matched with those that are pending. So each process waits until its device has finished all work. Once every device has, all
+processes have begun the same collectives.
+
+Note [why torch 2.13]
+An exception in backward leaves FSDP2 in the middle of an iteration: its modules still count as being in backward, so that their
+next forward gathers no parameters, and the callback that ends a backward still counts as queued, so that it never runs again.
+`FSDPModule.reset_iter_state` resets both. torch has it from 2.13 on; older versions have no public way.
 """
 
 import gc
@@ -31,22 +37,22 @@ from rlx.offload import ActivationOffloading
 
 logger = logging.getLogger(__name__)
 
-LOWERED = 0.8  # of what the plan in force holds at most, and may hold from then on
+LOWERED = 0.8  # share of the current plan's largest memory that later plans may hold
 WAIT_S = 120.0  # for the other processes, which may be half a step behind
-ADAM_STATES = 2  # of the size of each parameter
+ADAM_STATES = 2  # each as large as its parameter
 
 T = TypeVar("T")
 
 
 class OomRetry:
-    """Runs the passes of a step, and once more with less on the device where memory ran out.
+    """Runs the passes of a step, and once more with less memory on the device if memory ran out.
 
-    All processes make and call it together.
+    All processes build and call it together.
 
     Args:
-        offload: plans activations.
+        offload: the offloading of activations, which plans what stays on the device.
         sharded: the model.
-        optimizer: of its parameters; it has not moved when the passes run.
+        optimizer: of the model's parameters; it does not step during the passes.
         device: of this process.
         keeps_state: whether the optimizer's state stays on the device.
     """
@@ -61,20 +67,20 @@ class OomRetry:
     ):
         self._keeps_state = keeps_state
         self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
-        is_able = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
-        self._recover = sharded.recover if is_able else None
-        # Beside FSDP's communicator, and on the host: Note [who can be told].
+        can_reset = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
+        self._recover = sharded.recover if can_reset else None
+        # A second communicator, on the host: Note [who can be told].
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
 
     def run(self, passes: Callable[[], T]) -> T:
-        """What `passes` returns.
+        """Return the result of `passes`.
 
         Args:
-            passes: all forwards and backwards of a step. Beside gradients and random numbers it changes nothing.
+            passes: all forwards and backwards of a step. They change nothing but gradients and random numbers.
 
         Raises:
-            torch.OutOfMemoryError: memory ran out twice, nothing was planned that could hold less, or not all processes
-                could be told.
+            torch.OutOfMemoryError: memory ran out twice, no plan exists that could hold less, or FSDP or another process
+                cannot begin again.
         """
         random_state = self._random_state()
         done, failure = self._attempt(passes)
@@ -85,17 +91,17 @@ class OomRetry:
         assert self._recover is not None
         if not self._is_drained():
             raise torch.OutOfMemoryError(
-                f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: processes "
-                "have stopped in different places and wait for each other. Lower activation_offload.max_device_bytes or the "
-                "micro-batches"
+                f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: the "
+                "processes stopped in different places and wait for each other. Lower activation_offload.max_device_bytes or "
+                "the micro-batches"
             )
         self._recover()
         self._sharded.drop_gradients(self._optimizer)
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
         logger.warning(
-            "out of device memory in an update (%s). The optimizer has not moved: the step is repeated, and from now on plans "
-            "of save=auto hold at most %.3f GB. Set activation_offload.max_device_bytes to it to begin with that",
+            "out of device memory in an update (%s). The optimizer has not stepped. The step is repeated, and plans of save=auto "
+            "now hold at most %.3f GB on the device. Set activation_offload.max_device_bytes to this to start with it",
             failure or "on another process",
             limit / 1e9,
         )
@@ -104,24 +110,24 @@ class OomRetry:
         done, failure = self._attempt(passes)
         if self._limit(failure) is not None:
             raise torch.OutOfMemoryError(
-                f"out of device memory in an update, also when it was repeated with at most {limit / 1e9:.3f} GB planned "
-                f"({failure or 'on another process'}); make micro-batches smaller, or use more processes"
+                f"out of device memory in an update, also when it was repeated with a plan of at most {limit / 1e9:.3f} GB "
+                f"({failure or 'on another process'}). Make micro-batches smaller or use more processes"
             )
         assert done is not None
         return done[0]
 
     def _attempt(self, passes: Callable[[], T]) -> tuple[tuple[T] | None, str | None]:
-        """What the passes return, or what memory ran out in."""
+        """Return the passes' result in a tuple, or the message of the failure."""
         self._offload.agree(self._group, reserve_bytes=self._missing_state_bytes())
         try:
             return (passes(),), None
         except torch.OutOfMemoryError as error:
             failure = str(error).split(". ")[0]
-        gc.collect()  # the traceback, and with it the graph
+        gc.collect()  # frees the traceback and with it the graph
         return None, failure
 
     def _limit(self, failure: str | None) -> int | None:
-        """What plans may hold from now on, on all processes; None where no process has failed [bytes]."""
+        """Return the bytes that later plans may hold on all processes; None if no process failed."""
         own = inf
         if failure is not None:
             plan = self._offload.plan()
@@ -134,8 +140,8 @@ class OomRetry:
                 meeting.wait()
             elif not _ends(meeting):
                 raise torch.OutOfMemoryError(
-                    f"out of device memory in an update ({failure}). The step cannot be repeated: after {WAIT_S:.0f} s another "
-                    "process has still not come to its end and most likely waits for this one in a collective. Lower "
+                    f"out of device memory in an update ({failure}). The step cannot be repeated: another process has not "
+                    f"finished its passes after {WAIT_S:.0f} s and probably waits for this one in a collective. Lower "
                     "activation_offload.max_device_bytes or the micro-batches"
                 )
         least = limit.item()
@@ -143,15 +149,16 @@ class OomRetry:
             raise torch.OutOfMemoryError(
                 f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: "
                 + (
-                    "nothing of it was planned yet, so that nothing more can leave the device; make micro-batches smaller"
+                    "it has no plan yet, so no more activations can be offloaded. Make micro-batches smaller"
                     if self._recover is not None
-                    else "only FSDP2 of torch 2.13 and newer can begin anew; lower activation_offload.max_device_bytes"
+                    else f"got torch {torch.__version__}, and only FSDP2 of torch 2.13 or newer can begin again after an "
+                    "error. Lower activation_offload.max_device_bytes or the micro-batches"
                 )
             )
         return None if least == inf else int(least)
 
     def _is_drained(self) -> bool:
-        """Whether no process has begun a collective that another has not."""
+        """Whether every collective that a process has begun was begun by all; see Note [who can be told]."""
         if self._group is None or self._device.type == "cpu":
             return True
         waiting = threading.Thread(target=torch.accelerator.synchronize, args=(self._device,), daemon=True)
@@ -162,7 +169,7 @@ class OomRetry:
         return bool(is_done)
 
     def _missing_state_bytes(self) -> int:
-        """What the optimizer's first step will take, where it has not been done."""
+        """Return the bytes of state that the optimizer's first step will allocate; 0 after that step."""
         state = self._optimizer.state
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]] if self._keeps_state else []
         missing = (p for p in parameters if not state.get(p))

@@ -13,14 +13,14 @@ from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
 
-PART = 32  # parameters
+PART = 32  # parameters per call of the optimizer
 
 
 def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Share of the peak learning rate at optimizer step `step` (the first is 0).
+    """Return the share of the peak learning rate at optimizer step `step`; the first step is 0.
 
-    Linear warm-up over w steps, none of them at rate 0, then constant, or a cosine or line down to `min_lr_ratio` at
-    `total_steps`.
+    The rate rises linearly over the warm-up, whose first step is above 0. Then it stays constant, or falls along a cosine or
+    a line to `min_lr_ratio` at `total_steps`.
     """
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
@@ -33,10 +33,10 @@ def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> flo
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> AdamW:
-    """AdamW over the parameters that are trained.
+    """Return AdamW over the parameters that are trained.
 
-    On an accelerator it is torch's fused kernel: it passes once over parameters, gradients and state instead of a dozen times, needs
-    no memory beside them, and rounds a parameter in bf16 once in a step. On the CPU it is torch's default.
+    On an accelerator this is torch's fused kernel. It reads parameters, gradients and state once instead of a dozen times,
+    needs no extra memory, and rounds a bf16 parameter once per step. On the CPU it is torch's default.
     """
     trained = [p for p in parameters if p.requires_grad]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
@@ -46,7 +46,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
 
 
 def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A state that another kernel has left is taken up by this one, which counts steps where it reads them."""
+    """Load a state that another kernel wrote, and keep this optimizer's kernel, which also decides where steps are counted."""
     groups = zip(state["param_groups"], optimizer.param_groups, strict=True)
     return {**state, "param_groups": [{**loaded, "fused": own["fused"]} for loaded, own in groups]}
 
@@ -56,16 +56,16 @@ def _constants(optim: OptimConfig) -> dict[str, Any]:
 
 
 def configure(optimizer: AdamW, optim: OptimConfig, lr: float) -> None:
-    """Puts the configured numbers in place of those that a loaded state may have brought along."""
+    """Restore the configured numbers, which loading a state may have replaced."""
     for group in optimizer.param_groups:
         group.update(_constants(optim), lr=lr)
 
 
 def step_in_parts(optimizer: AdamW) -> None:
-    """The optimizer's step, a few parameters at a time.
+    """Take the optimizer's step a few parameters at a time.
 
-    For a kernel over sharded parameters the host prepares each of them; a device that has nothing else to do then begins behind
-    the first few instead of the last. AdamW treats each parameter by itself, so the bits are those of one step.
+    The host prepares each sharded parameter for the kernel. An idle device can then begin after the first few of them instead
+    of after the last. AdamW treats each parameter separately, so the result equals that of one step, bit for bit.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for start in range(0, len(parameters), PART):
@@ -75,7 +75,7 @@ def step_in_parts(optimizer: AdamW) -> None:
 
 @contextmanager
 def stepping_only(optimizer: AdamW, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Lets the optimizer see these of its parameters only."""
+    """Restrict the optimizer to these of its parameters."""
     ids = set(map(id, parameters))
     whole = [group["params"] for group in optimizer.param_groups]
     try:
@@ -88,25 +88,22 @@ def stepping_only(optimizer: AdamW, parameters: Sequence[Tensor]) -> Iterator[No
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; a plain tensor is its own part."""
+    """Return this process's shard of a sharded tensor; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, replicas: int, device: torch.device) -> float:
-    """Scales all gradients so that their global norm is at most `max_norm`.
+    """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before that.
 
-    One way for both kinds of FSDP: the squared norms of all parts are added in fp64 over all processes, so that every
-    process gets the same number and, with it, comes to the same decision. A gradient that is not finite is left as it is.
+    The squared norms of all shards are summed in fp64 over all processes, for both kinds of FSDP. Every process therefore gets
+    the same number and takes the same decision. Gradients with a norm that is not finite are left unchanged.
 
     Args:
-        parameters: sharded; those without a gradient are passed over.
+        parameters: sharded; those without a gradient are skipped.
         max_norm: largest norm [unit of the gradients].
-        replicas: how many processes hold each part.
+        replicas: number of processes that hold each shard.
         device: where the default process group reduces.
-
-    Returns:
-        The norm before clipping.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     norms = [torch.zeros((), dtype=torch.float64, device=device)]

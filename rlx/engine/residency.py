@@ -1,13 +1,13 @@
-"""Letting tensors wait in host memory while another role works on the device.
+"""Offload tensors to host memory while another role uses the device.
 
-The memory is the offloading engine's (`rlx.offload.host_arena`): parameters and optimizer states take what activations
-leave free between two updates, and the other way round.
+The memory belongs to the offloading engine's arena (`rlx.offload.host_arena`): between two updates activations do not need it,
+so parameters and optimizer states use the same bytes.
 
-Note [who may touch what, and when]
-`park` queues its copies on the current stream, behind all that compute has queued there, and waits once, after the last
-of them; only then is device memory given up. `unpark` takes device memory for all, queues its copies on the current
-stream, whose next kernels find the tensors filled, and waits for nothing: the host's block is free again once the event
-behind the last copy has passed. FSDP's own streams wait for the current one before they read a parameter.
+Note [when bytes may be touched]
+`offload` queues its copies on the current stream, after all that compute has queued there, and waits once, for the last copy.
+Only then does it free device memory. `fetch` allocates all device memory, queues its copies on the current stream and waits for
+nothing: the stream's next kernels see the tensors filled. The host's block becomes free after the event of the last copy. FSDP's
+own streams wait for the current one before they read a parameter.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,52 +24,53 @@ from rlx.offload import Block, HostArena, trim
 
 
 class HandOverError(ExplainedError, ValueError):
-    """There is no room for what is to change between device and host; it stays where it is, whole."""
+    """Device or host has no room for tensors that are to move there; they stay where they are, complete."""
 
 
-class Parked(NamedTuple):
-    """Storages without memory, the bytes each had, and the block that they lie in, in this order."""
+class OffloadedStorages(NamedTuple):
+    """Storages without memory, the number of bytes of each, and the block of host memory that holds them in this order."""
 
     storages: list[torch.UntypedStorage]
     lengths: list[int]
     block: Block
 
 
-class Parking:
-    """Takes the memory behind tensors away and gives it back, without the tensors being replaced.
+class TensorOffload:
+    """Frees the device memory behind tensors and fills it again, without replacing the tensors.
 
-    Only the bytes move: parameters, their views, FSDP's references and the optimizer's state all stay the objects they
-    are, so this needs to know nothing of either kind of FSDP. Between `park` and `unpark` nobody may touch them.
+    Only bytes move. Parameters, their views, FSDP's references and the optimizer's state stay the same objects, so this class
+    works with both kinds of FSDP. Nobody may use the tensors between `offload` and `fetch`.
 
     Args:
-        arena: where the bytes wait.
-        name: of what is parked here, for accounts and messages.
+        arena: host memory for the bytes.
+        name: of these tensors, for accounts and messages.
     """
 
     def __init__(self, arena: HostArena, name: str) -> None:
-        self._parked: Parked | None = None
-        self._copied: torch.Event | None = None  # behind the last copy between `lend` and `let_go`
+        self._offloaded: OffloadedStorages | None = None
+        self._copied: torch.Event | None = None  # after the last copy that `prefetch` or `begin_offload` queued
         self._account = arena.account(name=name)
 
     @property
-    def occupied(self) -> bool:
-        """Whether something is parked."""
-        return self._parked is not None
+    def is_offloaded(self) -> bool:
+        """Whether bytes are in host memory."""
+        return self._offloaded is not None
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Moves the bytes behind these tensors (of a DTensor its shard) to the host; a storage they share moves once.
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Move the bytes of these tensors, of a DTensor its shard, to host memory; shared storages move once.
 
         Args:
-            tensors: on one device. Memory that torch did not allocate itself cannot be given back, and stays.
+            tensors: on one device. Memory that torch did not allocate cannot be freed and stays on the device.
 
         Raises:
-            HandOverError: the host has no room; all tensors are as they were.
+            HandOverError: the host has no room; all tensors are unchanged.
         """
-        assert self._parked is None, f"{self._account.name} are parked already"
+        assert self._offloaded is None, f"{self._account.name} are offloaded already"
+        assert self._offloaded is None, f"{self._account.name} are parked already"
         found = {s.data_ptr(): s for s in (local(t).untyped_storage() for t in tensors) if s.nbytes() and s.resizable()}
         if not found:
             return
-        # Long ones first: their copies begin at round addresses.
+        # Long storages first, so that their copies begin at aligned addresses.
         storages = sorted(found.values(), key=torch.UntypedStorage.nbytes, reverse=True)
         lengths = [storage.nbytes() for storage in storages]
         block = self._room(sum(lengths))
@@ -80,36 +81,36 @@ class Parking:
             if copied is not None:
                 copied.synchronize()
         except BaseException:
-            self._account.give(block, after=_event(storages[0].device))
+            self._account.free(block, after=_event(storages[0].device))
             raise
-        self._parked = Parked(storages, lengths, block)
+        self._offloaded = OffloadedStorages(storages, lengths, block)
         for storage in storages:
             storage.resize_(0)
 
-    def unpark(self) -> None:
-        """Brings everything back.
+    def fetch(self) -> None:
+        """Fetch all bytes and free the host memory.
 
         Raises:
-            HandOverError: the device has no room; everything stays parked.
+            HandOverError: the device has no room; everything stays offloaded.
         """
-        if self._parked is None:
+        if self._offloaded is None:
             return
-        self.lend(None)
-        storages, _, block = self._parked
-        self._parked = None
-        self._account.give(block, after=_event(storages[0].device))
+        self.prefetch(None)
+        storages, _, block = self._offloaded
+        self._offloaded = None
+        self._account.free(block, after=_event(storages[0].device))
 
-    def lend(self, stream: torch.Stream | None) -> None:
-        """Begins to bring everything back on a stream; the host's memory waits for `take_back`.
+    def prefetch(self, stream: torch.Stream | None) -> None:
+        """Queue the copies to the device on a stream; the host memory stays allocated for `begin_offload`.
 
         Args:
             stream: None for the current one.
 
         Raises:
-            HandOverError: the device has no room; everything stays parked.
+            HandOverError: the device has no room; everything stays offloaded.
         """
-        assert self._parked is not None
-        storages, lengths, block = self._parked
+        assert self._offloaded is not None
+        storages, lengths, block = self._offloaded
         try:
             for storage, nbytes in zip(storages, lengths, strict=True):
                 storage.resize_(nbytes)
@@ -117,60 +118,60 @@ class Parking:
             for storage in storages:
                 storage.resize_(0)
             raise HandOverError(
-                f"{self._account.name}: no device memory for {block.nbytes / 1e9:.2f} GB that waited in host memory, where "
-                f"they stay ({str(error).splitlines()[0]}). Let the other roles wait there too (param_offload, "
-                "optimizer_offload), or lower the sampler's share (rollout.gpu_memory_utilization) or the micro-batches"
+                f"{self._account.name}: no device memory to fetch {block.nbytes / 1e9:.2f} GB from host memory, where they "
+                f"stay ({str(error).splitlines()[0]}). Offload the other roles too (param_offload, optimizer_offload), or lower "
+                "the sampler's share (rollout.gpu_memory_utilization) or the micro-batches"
             ) from error
         self._copied = _copy_on(stream, ((here, there) for here, there in _pairs(storages, block)))
 
-    def take_back(self, stream: torch.Stream | None) -> None:
-        """Begins to send what was lent to the host again, on a stream; `let_go` ends it."""
-        assert self._parked is not None
+    def begin_offload(self, stream: torch.Stream | None) -> None:
+        """Queue the copies of prefetched bytes back to the host on a stream; `release` frees their device memory."""
+        assert self._offloaded is not None
         self._copied = _copy_on(
-            stream, ((there, here) for here, there in _pairs(self._parked.storages, self._parked.block))
+            stream, ((there, here) for here, there in _pairs(self._offloaded.storages, self._offloaded.block))
         )
 
-    def await_copy(self) -> None:
-        """Makes the current stream wait for the last copy that was begun."""
+    def wait_for_copy(self) -> None:
+        """Make the current stream wait for the last copy that was queued."""
         if self._copied is not None:
-            torch.accelerator.current_stream(self._parked_device()).wait_event(self._copied)
+            torch.accelerator.current_stream(self._device()).wait_event(self._copied)
             self._copied = None
 
-    def let_go(self) -> None:
-        """Gives the device memory up of what was taken back, behind its copy; nothing where nothing was."""
-        if self._parked is not None:
-            self.await_copy()
-            for storage in self._parked.storages:
+    def release(self) -> None:
+        """Free the device memory after the copies of `begin_offload`; do nothing if nothing is offloaded."""
+        if self._offloaded is not None:
+            self.wait_for_copy()
+            for storage in self._offloaded.storages:
                 storage.resize_(0)
 
-    def _parked_device(self) -> torch.device:
-        assert self._parked is not None
-        return self._parked.storages[0].device
+    def _device(self) -> torch.device:
+        assert self._offloaded is not None
+        return self._offloaded.storages[0].device
 
     def _room(self, nbytes: int) -> Block:
         arena = self._account.arena
         if nbytes > _obtainable_bytes(arena):
-            trim()  # waits for copies that are on their way, too
-        # Asked for first: Linux promises more memory than there is, and ends who then uses it.
+            trim()  # also waits for copies that are still running
+        # Linux promises more memory than there is and kills the process that then uses it, so look first.
         obtainable = _obtainable_bytes(arena)
-        block = self._account.take(nbytes) if nbytes <= obtainable else None
+        block = self._account.allocate(nbytes) if nbytes <= obtainable else None
         if block is None:
             holders = ", ".join(f"{name} {held / 1e9:.2f} GB" for name, held in arena.holders().items() if held)
             raise HandOverError(
-                f"{self._account.name}: {nbytes / 1e9:.2f} GB are to wait in host memory, where {obtainable / 1e9:.2f} GB can be "
-                f"had beside what this process holds there ({holders or 'nothing'}). They are still on the device. Set the "
-                "role's param_offload or optimizer_offload to False, lower activation_offload.max_host_bytes, or give the "
-                "machine or container more memory"
+                f"{self._account.name}: got {nbytes / 1e9:.2f} GB to offload to host memory, which has {obtainable / 1e9:.2f} GB "
+                f"beside the tensors of this process ({holders or 'none'}). They are still on the device. Set the role's "
+                "param_offload or optimizer_offload to False, lower activation_offload.max_host_bytes, or give the machine or "
+                "container more memory"
             )
         return block
 
     def __del__(self) -> None:
-        if self._parked is not None:
-            self._account.give(self._parked.block)
+        if self._offloaded is not None:
+            self._account.free(self._offloaded.block)
 
 
 def _obtainable_bytes(arena: HostArena) -> int:
-    """What can be taken: free in the arena, or left for it to take from the system."""
+    """Return the bytes that are free in the arena or that it may still take from the system."""
     growth = host_memory().available_bytes
     if arena.max_bytes is not None:
         growth = min(growth, arena.max_bytes - arena.reserved_bytes)
@@ -178,7 +179,7 @@ def _obtainable_bytes(arena: HostArena) -> int:
 
 
 def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of the storages and those of the block side by side, cut where either has an end."""
+    """Yield equal pieces of the storages and of the block in order, cut where either ends."""
     views = iter(block.views)
     on_host = next(views)
     for storage in storages:
@@ -192,7 +193,7 @@ def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[t
 
 
 def _copy_on(stream: torch.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
-    """Copies second to first of each pair, behind what the current stream has queued; returns an event behind the copies."""
+    """Copy the second tensor of each pair to the first, after the current stream's work; return an event after the copies."""
     if stream is not None:
         stream.wait_event(torch.accelerator.current_stream(stream.device).record_event())
     with stream or nullcontext():
@@ -202,5 +203,5 @@ def _copy_on(stream: torch.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]
 
 
 def _event(device: torch.device) -> torch.Event | None:
-    """An event behind all that is queued on the device's current stream; None on CPU, where nothing is queued."""
+    """Return an event after all work queued on the device's current stream; None on CPU, which has no queue."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()

@@ -1,4 +1,4 @@
-"""The processes that work on the same rows together: each on its part of the tokens, outside attention."""
+"""The processes that share sequences: outside attention each works on its part of the tokens."""
 
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,12 @@ class SequenceGroup:
     """Neighbouring processes that share every row of packed sequences (Ulysses). All processes build theirs together.
 
     Args:
-        size: processes that share a row; divides their number.
+        size: processes that share a row.
         config: of the model that reads the row.
 
     Raises:
-        ValueError: `size` does not divide the number of processes and that of query heads, or the frequencies of the model's
-            rotary embedding depend on the longest sequence, of which each process would see its own part alone.
+        ValueError: `size` does not divide the number of processes or of query heads. Or the frequencies of the model's rotary
+            embedding depend on the longest sequence, of which each process would only see a part.
     """
 
     def __init__(self, size: int, config: "PreTrainedConfig"):
@@ -32,10 +32,10 @@ class SequenceGroup:
         self.processes, _ = dist.new_subgroups(group_size=size)
 
     def own(self, packed: Packed) -> Packed:
-        """This process's part of the row: as many tokens on each; where tokens lack, a sequence of padding ends the row.
+        """Return this process's part of the row. All parts have equally many tokens; a sequence of padding fills the last.
 
-        `starts` and `lengths` are still those of the whole row. A part from which no response token is predicted asks for one
-        all the same, whose figure has no place.
+        `starts` and `lengths` remain those of the whole row. A part that predicts no response token predicts one all the same,
+        and its figure is placed nowhere.
         """
         count = packed.input_ids.shape[1]
         padding = -count % self.size

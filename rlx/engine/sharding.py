@@ -1,7 +1,7 @@
-"""How a model is cut over processes: what FSDP1 and FSDP2 share, and in one class each what differs.
+"""Shard a model over processes with FSDP1 or FSDP2: what both share, and one class for what differs in each.
 
-A model is sharded in units: each transformer layer, then the root with what is left (embeddings, final norm, head), so
-that tied embeddings fall into one unit.
+A model is sharded in units: each transformer layer, and the root with everything outside the layers (embeddings, final norm,
+head). Tied embeddings therefore belong to one unit.
 """
 
 import warnings
@@ -35,7 +35,7 @@ TRAINING_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.
 
 
 class Precision(NamedTuple):
-    """Types of the stored parameters, of forward and backward, and of the sum of gradients over processes."""
+    """Types of stored parameters, of forward and backward, and of the sum of gradients over processes."""
 
     stored: torch.dtype
     compute: torch.dtype
@@ -43,7 +43,7 @@ class Precision(NamedTuple):
 
 
 def precision_of(fsdp: FSDPConfig, device: torch.device) -> Precision:
-    """The configured types, with `auto` decided for this device."""
+    """Return the configured types, with `auto` decided for this device."""
     chosen, stored = fsdp.mixed_precision.param_dtype, TRAINING_DTYPES[fsdp.model_dtype]
     automatic = stored if device.type == "cpu" else torch.bfloat16
     compute = automatic if chosen == "auto" else TRAINING_DTYPES[chosen]
@@ -51,7 +51,7 @@ def precision_of(fsdp: FSDPConfig, device: torch.device) -> Precision:
 
 
 def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
-    """One dimension `shard` over all processes, or `replicate` x `shard` when groups are smaller (HSDP).
+    """Return a mesh with one dimension `shard`, or with `replicate` x `shard` if shards are not over all processes (HSDP).
 
     Raises:
         ValueError: `fsdp_size` does not divide the number of processes.
@@ -66,29 +66,43 @@ def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
 
 
 def transformer_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules of the classes that transformers' `_no_split_modules` names, by their place in the model.
+    """Return the outermost modules of the classes in transformers' `_no_split_modules`, by their name in the model.
+
+    A module that shares a parameter with the rest of the model is left out: FSDP would give each of two units its own copy, and
+    the tie would be lost. BERT names its embeddings in `_no_split_modules`, whose weight is also its head's.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the model has none.
     """
     classes = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if type(module).__name__ in classes and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
+    for name in [name for name, module in found.items() if _shares_parameters(model, name, module)]:
+        del found[name]
     if not found:
         raise ValueError(
-            f"{type(model).__name__}: _no_split_modules names {sorted(classes)}, expected the classes of its layers; "
-            "without them there is nothing to shard by"
+            f"{type(model).__name__}: _no_split_modules names {sorted(classes)}, expected the classes of its layers, which FSDP "
+            "shards one by one"
         )
     return found
 
 
-class Unit(NamedTuple):
-    """What is gathered together: a layer, or the root without its layers.
+def _shares_parameters(model: nn.Module, name: str, module: nn.Module) -> bool:
+    inside = set(module.parameters())
+    named = model.named_parameters(remove_duplicate=False)
+    return any(tensor in inside and not other.startswith(f"{name}.") for other, tensor in named)
 
-    `prefix` is its place in the model, `module` the plain module, `names` its own entries in the model's state_dict
-    relative to it (a tied one once), `wrapped` what FSDP made of the module.
+
+class Unit(NamedTuple):
+    """Parameters that FSDP gathers together: a layer, or the root without its layers.
+
+    Attributes:
+        prefix: the module's path in the model with a dot at its end, "" for the root.
+        module: the plain module.
+        names: its own entries in the model's state_dict, relative to the module; a tied one once.
+        wrapped: the module that FSDP made of it.
     """
 
     prefix: str
@@ -97,7 +111,7 @@ class Unit(NamedTuple):
     wrapped: nn.Module
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its entries by their full names, as they are now."""
+        """Return its current tensors by their full names."""
         found = {}
         for name in self.names:
             path, _, leaf = name.rpartition(".")
@@ -106,7 +120,7 @@ class Unit(NamedTuple):
 
 
 def _own_names(module: nn.Module, layers: Sequence[str]) -> list[str]:
-    """Names in the module's state_dict outside these layers; of tied tensors only the first."""
+    """Return the names in the module's state_dict outside these layers; of tied tensors only the first."""
     seen: set[int] = set()
     names = []
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -117,9 +131,9 @@ def _own_names(module: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 def materialise(module: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Brings what `module` holds outside `layers` to the device, with rank 0's values on every rank.
+    """Move the tensors of `module` outside `layers` to the device, with rank 0's values on every rank.
 
-    Ranks other than 0 may hold it on the meta device, so that only one process per run reads the weights. Ties stay.
+    Other ranks may hold them on the meta device, so that only one process per run reads the weights. Tied tensors stay tied.
     """
     inside = {part for layer in layers for part in layer.modules()}
     moved: dict[Tensor, Tensor] = {}
@@ -139,12 +153,12 @@ def materialise(module: nn.Module, layers: Sequence[nn.Module], device: torch.de
 
 
 class Sharded(ABC):
-    """A model cut over the processes.
+    """A model that is sharded over the processes.
 
     Attributes:
-        root: what is called; forward and backward gather and reduce by themselves.
-        units: what is gathered together, the root first.
-        replicas: how many processes hold each shard.
+        root: the module to call; its forward and backward gather and reduce by themselves.
+        units: the units, the root first.
+        replicas: number of processes that hold each shard.
         state_options: for torch.distributed.checkpoint.state_dict.
     """
 
@@ -155,27 +169,27 @@ class Sharded(ABC):
 
     @abstractmethod
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch; `last` says that the optimizer steps next.
+        """Return a context around forward and backward of one micro-batch; `last` is true if the optimizer steps next.
 
-        Gradients are reduced to shards after every micro-batch: keeping them whole until the last one would save
-        traffic at the price of a full copy of the gradients.
+        Gradients are reduced to shards after every micro-batch. Keeping them whole until the last one would save traffic but
+        cost a full copy of the gradients.
         """
 
     @abstractmethod
     def reshard(self) -> None:
-        """Frees gathered parameters that a forward without a backward has left behind."""
+        """Free gathered parameters that remain after a forward without a backward."""
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Frees the gradients once the optimizer has stepped."""
+        """Free the gradients after the optimizer's step."""
         optimizer.zero_grad()
 
     @abstractmethod
     def gathering(self, unit: Unit) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """A function that makes a full copy of one of the unit's tensors, taken inside the context; all processes join."""
+        """Return a context that gives a function. It copies one of the unit's tensors in full; all processes join each call."""
 
 
 class FSDP2Model(Sharded):
-    """`fully_shard`: parameters become DTensors in place."""
+    """A model sharded by `fully_shard`, whose parameters become DTensors in place."""
 
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
         mesh = build_mesh(fsdp.fsdp_size, device)
@@ -184,7 +198,7 @@ class FSDP2Model(Sharded):
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, mesh.size())}
-        # On the CPU parameters are where the policy would put them.
+        # On the CPU parameters already are where the policy would put them.
         options["offload_policy"] = (
             CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
         )
@@ -194,7 +208,7 @@ class FSDP2Model(Sharded):
             materialise(layer, [], device)
             fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
         materialise(model, list(layers.values()), device)
-        # The root's head is used last in forward and first in backward: freeing it between would only gather it again.
+        # The head is the last part of forward and the first of backward, so freeing it in between would only gather it again.
         fully_shard(model, reshard_after_forward=False, **options)
         if fsdp.forward_prefetch:
             for layer, following in pairwise(layers.values()):
@@ -202,7 +216,7 @@ class FSDP2Model(Sharded):
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """See Sharded. Between replicas (HSDP) only the last micro-batch's sum travels."""
+        """See Sharded. With replicas (HSDP) only the sum of the last micro-batch is reduced between them."""
         self.root.set_requires_all_reduce(last)
         yield
 
@@ -213,9 +227,10 @@ class FSDP2Model(Sharded):
             unit.wrapped.reshard()
 
     def recover(self) -> None:
-        """Ready for the next forward after an exception has ended a forward or backward; all processes join.
+        """Prepare for the next forward after an exception ended a forward or backward. All processes call it together.
 
-        Needs torch 2.13. What backward has summed up in gathered parameters would else be added to the next gradients.
+        Needs torch 2.13, see Note [why torch 2.13] in `oom_retry.py`. Without the loop, gradients that backward summed in
+        gathered parameters would be added to the next ones.
         """
         assert isinstance(self.root, FSDPModule)
         self.root.reset_iter_state()
@@ -235,14 +250,14 @@ class FSDP2Model(Sharded):
     def _full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach().clone()
-        # The device's collectives cannot reach shards that an offload policy keeps on the host.
+        # The device's collectives cannot reach shards that an offload policy keeps in host memory.
         full = tensor.detach().to(self.device).full_tensor()
         return full.clone() if tensor.device_mesh.size() == 1 else full
 
 
 def _mixed_precision_policy(precision: Precision, processes: int) -> MixedPrecisionPolicy:
     compute = None if precision.compute == precision.stored else precision.compute
-    # A process by itself sums nothing: the wider type would only be written, copied and rounded back, to the same bits.
+    # A single process sums nothing: values would be written in the wider type, copied and rounded back to the same bits.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce if processes > 1 else None)
 
 
@@ -250,7 +265,7 @@ class FSDP1Model(Sharded):
     """`FullyShardedDataParallel` with original parameters.
 
     Raises:
-        ValueError: an option that FSDP1 cannot do right together with gradient accumulation.
+        ValueError: FSDP1 does not support an option together with gradient accumulation.
     """
 
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
@@ -260,9 +275,9 @@ class FSDP1Model(Sharded):
         self.replicas = mesh.size() // shards
         sharded = shards > 1
         if not sharded and len({p.requires_grad for p in model.parameters()}) == 2:
-            # It hands a frozen unit's parameters back as plain tensors after backward, and fails in the next forward.
+            # After backward FSDP1 returns a frozen unit's parameters as plain tensors, and the next forward fails.
             raise ValueError("lora_rank: FSDP1 cannot train adapters in a single process; use strategy=fsdp2")
-        # FSDP1 has no sharded state_dict for a single process; the whole one reads and writes the same format.
+        # FSDP1 has no sharded state_dict for a single process; the full one reads and writes the same format.
         self.state_options = StateDictOptions(full_state_dict=not sharded)
         options: dict[str, Any] = {
             "sharding_strategy": _fsdp1_strategy(fsdp, mesh),
@@ -284,9 +299,9 @@ class FSDP1Model(Sharded):
         materialise(model, list(layers.values()), device)
         inner = _wrap(model, options)
         self.units.insert(0, Unit("", model, own_names, inner))
-        # FSDP1 never frees the root's parameters after forward. An outer root that owns none lets the inner one free its.
+        # FSDP1 never frees the root's parameters after forward. An outer root without parameters lets the inner one be freed.
         self.root = _wrap(inner, options)
-        # Gathering a unit before the root is known would make that unit a root.
+        # If a unit is gathered before the root is known, that unit becomes a root.
         with FullyShardedDataParallel.summon_full_params(self.root, recurse=False, writeback=False):
             pass
 
@@ -295,14 +310,14 @@ class FSDP1Model(Sharded):
         return nullcontext()
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """See Sharded. FSDP1 holds them until the next forward of this model, which may come after a rollout."""
+        """See Sharded. FSDP1 holds gradients until the model's next forward, which may come after a rollout."""
         storages = [p.grad.untyped_storage() for p in self.root.parameters() if p.grad is not None]
         optimizer.zero_grad()
         for storage in storages:
             storage.resize_(0)
 
     def reshard(self) -> None:
-        """See Sharded. Only with reshard_after_forward=False something stays: until the next backward, and FSDP1 cannot tell."""
+        """Do nothing. Only with reshard_after_forward=False do parameters remain, until backward; FSDP1 cannot free them before."""
 
     @contextmanager
     def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -314,7 +329,7 @@ class FSDP1Model(Sharded):
 def _fsdp1_strategy(fsdp: FSDPConfig, mesh: DeviceMesh) -> ShardingStrategy:
     if fsdp.offload_policy:
         raise ValueError(
-            "offload_policy: FSDP1 drops accumulated gradients with it; use strategy=fsdp2, or param_offload and optimizer_offload"
+            "offload_policy: FSDP1 loses accumulated gradients with it; use strategy=fsdp2, or param_offload and optimizer_offload"
         )
     if mesh.size() == 1:
         return ShardingStrategy.NO_SHARD
@@ -322,8 +337,8 @@ def _fsdp1_strategy(fsdp: FSDPConfig, mesh: DeviceMesh) -> ShardingStrategy:
         return ShardingStrategy.FULL_SHARD if fsdp.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
     if fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward:
         raise ValueError(
-            f"fsdp_size={fsdp.fsdp_size} with reshard_after_forward={fsdp.reshard_after_forward}: FSDP1 replicates only "
-            "groups of 2 or more processes that reshard after forward; use strategy=fsdp2"
+            f"fsdp_size={fsdp.fsdp_size} with reshard_after_forward={fsdp.reshard_after_forward}: FSDP1 can only replicate groups "
+            "of 2 or more processes that reshard after forward; use strategy=fsdp2"
         )
     return ShardingStrategy.HYBRID_SHARD
 
@@ -334,19 +349,19 @@ def _fsdp1_mixed_precision(precision: Precision) -> MixedPrecision:
 
 def _wrap(module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:
     with warnings.catch_warnings():
-        # Meant for users who choose NO_SHARD among several processes; with one there is nothing to shard.
+        # The warning is for users who choose NO_SHARD among several processes.
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
         return FullyShardedDataParallel(module, **options)
 
 
 def shard(model: nn.Module, strategy: str, fsdp: FSDPConfig, precision: Precision, device: torch.device) -> Sharded:
-    """Cuts a model over all processes.
+    """Shard a model over all processes.
 
     Args:
         model: with rank 0's weights in host memory; other ranks may hold it on the meta device.
         strategy: `fsdp2` or `fsdp`.
         fsdp: the configuration.
-        precision: as `precision_of` gives it.
+        precision: the result of `precision_of`.
         device: of this process.
 
     Raises:

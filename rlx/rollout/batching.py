@@ -1,4 +1,4 @@
-"""From a batch of prompts to a batch of samples: the adapter between the batch layout and single requests."""
+"""Generate samples for a batch of prompts: the adapter between the batch layout and single requests."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,31 +14,32 @@ from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
 def generate_batch(
     rollout: Rollout, batch: Batch, sampling: Sampling, pad_token_id: int, response_length: int
 ) -> Batch:
-    """Completes each row once.
+    """Complete each row once.
 
     Args:
         rollout: the sampler; it has received weights.
-        batch: with prompt_ids, prompt_mask and seed; its other columns and info travel on.
+        batch: with prompt_ids, prompt_mask and seed; other columns and info are kept.
         sampling: the same for every row; max_tokens is at most `response_length`.
         pad_token_id: fills responses on the right.
         response_length: R, the width of the response columns [tokens]; equal for batches that are to be joined.
 
     Returns:
-        the batch with input_ids, attention_mask, response_mask, policy_version and, where `sampling` asks for them,
-        rollout_log_probs, in place of prompt_ids and prompt_mask. A batch without rows comes back as one without rows.
+        The batch with input_ids, attention_mask, response_mask, policy_version and, if `sampling` asks for them,
+        rollout_log_probs, instead of prompt_ids and prompt_mask. A batch without rows gives one without rows.
 
     Raises:
-        ValueError: max_tokens exceeds `response_length`; BatchError: a column is missing or a prompt is empty.
+        ValueError: max_tokens exceeds `response_length`.
+        BatchError: a column is missing or a prompt is empty.
     """
     if sampling.max_tokens > response_length:
         raise ValueError(
-            f"max_tokens is {sampling.max_tokens}, but responses are at most {response_length} tokens wide"
+            f"max_tokens: got {sampling.max_tokens}, expected at most {response_length}, the width of the response columns"
         )
     prompts, masks, seeds = batch["prompt_ids"], batch["prompt_mask"], batch["seed"]
     empty = (~masks.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise BatchError(f"row {empty[0]} has an empty prompt; expected at least one token")
-    # Lists and arrays of the whole batch: row by row this would take as long as some steps of decoding.
+    # Lists and arrays of the whole batch; row by row this would take as long as several steps of decoding.
     starts = (prompts.shape[1] - masks.sum(dim=1)).tolist()
     requests = [
         Request(tuple(ids[start:]), seed, sampling)
@@ -60,7 +61,7 @@ def generate_batch(
 
 
 def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
-    """Tokens and mask, each (B, width)."""
+    """Return tokens and mask, each (B, width)."""
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
     mask = torch.arange(width) < lengths[:, None]
     responses = torch.full(mask.shape, pad_token_id, dtype=torch.int64)
@@ -69,5 +70,5 @@ def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tup
 
 
 def _joined(lists: Sequence[Sequence[float]], kind: "type[np.number]") -> Tensor:
-    """The numbers of all lists, one after the other."""
+    """Return the numbers of all lists in one tensor."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(lists), kind))

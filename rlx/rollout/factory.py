@@ -1,4 +1,4 @@
-"""From the configuration to a sampler."""
+"""Build the sampler that the configuration names."""
 
 import torch
 
@@ -13,25 +13,25 @@ SAMPLER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 def build_rollout(
     rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int = 0
 ) -> Rollout:
-    """The sampler that `rollout.name` asks for, without weights yet. All processes build theirs together.
+    """Return the sampler of `rollout.name`, still without weights. All processes build theirs together.
 
     Args:
-        rollout: which one, and its options; dtype "auto" is bf16 on accelerators, fp32 on CPU.
-        model: its folder's config decides the architecture; no weights are read.
+        rollout: the sampler's name and options; dtype "auto" is bf16 on accelerators, fp32 on CPU.
+        model: its folder's config gives the architecture; no weights are read.
         device: where it decodes.
         context_length: longest prompt and response together [tokens].
         seed: of the engine itself.
 
     Raises:
-        ValueError: an engine that does not exist, or a model or options that it cannot take.
+        ValueError: no such sampler, or it does not support the model or the options.
         ImportError: vLLM is not installed in a version that rlx works with.
     """
     if rollout.name == "vllm":
-        from rlx.rollout.vllm import VLLMRollout  # takes seconds, and is not installed everywhere
+        from rlx.rollout.vllm import VLLMRollout  # takes seconds, and may not be installed
 
         return VLLMRollout(rollout, model, device, context_length, seed)
     if rollout.name != "hf":
-        raise ValueError(f"actor_rollout_ref.rollout.name is {rollout.name!r}, expected hf or vllm")
+        raise ValueError(f"actor_rollout_ref.rollout.name: got {rollout.name!r}, expected hf or vllm")
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     return HFRollout(
         load_config(model),

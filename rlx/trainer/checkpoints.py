@@ -1,4 +1,4 @@
-"""Where a run's folder is, which checkpoint it starts from, and what the driver itself must remember.
+"""The folder of a run, the checkpoint it starts from, and the driver's own state.
 
 <default_local_dir>/<time>/            the run: config.yaml, metrics.jsonl, report.png, validation/
     checkpoints/global_step_N/
@@ -24,12 +24,12 @@ STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
 
 class ResumeError(ExplainedError, ValueError):
-    """The checkpoint asked for cannot be used."""
+    """The requested checkpoint cannot be used."""
 
 
 @dataclass(frozen=True)
 class DriverState:
-    """What the driver needs to go on exactly where it stopped."""
+    """The state that the driver needs to continue exactly where it stopped."""
 
     step: int
     seed: int
@@ -41,28 +41,28 @@ class DriverState:
 
 
 def finished(checkpoint: Path) -> bool:
-    """Whether the checkpoint was written to its end."""
+    """Whether the checkpoint was written completely."""
     return (checkpoint / "driver.json").is_file()
 
 
 def step_of(checkpoint: Path) -> int:
-    """N of global_step_N."""
+    """Return N of global_step_N."""
     match = STEP_FOLDER.fullmatch(checkpoint.name)
     if match is None:
         raise ResumeError(
-            f"got {checkpoint}, expected a folder named global_step_N; it lies in a run's checkpoints folder"
+            f"got {checkpoint}, expected a folder named global_step_N, in the checkpoints folder of a run"
         )
     return int(match[1])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest step first."""
+    """Return the finished checkpoints of a folder, the oldest step first."""
     found = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and finished(c)]
     return sorted(found, key=step_of)
 
 
 def starting_checkpoint(config: PPOConfig) -> Path | None:
-    """The checkpoint that the run goes on from; None to start anew.
+    """Return the checkpoint that the run continues from, or None to start anew.
 
     Raises:
         ResumeError: resume_from_path is no finished checkpoint.
@@ -75,7 +75,7 @@ def starting_checkpoint(config: PPOConfig) -> Path | None:
         step_of(path)
         if not finished(path):
             raise ResumeError(
-                f"trainer.resume_from_path={path} is no finished checkpoint: driver.json is missing; "
+                f"trainer.resume_from_path={path}: got a folder without driver.json, expected a finished checkpoint; "
                 f"finished ones there: {[c.name for c in checkpoints_in(path.parent)]}"
             )
         return path
@@ -84,10 +84,10 @@ def starting_checkpoint(config: PPOConfig) -> Path | None:
 
 
 def require_parts(config: PPOConfig, checkpoint: Path) -> None:
-    """Sees that a finished checkpoint has what this run goes on from; whether the tensors fit shows when they are loaded.
+    """Check that a finished checkpoint has the parts that this run needs. Loading checks whether their tensors fit.
 
     Raises:
-        ResumeError: a role's part is missing or holds no model, or one of the two has LoRA adapters and the other has not.
+        ResumeError: a role's part is missing or holds no model, or only one of checkpoint and run has LoRA adapters.
     """
     faults = []
     for role in trained_roles(config):
@@ -95,7 +95,7 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
         if not described.is_file():
             held = sorted(part.name for part in checkpoint.iterdir() if (part / "checkpoint.json").is_file())
             faults.append(
-                f"there is no {role.name} in it, only {held}: resume with the algorithm.adv_estimator it was written with"
+                f"there is no {role.name} in it, only {held}: resume with the algorithm.adv_estimator that wrote it"
             )
             continue
         known = json.loads(described.read_text())
@@ -105,17 +105,17 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
                 "save_contents=[model,optimizer,extra] can be resumed"
             )
         elif bool(known["adapters"]) != (role.model.lora_rank > 0):
-            have = "adapters of LoRA" if known["adapters"] else "no adapters of LoRA"
+            have = "LoRA adapters" if known["adapters"] else "no LoRA adapters"
             faults.append(
-                f"its {role.name} has {have} and {role.model_key}.lora_rank={role.model.lora_rank}: set it as in the run that "
+                f"its {role.name} has {have}, but {role.model_key}.lora_rank={role.model.lora_rank}: set it as in the run that "
                 "wrote it"
             )
     if faults:
-        raise ResumeError(f"{checkpoint} cannot be resumed from: {'; '.join(faults)}")
+        raise ResumeError(f"cannot resume from {checkpoint}: {'; '.join(faults)}")
 
 
 def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
-    """The folder of this run, made if need be: the resumed run's own, else a new one named by the time."""
+    """Return the folder of this run: the resumed run's own, or a new one named by the time."""
     if checkpoint is not None:
         return checkpoint.parent.parent
     base = runs_folder(config)
@@ -127,16 +127,16 @@ def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
         except FileExistsError:
             continue
         return folder
-    raise ResumeError(f"a thousand runs started in the same second in {base}")
+    raise ResumeError(f"{base}: got a thousand runs started in the same second, expected fewer; try again")
 
 
 def reopen(checkpoint: Path) -> None:
-    """Takes the mark of a finished checkpoint away, before its parts are written anew."""
+    """Remove the mark of a finished checkpoint before its parts are written again."""
     (checkpoint / "driver.json").unlink(missing_ok=True)
 
 
 def write_driver_state(checkpoint: Path, state: DriverState) -> None:
-    """Marks the checkpoint as finished, by writing driver.json whole or not at all."""
+    """Mark the checkpoint as finished by writing driver.json, completely or not at all."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     half = checkpoint / "driver.json.part"
     half.write_text(json.dumps(asdict(state), indent=1))
@@ -144,21 +144,21 @@ def write_driver_state(checkpoint: Path, state: DriverState) -> None:
 
 
 def read_driver_state(checkpoint: Path) -> DriverState:
-    """What `write_driver_state` wrote."""
+    """Return the state that `write_driver_state` wrote."""
     return DriverState(**json.loads((checkpoint / "driver.json").read_text()))
 
 
 def keep_newest(folder: Path, role: str, keep: int | None, step: int) -> None:
-    """Removes the role's part of all but its newest `keep` checkpoints, and folders left with no part; None keeps all.
+    """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all.
 
-    `step` is that of the checkpoint just written. What lies beyond it is older: the run was resumed from before.
+    `step` is that of the checkpoint just written. A later step is older: the run was resumed from a step before it.
     """
     if keep is None:
         return
     found = [c for c in folder.glob("global_step_*") if (c / role).is_dir()]
     holders = sorted(found, key=lambda c: (step_of(c) <= step, step_of(c)))
     for old in holders[:-keep]:
-        # The marker goes first: a crash in between must not leave a checkpoint that looks whole.
+        # The mark goes first, so that a crash in between leaves no checkpoint that looks complete.
         (old / "driver.json").unlink(missing_ok=True)
         shutil.rmtree(old / role)
         if not any(child.is_dir() for child in old.iterdir()):

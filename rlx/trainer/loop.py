@@ -1,5 +1,6 @@
-"""The loop: prompts, rollout, rewards, log-probs and values, advantages, updates, weights to rollout, and again."""
+"""The training loop: prompts, rollout, rewards, log-probs and values, advantages, updates, weights to the sampler."""
 
+from collections import Counter
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
-from rlx.trainer import draw, memory, mismatch, steps, validation
+from rlx.trainer import memory, mismatch, sample_selection, steps, validation
 from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, reopen, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
@@ -25,7 +26,7 @@ CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
 
 
 def roles_of(config: PPOConfig) -> list[str]:
-    """The roles that this run needs, in the order in which they are built."""
+    """Return the roles that this run needs, in the order in which they are built."""
     roles = ["actor", "rollout"]
     if has_reference(config):
         roles.append("ref")
@@ -37,13 +38,13 @@ def roles_of(config: PPOConfig) -> list[str]:
 
 
 def kl_controller(config: PPOConfig) -> KLController:
-    """Who sets the weight of the KL in the reward."""
+    """Return the controller of the KL's weight in the reward."""
     control = config.algorithm.kl_ctrl
     return KLController(control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon)
 
 
 def due(frequency: int, step: int, last: int) -> bool:
-    """Whether something done every `frequency` steps, and after the last one, is done at `step`; -1 is never."""
+    """Whether to do at `step` what happens every `frequency` steps and after the last one; -1 means never."""
     return frequency > 0 and (step % frequency == 0 or step == last)
 
 
@@ -55,10 +56,10 @@ class Trainer:
         workers: hosts the roles that `roles_of(config)` names.
         tokenizer: of the actor's model.
         train, val: prompts.
-        sampler: which of `train` come next.
-        rewards: who scores responses.
+        sampler: chooses the next prompts of `train`.
+        rewards: scores responses.
         folder: of the run; validation and checkpoints go there.
-        progress, tracker: who shows and who keeps the numbers.
+        progress, tracker: show and keep the metrics.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Trainer:
         self.first_validation: Metrics = {}
         self.last_validation: Metrics = {}
 
-    # The road ---------------------------------------------------------------------------------------------------
+    # The step ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Trains to the last step; validates and saves on the way as configured."""
+        """Train to the last step; validate and save as configured."""
         trainer = self.config.trainer
         self.sync_weights(self.policy_version)
         if trainer.val_only or (trainer.val_before_train and self.finished_steps == 0):
@@ -111,7 +112,7 @@ class Trainer:
             self.report(metrics)
 
     def step(self, step: int) -> Metrics:
-        """One turn of the road: a batch of prompts and the optimizer steps it gives. Returns the step's metrics."""
+        """Generate samples for a batch of prompts and take the optimizer steps they give; return the step's metrics."""
         phase, config = self.progress.phase, self.config
         epoch, (batch, scores), drawn = self.sampler.epoch, *self.samples(step)
         if config.trainer.rollout_data_dir:
@@ -143,25 +144,27 @@ class Trainer:
                 self.sync_weights(self.policy_version + 1)
         return metrics | self.account(step, batch, metrics)
 
-    # What a step is made of ---------------------------------------------------------------------------------------
+    # Parts of a step ----------------------------------------------------------------------------------------------
 
-    def samples(self, step: int) -> tuple[draw.Part, Metrics]:
-        """Scored samples of train_batch_size prompts; with filter_groups of such as differ in its metric.
+    def samples(self, step: int) -> tuple[sample_selection.Part, Metrics]:
+        """Return scored samples of train_batch_size prompts; with filter_groups only of prompts whose samples differ.
 
-        Prompts are then drawn until there are enough, and what is too many is dropped: the next step draws others.
+        Then prompts are drawn until there are enough. Surplus ones are dropped: the next step draws others.
         """
         filters, data = self.config.algorithm.filter_groups, self.config.data
         if not filters.enable:
             return self.scored(step, first=0), {}
-        found = draw.Found(filters.metric, data.train_batch_size, self.config.actor_rollout_ref.rollout.n)
+        found = sample_selection.DynamicSampling(
+            filters.metric, data.train_batch_size, self.config.actor_rollout_ref.rollout.n
+        )
         while not found.enough:
             if found.generations == filters.max_num_gen_batches > 0:
                 raise found.error(step)
             found.add(*self.scored(step, first=found.prompts))
         return found.samples(), found.metrics()
 
-    def scored(self, step: int, first: int) -> draw.Part:
-        """Samples of the next prompts and what the reward functions say of them; `first` prompts came before in this step."""
+    def scored(self, step: int, first: int) -> sample_selection.Part:
+        """Return samples of the next prompts and their scores; `first` prompts of this step came before."""
         rollout, overlong = self.config.actor_rollout_ref.rollout, self.config.reward.overlong_buffer
         greedy = None
         with self.progress.phase("rollout"):
@@ -171,14 +174,14 @@ class Trainer:
                 greedy = self.generate(prompts, 1, "greedy", step, first)
         with self.progress.phase("reward"):
             scores = self.score(batch)
-            batch = draw.with_scores(batch, scores, overlong)
+            batch = sample_selection.with_scores(batch, scores, overlong)
             if greedy is not None:
-                baseline = draw.with_scores(greedy, self.score(greedy), overlong)["scores"]
+                baseline = sample_selection.with_scores(greedy, self.score(greedy), overlong)["scores"]
                 batch = batch.with_(greedy_scores=baseline[batch["group_id"] - first])
         return batch, scores
 
     def generate(self, prompts: Batch, samples: int, purpose: str, step: int, first: int = 0) -> Batch:
-        """`samples` responses to each prompt, sampled as `purpose` ("train", "val" or "greedy") is configured."""
+        """Generate `samples` responses per prompt, sampled as configured for `purpose` ("train", "val" or "greedy")."""
         spread = steps.spread(prompts, samples, self.seed, purpose, step, first)
         sent = spread.select("prompt_ids", "prompt_mask", "seed")
         written = self.workers.split("rollout", "generate", sent, purpose)
@@ -188,19 +191,19 @@ class Trainer:
         return batch.with_(group_id=spread["group_id"])
 
     def score(self, batch: Batch) -> Scores:
-        """The verdict on each response, of the reward functions, a reward model or both."""
+        """Score each response with the reward functions, a reward model or both."""
         model_scores = None
         if has_reward_model(self.config):
             model_scores = self.workers.split("reward", "scores", self.rewards.sequences(batch))["model_scores"]
         return self.rewards.score(batch, self.folder / "failed_rewards", model_scores)
 
     def extend(self, batch: Batch, role: str, method: str) -> Batch:
-        """The batch with the columns that the role computes from the sequences."""
+        """Return the batch with the columns that the role computes from the sequences."""
         answer = self.workers.split(role, method, batch.select(*SEQUENCE))
         return batch.with_(**dict(answer.tensors.items()))
 
     def old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with the log-probs that updates start from, and how the sampler's compare with them."""
+        """Return the batch with the log-probs that updates start from, and their mismatch with the sampler's."""
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:
             return batch.with_(old_log_probs=batch["rollout_log_probs"]), {}
@@ -210,7 +213,7 @@ class Trainer:
             return batch, mismatch.measure(batch) | corrected
 
     def update_actor(self, batch: Batch, step: int) -> Metrics:
-        """The policy's optimizer steps on this batch."""
+        """Take the policy's optimizer steps on this batch."""
         actor = self.config.actor_rollout_ref.actor
         optional = (*(["ref_log_probs"] if actor.use_kl_loss else []), *mismatch.LOSS_COLUMNS)
         columns = (*ACTOR_UPDATE, *(name for name in optional if name in batch))
@@ -218,7 +221,7 @@ class Trainer:
         return self.update("actor", batch, columns, step, *cut)
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
-        """The critic's optimizer steps on this batch."""
+        """Take the critic's optimizer steps on this batch."""
         critic = self.config.critic
         cut = (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle)
         return self.update("critic", batch, CRITIC_UPDATE, step, *cut)
@@ -226,26 +229,28 @@ class Trainer:
     def update(
         self, role: str, batch: Batch, columns: tuple[str, ...], step: int, prompts: int, epochs: int, shuffle: bool
     ) -> Metrics:
-        """One optimizer step per mini-batch and epoch; the mean of their metrics, and how many were skipped.
+        """Take one optimizer step per mini-batch and epoch; return the mean of their metrics and how many were skipped.
 
-        A skipped one has metrics that are no numbers; they are left out of the means. A mini-batch of which no token is
-        in the loss gets no step, which would still move the weights, by decay and momentum.
+        A skipped step has metrics that are not finite; they are left out of the means. A mini-batch without a token in the
+        loss gets no step, because weight decay and momentum would still move the weights.
         """
         counted = "loss_mask" if "loss_mask" in columns else "response_mask"
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
         each: list[Metrics] = []
-        rejected = 0
+        unused: Counter[str] = Counter()
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
                 part = steps.balance(part, self.workers.mesh(role).shares)
-            if not part[counted].any():
-                rejected += 1
-            else:
+            if part[counted].any():
                 each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
-        if rejected:
-            of = f"{rejected} of {rejected + len(each)} mini-batches"
-            why = "rollout_correction rejected" if counted == "loss_mask" else "empty responses, so no loss for"
-            self.progress.notice(f"step {step}: {why} every token of {of}: nothing learned from them")
+            else:
+                is_empty = not part["response_mask"].any()
+                unused[
+                    "no response has any token in" if is_empty else "rollout_correction rejected every token of"
+                ] += 1
+        for why, count in unused.items():
+            of = f"{count} of {unused.total() + len(each)} mini-batches"
+            self.progress.notice(f"step {step}: {why} {of}, so they give no optimizer step")
         if not each:
             return {f"{role}/skipped": 0.0}
         each, measured = mismatch.split_off(each)
@@ -254,12 +259,12 @@ class Trainer:
         return means | measured
 
     def sync_weights(self, version: int) -> None:
-        """Gives the sampler the actor's weights; `version` counts the updates it has received."""
+        """Send the actor's weights to the sampler; `version` counts the updates."""
         self.workers.broadcast("rollout", "sync", version)
         self.policy_version = version
 
     def account(self, step: int, batch: Batch, metrics: Metrics) -> Metrics:
-        """Counters, notices and resource use at the end of a step."""
+        """Return counters and resource use at the end of a step, and show notices."""
         skipped = sum(metrics.get(f"{role}/skipped", 0) for role in ("actor", "critic"))
         self.skipped_steps += int(skipped)
         if skipped:
@@ -277,19 +282,19 @@ class Trainer:
         }
 
     def memory_of(self, phase: str) -> Metrics:
-        """Memory before and after a phase beside the road that has just ended."""
+        """Return the memory before and after a phase outside the step that has just ended."""
         return memory.of_phases(self.workers.broadcast("process", "usage"), [phase])
 
     def report(self, metrics: Metrics) -> None:
-        """Shows and keeps the numbers of the last finished step."""
+        """Show and keep the metrics of the last finished step."""
         metrics |= self.rewards.usage()
         self.progress.row(metrics, self.finished_steps)
         self.tracker.log(metrics, self.finished_steps)
 
-    # Beside the road ----------------------------------------------------------------------------------------------
+    # Outside the step ---------------------------------------------------------------------------------------------
 
     def validate(self) -> Metrics:
-        """Scores the policy on the held-out prompts and keeps what it wrote."""
+        """Score the policy on the held-out prompts and keep its responses."""
         val = self.config.actor_rollout_ref.rollout.val_kwargs
         samples = val.n if val.do_sample else 1  # greedy ones would all be the same
         parts: list[tuple[Batch, Scores]] = []
@@ -297,7 +302,7 @@ class Trainer:
             for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):
                 batch = self.generate(self.val.batch(rows), samples, "val", rows[0])
                 parts.append((batch, self.score(batch)))
-        batch, scores = draw.join(parts)
+        batch, scores = sample_selection.join(parts)
         records = validation.generations(batch, scores)
         folder = self.config.trainer.validation_data_dir
         validation.dump(records, Path(folder) if folder else self.folder / "validation", self.finished_steps)
@@ -310,7 +315,7 @@ class Trainer:
         return self.last_validation
 
     def save(self) -> None:
-        """Writes a checkpoint from which an unbroken run could not be told."""
+        """Write a checkpoint; a run that resumes from it equals one that never stopped."""
         folder = self.folder / "checkpoints"
         checkpoint = folder / f"global_step_{self.finished_steps}"
         with self.progress.phase("checkpoint"):
@@ -323,7 +328,7 @@ class Trainer:
             keep_newest(folder, "critic", self.config.trainer.max_critic_ckpt_to_keep, self.finished_steps)
 
     def load(self, checkpoint: Path) -> None:
-        """Goes on from a checkpoint that `save` wrote."""
+        """Continue from a checkpoint that `save` wrote."""
         state = read_driver_state(checkpoint)
         self.workers.broadcast("actor", "load", str(checkpoint / "actor"))
         if has_critic(self.config):
@@ -335,7 +340,7 @@ class Trainer:
         self.first_validation = state.first_validation
         if state.seed != self.config.trainer.seed:
             self.progress.notice(
-                f"trainer.seed={self.config.trainer.seed} has no effect: the run goes on with {state.seed}"
+                f"trainer.seed={self.config.trainer.seed} has no effect: the resumed run keeps its seed {state.seed}"
             )
         if self.finished_steps >= self.last_step and not self.config.trainer.val_only:
             self.progress.notice(
@@ -344,7 +349,7 @@ class Trainer:
             )
 
     def state(self) -> DriverState:
-        """What the driver itself must remember."""
+        """Return the driver's own state."""
         return DriverState(
             step=self.finished_steps,
             seed=self.seed,

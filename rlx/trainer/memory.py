@@ -1,4 +1,4 @@
-"""Memory in use before and after each phase of a step, from what the workers note of their calls."""
+"""Report the memory in use before and after each phase of a step, from the records of the workers' calls."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,16 +21,16 @@ MEMORY_FIGURES = ("gb", "allocated_gb")
 
 
 def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_STEP) -> dict[str, float]:
-    """What was in use before and after phases, on the process where it was most.
+    """Return the memory in use before and after phases, on the process where it was largest.
 
     Args:
         usage: of each process, as `Worker.usage` names it.
-        phases: those of which the workers have noted calls since they were last asked; others are passed over.
+        phases: skipped unless the workers recorded calls of them since the last report.
 
     Returns:
-        In 10^9 bytes: memory/<phase>_before_gb (the role before it rests already) and memory/<phase>_after_gb: on CUDA all
-        that is in use on the device, whoever holds it; on CPU the process's resident size. On CUDA also
-        memory/<phase>_before_allocated_gb and _after_allocated_gb, by torch's tensors.
+        In 10^9 bytes: memory/<phase>_before_gb (the role before it rests already) and memory/<phase>_after_gb. On CUDA these
+        are all bytes in use on the device, on CPU the process's resident size. On CUDA also memory/<phase>_before_allocated_gb
+        and _after_allocated_gb, the bytes in torch's tensors.
     """
     found = {}
     for phase in phases:
@@ -44,7 +44,7 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
 
 
 def on_host(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What waits in host memory now: memory/host_<user>_gb and memory/host_reserved_gb of the process with the most.
+    """Return the offloaded bytes in host memory: memory/host_<user>_gb and memory/host_reserved_gb, the largest process's.
 
     Args:
         usage: of each process, as `Worker.usage` names it.

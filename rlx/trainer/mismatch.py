@@ -1,4 +1,4 @@
-"""The sampler's mismatch with the trainer in a batch: measured, and corrected where the configuration asks for it.
+"""Measure the mismatch between the sampler's and the trainer's log-probs in a batch, and correct it if configured.
 
 Pure functions of the driver. Shape letters as in `rlx/data/batch.py`.
 """
@@ -19,13 +19,13 @@ from rlx.trainer.steps import masked_mean
 Metrics = dict[str, float]
 
 LOSS_COLUMNS = ("rollout_is_weights", "loss_mask")
-"""The columns that the policy's loss reads where `correct` has written them."""
+"""The columns that `correct` may write for the policy's loss."""
 
 OF_UPDATE = "actor/mismatch/"
 
 
 def measure(batch: Batch) -> Metrics:
-    """Both policies' log-probs compared, as mismatch/...; empty where the sampler returned none."""
+    """Compare both policies' log-probs and return mismatch/...; empty if the sampler returned none."""
     if "rollout_log_probs" not in batch:
         return {}
     sums, largest = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
@@ -33,14 +33,14 @@ def measure(batch: Batch) -> Metrics:
 
 
 def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:
-    """Takes what an update with bypass_mode has measured out of its metrics.
+    """Separate the mismatch that updates with bypass_mode measured from their other metrics.
 
     Args:
         updates: metrics of the optimizer steps on one batch, in order.
 
     Returns:
-        The metrics without it, and as mismatch/... what the first step saw: it alone ran with the weights that the
-        sampler had, and on its own mini-batch.
+        The other metrics, and mismatch/... of the first step. Only that step ran with the weights that the sampler had, and
+        it saw its own mini-batch.
     """
     first = {name.removeprefix(OF_UPDATE): x for name, x in updates[0].items() if name.startswith(OF_UPDATE)}
     rest = [{name: x for name, x in each.items() if not name.startswith(OF_UPDATE)} for each in updates]
@@ -48,11 +48,11 @@ def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:
 
 
 def correct(batch: Batch, correction: RolloutCorrectionConfig) -> tuple[Batch, Metrics]:
-    """Writes rollout_is_weights and loss_mask as far as they are asked for.
+    """Write rollout_is_weights and loss_mask if they are asked for.
 
     Returns:
-        The batch, and correction/...: weight_mean, weight_max and the share of tokens whose weight is 0, of tokens that
-        are rejected, and of sequences of which nothing is left.
+        The batch, and correction/...: weight_mean, weight_max, and the shares of tokens with weight 0, of rejected tokens, and
+        of sequences whose tokens are all rejected.
     """
     if correction.rollout_is is None and not correction.rejects:
         return batch, {}

@@ -1,4 +1,4 @@
-"""How much memory is in use before and after each kind of call."""
+"""Measure the memory in use before and after each kind of call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,14 +8,14 @@ import torch
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
-    """What is in use now, by name [10^9 bytes].
+    """Return the memory in use now [10^9 bytes].
 
     Args:
         device: of this process.
 
     Returns:
-        gb: on CUDA all that is in use on the device, whoever holds it: torch, a sampler with an allocator of its own, CUDA
-        itself, other processes; on CPU what this process has in memory. allocated_gb, on CUDA only: by torch's tensors.
+        gb: on CUDA everything in use on the device by torch, a sampler with an allocator of its own, CUDA itself and other
+        processes; on CPU the resident size of this process. allocated_gb, on CUDA only: the part in torch's tensors.
     """
     if device.type == "cpu":
         return {"gb": psutil.Process().memory_info().rss / 1e9}
@@ -24,7 +24,7 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
 
 
 class MemoryLog:
-    """Notes memory before the first and after the last of consecutive calls of one name.
+    """Records memory before the first and after the last of consecutive calls of one name.
 
     Args:
         device: of this process.
@@ -37,7 +37,7 @@ class MemoryLog:
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """Notes what is in use before and after a block of code."""
+        """Record the memory in use before and after a block of code."""
         if name != self._last:
             self._note(f"{name}_before")
         self._last = name
@@ -45,7 +45,7 @@ class MemoryLog:
         self._note(f"{name}_after")
 
     def take(self) -> dict[str, float]:
-        """`<name>_before_gb`, `<name>_after_gb` and so on of the last run of calls of each name; begins anew."""
+        """Return `<name>_before_gb`, `<name>_after_gb` and so on for the last run of calls of each name, and start anew."""
         figures, self._figures, self._last = self._figures, {}, ""
         return figures
 

@@ -1,6 +1,6 @@
-"""The roles a worker hosts: thin adapters from the configuration to engine and rollout.
+"""The roles of a worker: thin adapters from the configuration to engine and rollout.
 
-Each method is called on all ranks together, with the rank's share of the rows where it takes a batch.
+All ranks call each method together. A method with a batch gets the rank's share of the rows.
 """
 
 import logging
@@ -31,37 +31,37 @@ logger = logging.getLogger(__name__)
 
 
 class Role(Protocol):
-    """What the worker needs of every role."""
+    """The interface between the worker and each role."""
 
     def rest(self) -> None:
-        """Gives device memory back, as far as the configuration asks for it; the next method brings it back."""
+        """Free device memory as far as the configuration asks for it; the next method takes it again."""
         ...
 
 
 class EngineRole:
-    """A role that is a model of its own."""
+    """A role with a model of its own."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
 
     def rest(self, parameters: bool = True) -> None:
-        """See Role; without `parameters` they stay on the device."""
+        """See Role; without `parameters` these stay on the device."""
         self.engine.to_host(parameters)
 
 
 class TrainedRole(EngineRole):
-    """What actor and critic share: an optimizer and checkpoints."""
+    """A role that is trained: actor and critic share the optimizer's and the checkpoints' handling."""
 
     def __init__(self, name: str, engine: Engine, contents: tuple[str, ...]):
         super().__init__(engine)
         self._name, self._contents = name, contents
 
     def save(self, folder: str) -> None:
-        """Writes a checkpoint with the contents that the configuration names."""
+        """Write a checkpoint with the contents that the configuration names."""
         self.engine.save(folder, self._contents)
 
     def load(self, folder: str) -> None:
-        """Goes on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.engine.load(folder)
 
     def _named(self, metrics: Metrics) -> Metrics:
@@ -96,17 +96,17 @@ class ActorRole(TrainedRole):
         )
 
     def log_probs(self, batch: Batch) -> Batch:
-        """old_log_probs and entropy of the rows."""
+        """Return old_log_probs and entropy of the rows."""
         figures = self.engine.log_probs(batch, self._log_prob_rule, self._temperature)
         return Batch.of({"old_log_probs": figures["log_probs"], "entropy": figures["entropy"]})
 
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step on a mini-batch; its metrics as `actor/...`."""
+        """Take one optimizer step on a mini-batch and return its metrics as `actor/...`."""
         return self._named(self.engine.update(batch, self._update_rule, self._objective))
 
 
 class RefRole(EngineRole):
-    """The policy as it was before training."""
+    """The policy before training."""
 
     def __init__(self, config: PPOConfig, device: torch.device):
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
@@ -123,7 +123,7 @@ class RefRole(EngineRole):
         self._rule = MicroBatchRule(*log_prob_size(ref, policy.actor))
 
     def log_probs(self, batch: Batch) -> Batch:
-        """ref_log_probs of the rows."""
+        """Return ref_log_probs of the rows."""
         figures = self.engine.log_probs(batch, self._rule, self._temperature, with_entropy=False)
         return Batch.of({"ref_log_probs": figures["log_probs"]})
 
@@ -138,7 +138,7 @@ class RewardRole(EngineRole):
         self._rule = MicroBatchRule(*role.micro)
 
     def scores(self, batch: Batch) -> Batch:
-        """model_scores of the rows, sequences in the reward model's own tokens."""
+        """Return model_scores of the rows, whose sequences are in the reward model's own tokens."""
         return Batch.of({"model_scores": self.engine.scores(batch, self._rule)})
 
 
@@ -167,26 +167,26 @@ class CriticRole(TrainedRole):
         self._objective = ValueObjective(critic, config.data.max_response_length)
 
     def values(self, batch: Batch) -> Batch:
-        """The values of the rows."""
+        """Return the values of the rows."""
         return Batch.of({"values": self.engine.values(batch, self._rule)})
 
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step on a mini-batch; its metrics as `critic/...`."""
+        """Take one optimizer step on a mini-batch and return its metrics as `critic/...`."""
         return self._named(self.engine.update(batch, self._rule, self._objective))
 
 
 class RolloutRole:
-    """The sampler, fed by the actor of the same process.
+    """The sampler, which reads its weights from the actor of the same process.
 
     Args:
         config: the tree.
         device: where it decodes.
-        tokenizer: whose EOS token, beside those of the model's own generation config, ends a response.
-        actor: where new weights come from.
+        tokenizer: its EOS token ends a response, and so do those of the model's generation config.
+        actor: the source of new weights.
 
     Attributes:
-        sampler: who generates.
-        sampling: how, for each purpose.
+        sampler: the engine that generates.
+        sampling: how it samples for each purpose.
     """
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase", actor: ActorRole):
@@ -197,7 +197,7 @@ class RolloutRole:
         self._build = partial(build_rollout, settings, model, device, context_length, seed)
         self.sampler = self._build()
         self._sleeps = settings.name == "vllm" and settings.free_cache_engine
-        self._synced: int | None = None  # version that the actor's weights had at the last sync
+        self._synced: int | None = None  # version of the actor's weights at the last sync
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, actor.engine)
@@ -209,15 +209,15 @@ class RolloutRole:
             self.sampler.sleep()
 
     def generate(self, batch: Batch, purpose: Purpose) -> Batch:
-        """One response to each row, sampled as `purpose` is configured.
+        """Generate one response per row, sampled as configured for `purpose`.
 
-        A sampler that fails is started again, on all ranks together, and the rows are generated once more.
+        If the sampler fails, all ranks start theirs again and generate the rows once more.
 
         Raises:
-            EngineError: it failed a second time.
+            EngineError: the sampler failed a second time.
         """
         if self.sampler.version is None and self._synced is not None:
-            self.sync(self._synced)  # they went with a sleep
+            self.sync(self._synced)  # the sampler slept and lost its weights
         samples, error = self._attempt(batch, purpose)
         if _on_any_rank(error is not None):
             logger.warning("the sampler failed and is started again: %s", error or "on another rank")
@@ -234,7 +234,7 @@ class RolloutRole:
         return samples
 
     def sync(self, version: int) -> None:
-        """Takes the actor's weights; `version` counts the updates received."""
+        """Copy the actor's weights to the sampler; `version` counts the updates."""
         self.sampler.update_weights(self._actor.engine.weights(), version)
         self._synced = version
         self._actor.rest()
@@ -249,7 +249,7 @@ class RolloutRole:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Lets go of what the frames of an error hold, which is the engine with its device memory; their lines stay."""
+    """Clear the frames of an error, which hold the engine and its device memory; their line numbers stay."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -262,7 +262,7 @@ def _on_any_rank(flag: bool) -> bool:
 
 
 def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
+    """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
     listed = engine.card.generation.eos_token_id if engine.card.generation else None
     more = [listed] if isinstance(listed, int) else listed or []
     return tuple(sorted({int(tokenizer.eos_token_id), *(int(token) for token in more)}))

@@ -1,4 +1,4 @@
-"""What the configuration means for a role: schedules, sampling. Pure functions."""
+"""Derive a role's schedule and sampling from the configuration. Pure functions."""
 
 from typing import Literal
 
@@ -6,11 +6,14 @@ from rlx.config.schema import PPOConfig
 from rlx.rollout.protocol import Sampling
 
 Purpose = Literal["train", "val", "greedy"]
-"""Training, validation, or the greedy responses that ReMax compares with in training."""
+"""Training, validation, or the greedy responses that ReMax compares training responses with."""
 
 
 def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
-    """Optimizer steps of the whole run; `trainer.total_training_steps` is set. The actor has none while the critic warms up."""
+    """Return the optimizer steps of the whole run, for the actor without those of the critic's warm-up.
+
+    `trainer.total_training_steps` must be set.
+    """
     settings = config.actor_rollout_ref.actor if role == "actor" else config.critic
     steps = config.trainer.total_training_steps
     assert steps is not None and settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
@@ -20,7 +23,7 @@ def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
 
 
 def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How responses are sampled."""
+    """Return how responses are sampled for `purpose`."""
     rollout = config.actor_rollout_ref.rollout
     length = config.data.max_response_length
     if purpose == "train":

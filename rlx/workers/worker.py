@@ -1,4 +1,4 @@
-"""One process of the run: joins the process group and hosts roles by name."""
+"""One process of a run: joins the process group and hosts roles by name."""
 
 import os
 import resource
@@ -19,19 +19,19 @@ PROCESS = "process"
 
 
 class Worker:
-    """Hosts roles; the role `process` answers for the process as a whole.
+    """Hosts roles. The role name `process` addresses the process as a whole.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment.
 
     Args:
         config: the tree; `trainer.total_training_steps` and the critic's nulls are set, model paths are folders or hub names.
-        roles: of actor, rollout, ref, critic, reward; built in this order, as `rollout` is fed by `actor`.
+        roles: some of actor, rollout, ref, critic, reward, built in a fixed order because `rollout` reads the actor's weights.
 
     Attributes:
-        roles: those hosted, by name.
+        roles: the hosted roles by name.
 
     Raises:
-        ValueError: an unknown role, a sampler without an actor, or no such device.
+        ValueError: a role is unknown, rollout comes without actor, or the device does not exist.
     """
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
@@ -43,7 +43,7 @@ class Worker:
         unknown = set(roles) - {"actor", "rollout", "ref", "critic", "reward"}
         if unknown or ("rollout" in roles and "actor" not in roles):
             raise ValueError(
-                f"roles: got {list(roles)}, expected actor, rollout, ref, critic, reward, and rollout not without actor"
+                f"roles: got {list(roles)}, expected some of actor, rollout, ref, critic, reward, and actor if there is rollout"
             )
         model = config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
@@ -55,7 +55,7 @@ class Worker:
             self._add("critic", CriticRole(config, self.device, tokenizer))
         if "reward" in roles:
             self._add("reward", RewardRole(config, self.device))
-        # Last: vLLM takes its share of what memory is free now.
+        # Last, because vLLM takes a share of the memory that is free now.
         if "rollout" in roles:
             self._add("rollout", RolloutRole(config, self.device, tokenizer, actor))
 
@@ -64,9 +64,9 @@ class Worker:
         self.roles[name] = role
 
     def call(self, role: str, method: str, *args: Any) -> Any:
-        """Calls a method of a role; the role that worked before gives its device memory back first.
+        """Call a method of a role, after the role that worked before has freed its device memory.
 
-        Before the rollout begins memory of the host is given back too, if it is short.
+        If host memory is short, a rollout frees some of that first too.
 
         Raises:
             ValueError: the process hosts no such role.
@@ -78,24 +78,24 @@ class Worker:
         chosen = self.roles[role]
         if self._active not in (None, chosen):
             if method == "sync" and isinstance(self._active, ActorRole):
-                self._active.rest(parameters=False)  # the sampler reads them first, and sends them off then
+                self._active.rest(parameters=False)  # the sampler reads the parameters, then `sync` offloads them
             else:
                 self._active.rest()
             if isinstance(chosen, RolloutRole):
-                # After the rest: parameters and optimizer states wait where activations have left room.
+                # After the rest, because parameters and optimizer states take room that activations left in the arena.
                 self._relief.relieve(host_memory())
         self._active = chosen
         with self._memory.around(f"{role}.{method}"):
             return getattr(chosen, method)(*args)
 
     def usage(self) -> dict[str, float]:
-        """What the process took since the last call.
+        """Return the memory and time that the process used since the last call.
 
         Returns:
-            `<role>/<figure>`: of activation offloading, as `Engine.offload_stats` names them, for roles that offload;
-            `memory/<role>.<method>_before_gb` and so on: see `MemoryLog`; before is when the role before it rests already;
-            `memory/host_<user>_gb`: what waits in host memory now, and what is reserved for it, see `host_use`;
-            peak_memory_gb: device memory allocated at most [10^9 bytes], on CPU the process's largest resident size since
+            `<role>/<figure>`: activation offloading as `Engine.offload_stats` names it, for roles that offload.
+            `memory/<role>.<method>_before_gb` and so on: see `MemoryLog`; the role before already rests at "before".
+            `memory/host_<user>_gb`: offloaded bytes in host memory now, and those reserved for them, see `host_use`.
+            peak_memory_gb: largest allocated device memory [10^9 bytes]; on CPU the largest resident size of the process since
             it started.
         """
         figures = {
@@ -115,13 +115,13 @@ class Worker:
 
 
 def join_process_group(choice: str) -> torch.device:
-    """Sets up torch.distributed, with collectives of host tensors too, and returns this process's device.
+    """Set up torch.distributed, including collectives of host tensors, and return this process's device.
 
     Args:
         choice: `trainer.device`: `cpu`, `cuda`, or `auto` for the accelerator that this process sees, if any.
 
     Raises:
-        ValueError: the device asked for is not there.
+        ValueError: the requested device does not exist.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = accelerator.type if accelerator is not None else "cpu"
@@ -130,7 +130,7 @@ def join_process_group(choice: str) -> torch.device:
         return torch.device("cpu")
     if seen != "cuda":
         raise ValueError(
-            f"trainer.device is cuda, but torch {torch.__version__} sees {seen} only; set trainer.device=cpu"
+            f"trainer.device: got cuda, but torch {torch.__version__} sees only {seen}; set trainer.device=cpu"
         )
     device = torch.device(seen, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)

@@ -4,7 +4,7 @@ import pytest
 
 from rlx.benchmarks.optimizer_offload import main
 
-ROWS = ["park, first time", "unpark", "park", 'tensor.to("cpu")', "tensor.to(device)"]
+ROWS = ["offload, first time", "fetch", "offload", 'tensor.to("cpu")', "tensor.to(device)"]
 
 
 def test_the_command_prints_a_table_and_writes_the_same_figures(tmp_path, capsys):

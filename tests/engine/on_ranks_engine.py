@@ -56,6 +56,27 @@ def weights_and_names(folder, strategy, head):
     return fresh, weights_of(engine), model.state_dict(), [name for name, _ in model.named_parameters()]
 
 
+def exported(folder, strategy):
+    """After an update: log-probs of this rank's share, and those that a plain model with the exported weights gives."""
+    engine = build(folder, strategy=strategy)
+    share = own_share(make_batch(), shares_for_world())
+    for _ in range(2):
+        engine.update(share, ROWS, policy())
+    trained = engine.log_probs(share, ROWS, temperature=1.0, with_entropy=False)["log_probs"]
+    model = load_model(ModelConfig(path=folder), "lm", torch.float64)
+    model.load_state_dict(weights_of(engine), strict=False)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    plain = build(folder, strategy=strategy, optim=None)
+    expected = torch.zeros_like(trained)
+    for row, (ids, real) in enumerate(zip(share["input_ids"], share["attention_mask"], strict=True)):
+        length = int(real[P:].sum())
+        with torch.no_grad():
+            every = model(input_ids=ids[real][None]).logits[0, int(real[:P].sum()) - 1 :][:length].log_softmax(-1)
+        expected[row, :length] = every.gather(-1, ids[real][-length:, None])[:, 0] if length else 0
+    untrained = plain.log_probs(share, ROWS, temperature=1.0, with_entropy=False)["log_probs"]
+    return trained, expected, untrained
+
+
 def shares_for_world():
     return (8,) if dist.get_world_size() == 1 else (5, 3)
 
@@ -102,18 +123,18 @@ def clipped(folder, strategy):
     return metrics, [gradients.seen[0] for gradients in seen]
 
 
-def parked(folder, strategy, fsdp, model, checkpoint_folder):
-    """Three cycles of log-probs, rest, update and rest, the last from a checkpoint, with all parked at rest and without.
+def offloaded(folder, strategy, fsdp, model, checkpoint_folder):
+    """Three cycles of log-probs, rest, update and rest, the last from a checkpoint, with all offloaded at rest and without.
 
     Returns:
-        For both: metrics and weights; of the parked one: who holds how much of the arena, at first and after each cycle,
+        For both: metrics and weights; of the offloaded one: who holds how much of the arena, at first and after each cycle,
         the arena's size after each cycle, and the bytes of parameters with state, and of gradients, after each cycle.
     """
     results, arena = [], host_arena(False)
-    for parks in (False, True):
-        flags = dataclasses.replace(FP64, param_offload=parks, optimizer_offload=parks, **fsdp)
+    for offloads in (False, True):
+        flags = dataclasses.replace(FP64, param_offload=offloads, optimizer_offload=offloads, **fsdp)
         engine = build(folder, flags, strategy, model=model, name="actor")
-        if parks:  # several pieces
+        if offloads:  # several pieces
             engine._state_on_host = OptimizerStateOnHost(
                 engine.optimizer, arena, "actor_optimizer_state", engine.device, piece_bytes=20_000
             )
@@ -139,8 +160,8 @@ def parked(folder, strategy, fsdp, model, checkpoint_folder):
             # What FSDP2 keeps no reference to is gone, but for this one.
             kept = sum(storage.nbytes() for storage in gradients) if strategy == "fsdp" else 0
             if cycle == 1:
-                engine.save(f"{checkpoint_folder}/{strategy}-{parks}", ("model", "optimizer"))
-                engine.load(f"{checkpoint_folder}/{strategy}-{parks}")
+                engine.save(f"{checkpoint_folder}/{strategy}-{offloads}", ("model", "optimizer"))
+                engine.load(f"{checkpoint_folder}/{strategy}-{offloads}")
             engine.to_host()
             holders.append(arena.holders())
             room.append((arena.reserved_bytes, arena.allocations))

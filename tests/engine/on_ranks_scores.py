@@ -6,7 +6,7 @@ from rlx.engine.micro_batch import MicroBatchRule
 
 
 def scores(folder, strategy, shares):
-    """This rank's scores, cut by rows and by tokens, with the parameters parked in between."""
+    """This rank's scores, cut by rows and by tokens, with the parameters offloaded in between."""
     engine = build(folder, strategy=strategy, head="score", optim=None, model={"enable_gradient_checkpointing": False})
     share = own_share(make_batch(), shares)
     found = [engine.scores(share, MicroBatchRule(rows=3))]

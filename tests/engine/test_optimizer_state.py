@@ -121,7 +121,7 @@ def test_a_host_without_room_leaves_a_whole_step_and_is_named_when_the_engine_mo
         patch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(0, 1 << 40))
         state.step()
         assert same(kept, moved) and on_device_bytes(pieces) > 0
-        with pytest.raises(HandOverError, match=r"state: .* are to wait in host memory"):
+        with pytest.raises(HandOverError, match=r"state: .* to offload to host memory"):
             state.to_host()
     for each in (kept, moved):
         give_gradients(each, 1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlx.config.host_memory import HostMemory
 from rlx.engine.host_memory import HostRelief
-from rlx.engine.residency import HandOverError, Parking
+from rlx.engine.residency import HandOverError, TensorOffload
 from rlx.offload import HostArena, host_arena
 
 MIB = 1 << 20
@@ -19,35 +19,35 @@ def tensors(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(256, (length,), dtype=torch.uint8, generator=g) for length in lengths]
 
 
-def test_parked_tensors_give_their_memory_back_and_return_as_they_were():
+def test_offloaded_tensors_give_their_memory_back_and_return_as_they_were():
     whole = torch.arange(6.0)
     view, other = whole[2:4], torch.ones(3, dtype=torch.int32)
     arena = HostArena(pinned=False)
-    parking = Parking(arena, "some")
-    parking.unpark()
-    assert not parking.occupied, "nothing to bring back is no fault"
-    parking.park([view, whole, other, torch.empty(0)])
-    assert parking.occupied
+    offload = TensorOffload(arena, "some")
+    offload.fetch()
+    assert not offload.is_offloaded, "nothing to bring back is no fault"
+    offload.offload([view, whole, other, torch.empty(0)])
+    assert offload.is_offloaded
     assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     assert arena.holders() == {"some": 6 * 4 + 3 * 4}
-    parking.unpark()
-    assert not parking.occupied and arena.holders() == {"some": 0}
+    offload.fetch()
+    assert not offload.is_offloaded and arena.holders() == {"some": 0}
     assert whole.tolist() == [0, 1, 2, 3, 4, 5] and view.tolist() == [2, 3] and other.tolist() == [1, 1, 1]
     view.add_(1)
     assert whole.tolist() == [0, 1, 3, 4, 4, 5], "views still share the storage"
 
 
-def test_without_tensors_nothing_is_parked():
-    parking = Parking(HostArena(pinned=False), "state before the first step")
-    parking.park([])
-    assert not parking.occupied
+def test_without_tensors_nothing_is_offloaded():
+    offload = TensorOffload(HostArena(pinned=False), "state before the first step")
+    offload.offload([])
+    assert not offload.is_offloaded
 
 
 def test_memory_that_torch_did_not_allocate_stays():
     foreign = torch.frombuffer(bytearray(range(8)), dtype=torch.uint8)
-    parking = Parking(HostArena(pinned=False), "some")
-    parking.park([foreign])
-    assert not parking.occupied and foreign.tolist() == list(range(8))
+    offload = TensorOffload(HostArena(pinned=False), "some")
+    offload.offload([foreign])
+    assert not offload.is_offloaded and foreign.tolist() == list(range(8))
 
 
 @given(
@@ -60,17 +60,17 @@ def test_bytes_survive_in_whatever_pieces_the_arena_has(lengths, gaps):
     blocks = [other.take(gap * 4096) for gap in gaps]
     for block in blocks[::2]:
         other.give(block)
-    parked = tensors(*lengths)
-    expected = [tensor.clone() for tensor in parked]
-    parking = Parking(arena, "some")
-    parking.park(parked)
-    parking.unpark()
-    assert all(torch.equal(tensor, was) for tensor, was in zip(parked, expected, strict=True))
+    given = tensors(*lengths)
+    expected = [tensor.clone() for tensor in given]
+    offload = TensorOffload(arena, "some")
+    offload.offload(given)
+    offload.fetch()
+    assert all(torch.equal(tensor, was) for tensor, was in zip(given, expected, strict=True))
 
 
 def test_every_cycle_after_the_first_takes_no_memory_and_shares_that_of_activations():
     arena = HostArena(pinned=False)
-    parameters, state = Parking(arena, "parameters"), Parking(arena, "state")
+    parameters, state = TensorOffload(arena, "parameters"), TensorOffload(arena, "state")
     weights, moments = tensors(3 * MIB, 70_001, 5 * MIB), tensors(6 * MIB, 140_002, 4)
     activations = arena.account(name="activations")
 
@@ -79,29 +79,29 @@ def test_every_cycle_after_the_first_takes_no_memory_and_shares_that_of_activati
         of_activations = arena.reserved_bytes
         for block in blocks:
             activations.give(block)
-        parameters.park(weights)
-        state.park(moments)
+        parameters.offload(weights)
+        state.offload(moments)
         assert arena.holders() == {"parameters": 8 * MIB + 70_001, "state": 6 * MIB + 140_006, "activations": 0}
         assert arena.reserved_bytes == of_activations
-        parameters.unpark()
-        state.unpark()
+        parameters.fetch()
+        state.fetch()
         return arena.reserved_bytes, arena.allocations
 
     first = cycle()
     assert cycle() == cycle() == first
 
 
-def test_relief_of_a_short_host_leaves_what_is_parked():
+def test_relief_of_a_short_host_leaves_what_is_offloaded():
     arena = host_arena(False)
     arena.trim()
     (tensor,) = tensors(5 * MIB)
-    expected, parking = tensor.clone(), Parking(arena, "some")
-    parking.park([tensor])
+    expected, offload = tensor.clone(), TensorOffload(arena, "some")
+    offload.offload([tensor])
     account = arena.account()
-    account.give(account.take(64 * MIB))
+    account.free(account.allocate(64 * MIB))
     freed = HostRelief().relieve(HostMemory(1, 100))
     assert freed >= 59 * MIB and arena.reserved_bytes >= 5 * MIB
-    parking.unpark()
+    offload.fetch()
     assert torch.equal(tensor, expected)
     assert HostRelief().relieve(HostMemory(1, 100)) >= 5 * MIB
 
@@ -110,8 +110,8 @@ def test_a_host_without_room_is_named_and_nothing_is_lost(monkeypatch):
     arena = HostArena(pinned=False)
     activations = arena.account(name="activations")
     activations.take(160 * MIB)
-    tensor, parking = torch.ones(300 * MIB, dtype=torch.bool), Parking(arena, "actor_parameters")
-    message = r"actor_parameters: 0\.31 GB .* 0\.25 GB can.*\(activations 0\.17 GB\).*param_offload"
+    tensor, offload = torch.ones(300 * MIB, dtype=torch.bool), TensorOffload(arena, "actor_parameters")
+    message = r"actor_parameters: got 0\.31 GB .* has 0\.25 GB.*\(activations 0\.17 GB\).*param_offload"
     for cause in ("limit", "available"):
         if cause == "limit":
             arena.limit(400 * MIB)
@@ -119,44 +119,46 @@ def test_a_host_without_room_is_named_and_nothing_is_lost(monkeypatch):
             arena.limit(None)
             monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(240 * MIB, 1 << 40))
         with pytest.raises(HandOverError, match=message) as found:
-            parking.park([tensor])
+            offload.offload([tensor])
         assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)
-        assert not parking.occupied and tensor.nbytes == tensor.untyped_storage().nbytes() and bool(tensor.all())
+        assert not offload.is_offloaded and tensor.nbytes == tensor.untyped_storage().nbytes() and bool(tensor.all())
     assert activations.held_bytes == 160 * MIB
     monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(300 * MIB, 1 << 40))
-    parking.park([tensor])
-    assert parking.occupied, "with room it goes on"
+    offload.offload([tensor])
+    assert offload.is_offloaded, "with room it goes on"
 
 
 def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting():
-    parking, (tensor, other) = Parking(HostArena(pinned=False), "actor_parameters"), tensors(MIB, 100)
+    offload, (tensor, other) = TensorOffload(HostArena(pinned=False), "actor_parameters"), tensors(MIB, 100)
     expected = tensor.clone()
-    parking.park([tensor, other])
-    room = parking._parked
-    parking._parked = room._replace(lengths=[MIB, 1 << 62])
-    with pytest.raises(HandOverError, match=r"actor_parameters: no device memory for 0\.00 GB.*gpu_memory_utilization"):
-        parking.unpark()
-    assert parking.occupied and tensor.untyped_storage().nbytes() == 0, "nothing is half back"
-    parking._parked = room
-    parking.unpark()
+    offload.offload([tensor, other])
+    room = offload._offloaded
+    offload._offloaded = room._replace(lengths=[MIB, 1 << 62])
+    with pytest.raises(
+        HandOverError, match=r"actor_parameters: no device memory to fetch 0\.00 GB.*gpu_memory_utilization"
+    ):
+        offload.fetch()
+    assert offload.is_offloaded and tensor.untyped_storage().nbytes() == 0, "nothing is half back"
+    offload._offloaded = room
+    offload.fetch()
     assert torch.equal(tensor, expected)
 
 
 def test_what_is_free_in_the_arena_counts_as_room(monkeypatch):
     arena = HostArena(pinned=False)
     account = arena.account()
-    account.give(account.take(4 * MIB))
+    account.free(account.allocate(4 * MIB))
     monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(0, 1 << 40))
-    parking = Parking(arena, "some")
-    parking.park(tensors(4 * MIB))
-    assert parking.occupied and arena.allocations == 1
+    offload = TensorOffload(arena, "some")
+    offload.offload(tensors(4 * MIB))
+    assert offload.is_offloaded and arena.allocations == 1
 
 
-def test_the_memory_of_a_forgotten_parking_is_free():
+def test_the_memory_of_a_forgotten_offload_is_free():
     arena = HostArena(pinned=False)
-    parking = Parking(arena, "some")
-    parking.park(tensors(MIB))
+    offload = TensorOffload(arena, "some")
+    offload.offload(tensors(MIB))
     assert arena.held_bytes == MIB
-    del parking
+    del offload
     gc.collect()
     assert arena.held_bytes == 0

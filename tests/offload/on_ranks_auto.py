@@ -75,14 +75,14 @@ def with_files(folders, tokens, rounds=2):
     A round is an agreement and a pass of each length; the first one has only the first length.
     """
     model, handle = enable((10_000, 20_000), folder=folders[dist.get_rank()])
-    follow, samples = handle.engine.orders, []
+    follow, samples = handle.runner.decide, []
 
     def note(*call):
         orders = follow(*call)
         samples.extend([orders.sample] if orders is not None and orders.sample is not None else [])
         return orders
 
-    handle.engine.orders = note
+    handle.runner.decide = note
     plans, counts = [], []
     for number in range(rounds):
         handle.agree()

@@ -202,11 +202,11 @@ def assert_ended(processes):
 DRIVER = """
 import signal, sys
 from rlx.rewards.function import Function
-from rlx.rewards.pool import Call, Pool
+from rlx.rewards.pool import Call, ProcessPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sample = {"data_source": "d", "solution_str": "hang in C", "ground_truth": None, "extra_info": {}}
-with Pool(2, None, 1) as pool:
+with ProcessPool(2, None, 1) as pool:
     function = Function(sys.argv[1], "compute_score", 1000.0)
     pool.check(function)
     print("ready", flush=True)

@@ -26,10 +26,10 @@ from rlx.data.batch import Batch
 from rlx.data.sampler import PromptSampler
 from rlx.rewards.manager import Scores
 from rlx.trainer import checkpoints as ck
-from rlx.trainer.draw import DrawError
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
+from rlx.trainer.sample_selection import SelectionError
 
 
 def test_the_folder_of_activations_is_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
@@ -206,6 +206,11 @@ def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_re
     assert trainer.update_actor(gone, step=8) == {"actor/skipped": 0.0}
     assert not workers.sent and "of 4 of 4 mini-batches" in stream.getvalue()
 
+    nothing = torch.zeros(4, 3, dtype=torch.bool)
+    empty = batch.with_(advantages=torch.ones(4, 3), loss_mask=nothing, response_mask=nothing)
+    assert trainer.update_actor(empty, step=9) == {"actor/skipped": 0.0}
+    assert not workers.sent and "step 9: no response has any token in 4 of 4 mini-batches" in stream.getvalue()
+
 
 def mini_batches_of(prompts: int) -> ActorRolloutRefConfig:
     return ActorRolloutRefConfig(actor=ActorConfig(ppo_mini_batch_size=prompts))
@@ -267,7 +272,7 @@ def test_dynamic_sampling_that_finds_nothing_stops_with_what_it_saw(tmp_path, mo
     filters = FilterGroupsConfig(enable=True, max_num_gen_batches=2)
     trainer, calls = drawing(tmp_path, monkeypatch, [[1.0] * 4] * 3, adv_estimator="grpo", filter_groups=filters)
     with pytest.raises(
-        DrawError, match=r"step 9: .* kept 0 of 4 prompts.* after 2 generations; 100\.0% of all answers"
+        SelectionError, match=r"step 9: .* kept 0 of 4 prompts.* after 2 generations\. 100\.0% of all answers"
     ):
         trainer.samples(9)
     assert len(calls) == 2
@@ -280,4 +285,4 @@ def test_a_mini_batch_of_empty_responses_gets_no_step(tmp_path):
     mask = torch.arange(4)[:, None].expand(4, 3) > 1
     trainer.config = replace(trainer.config, actor_rollout_ref=mini_batches_of(2))
     assert trainer.update_actor(batch.with_(response_mask=mask), step=3)["actor/grad_norm"] == 2.0
-    assert len(workers.sent) == 1 and "step 3: empty responses" in stream.getvalue()
+    assert len(workers.sent) == 1 and "step 3: no response has any token in 1 of 2 mini-batches" in stream.getvalue()

@@ -10,7 +10,7 @@ import torch
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
 from rlx.trainer import validation
-from rlx.trainer.draw import join
+from rlx.trainer.sample_selection import join
 
 
 def part(prompt_width, rows, source, scores, extra):

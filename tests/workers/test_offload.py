@@ -120,7 +120,7 @@ def test_offloading_changes_no_bit_of_any_role(config, recompute, options, plain
 
 
 @pytest.mark.usefixtures("environment")
-def test_parking_changes_no_bit_and_takes_no_memory_after_the_first_step(config, tmp_path):
+def test_offloading_changes_no_bit_and_takes_no_memory_after_the_first_step(config, tmp_path):
     still = offloading(config, True, {"save": "boundary"}, tmp_path)
     policy, critic, flags = still.actor_rollout_ref, still.critic, {"param_offload": True, "optimizer_offload": True}
     actor = replace(policy.actor, fsdp_config=replace(policy.actor.fsdp_config, **flags))
@@ -162,8 +162,8 @@ def test_parameters_leave_once_for_a_sync(config, monkeypatch):
     batch = batch.with_(old_log_probs=log_probs, ref_log_probs=log_probs)
     worker.call("actor", "update", batch.select(*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs"))
     assert arena.holders()["actor_parameters"] == 0
-    taken, take = [], Account.take
-    monkeypatch.setattr(Account, "take", lambda self, nbytes: taken.append(self.name) or take(self, nbytes))
+    taken, allocate = [], Account.allocate
+    monkeypatch.setattr(Account, "allocate", lambda self, nbytes: taken.append(self.name) or allocate(self, nbytes))
     worker.call("rollout", "sync", 1)
     assert taken == ["actor_parameters"], "the optimizer's state was there already"
     assert arena.holders()["actor_parameters"] > 0 < arena.holders()["actor_optimizer_state"]

@@ -6,9 +6,9 @@ an `Account` is one user's share of it, with a cap and its own accounting::
     arena = host_arena(pinned=True)
     arena.limit(64 << 30)                        # in all
     account = arena.account(max_bytes=16 << 30, name="weights")  # of one user
-    block = account.take(nbytes)                 # None: no room
+    block = account.allocate(nbytes)                 # None: no room
     ...                                          # copy to and from block.views
-    account.give(block, after=event)             # free once the last copy's event has passed
+    account.free(block, after=event)             # free once the last copy's event has passed
     arena.trim()                                 # what is free goes back to the system
 
 `trim()` before memory is needed elsewhere (generation, say) costs little when nothing is free, but what it gives back is
@@ -16,7 +16,7 @@ taken anew, and page-locked anew, in the next step: about 0.4 s per GiB. Whether
 
 Note [who may free a host buffer]
 A block belongs to the object that took it. A copy may still read from it or write to it when its owner dies, which is
-any moment at which Python collects garbage, on any thread. So `Account.give` takes no lock and waits for nothing: it
+any moment at which Python collects garbage, on any thread. So `Account.free` takes no lock and waits for nothing: it
 appends the block and the event after which no copy touches it to a queue (appending to a deque is atomic). Whoever next
 takes memory or asks for figures returns to the free ranges those blocks whose event has passed; one who finds no room
 waits for the events, oldest first, before any memory is asked of the system. That is why a steady step takes none, and
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from rlx.offload.storage.pages import Pages, empty_cache_of_locked_pages, slab_bytes
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Piece, RangeAllocator, aligned, growth_bytes
+from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Extent, RangeAllocator, growth_bytes, page_aligned
 
 logger = logging.getLogger("rlx.offload")
 
@@ -51,19 +51,19 @@ class Event(Protocol):
 
 
 class Block:
-    """Host bytes taken from an arena, in one or several pieces."""
+    """Host bytes taken from an arena, in one or several extents."""
 
-    __slots__ = ("_typed", "nbytes", "pieces", "reserved_bytes", "views")
+    __slots__ = ("_typed", "extents", "nbytes", "reserved_bytes", "views")
 
-    def __init__(self, nbytes: int, pieces: list[Piece], views: list[Tensor]) -> None:
+    def __init__(self, nbytes: int, extents: list[Extent], views: list[Tensor]) -> None:
         self.nbytes = nbytes
-        self.pieces = pieces
+        self.extents = extents
         self.views = views  # uint8 tensors whose lengths add up to nbytes
-        self.reserved_bytes = sum(piece.length for piece in pieces)  # alignment included
+        self.reserved_bytes = sum(extent.length for extent in extents)  # alignment included
         self._typed: Tensor | None = None
 
     def whole(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """The block as a tensor; None where it is in pieces, or longer than that."""
+        """The block as a tensor; None where it is in extents, or longer than that."""
         typed = self._typed
         if typed is None or typed.shape != shape or typed.dtype != dtype:
             if len(self.views) != 1 or self.nbytes != shape.numel() * dtype.itemsize:
@@ -108,11 +108,11 @@ class Account:
         self._held_bytes = 0
         self._reserved_bytes = 0
 
-    def take(self, nbytes: int) -> Block | None:
+    def allocate(self, nbytes: int) -> Block | None:
         """A block of `nbytes`, or None when the cap is reached or the system has no memory left."""
-        return self.arena.take(self, nbytes)
+        return self.arena.allocate(self, nbytes)
 
-    def give(self, block: Block, after: Event | None = None) -> None:
+    def free(self, block: Block, after: Event | None = None) -> None:
         """Return a block; `after`: the last event before which a copy may touch it. Never blocks, on any thread."""
         self.arena.returned.append((self, block, after))
 
@@ -192,9 +192,9 @@ class HostArena:
                 held[account.name] = held.get(account.name, 0) + account._held_bytes
             return held
 
-    def take(self, account: Account, nbytes: int) -> Block | None:
+    def allocate(self, account: Account, nbytes: int) -> Block | None:
         """A block of `nbytes` for an account, or None when its cap is reached or the system has no memory left."""
-        needed = aligned(nbytes)
+        needed = page_aligned(nbytes)
         with self._lock:
             if self.returned or self._cooling:
                 self._settle()
@@ -244,30 +244,30 @@ class HostArena:
 
     def _wait_for_oldest(self) -> None:
         self._cooling[0][1].synchronize()  # before it is taken out: a wait that fails loses no block
-        self._ranges.give(self._cooling.popleft()[0].pieces)
+        self._ranges.free(self._cooling.popleft()[0].extents)
 
     def _join_idle(self) -> None:
         for blocks in self._idle.values():
             for block in blocks:
-                self._ranges.give(block.pieces)
+                self._ranges.free(block.extents)
         self._idle.clear()
 
     def _new_block(self, nbytes: int, needed: int) -> Block | None:
         self._join_idle()
-        pieces = self._ranges.take(needed)
-        while pieces is None and self._cooling:
+        extents = self._ranges.allocate(needed)
+        while extents is None and self._cooling:
             self._wait_for_oldest()
-            pieces = self._ranges.take(needed)
-        if pieces is None:
+            extents = self._ranges.allocate(needed)
+        if extents is None:
             self._grow(needed)
-            pieces = self._ranges.take(needed)
-        return None if pieces is None else Block(nbytes, pieces, self._views(pieces, nbytes))
+            extents = self._ranges.allocate(needed)
+        return None if extents is None else Block(nbytes, extents, self._views(extents, nbytes))
 
-    def _views(self, pieces: list[Piece], nbytes: int) -> list[Tensor]:
+    def _views(self, extents: list[Extent], nbytes: int) -> list[Tensor]:
         views, left = [], nbytes
-        for piece in pieces:
-            length = min(piece.length, left)
-            views.append(self._slabs[piece.slab].bytes[piece.start : piece.start + length])
+        for extent in extents:
+            length = min(extent.length, left)
+            views.append(self._slabs[extent.slab].bytes[extent.start : extent.start + length])
             left -= length
         return views
 

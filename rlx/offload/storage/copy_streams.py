@@ -18,7 +18,7 @@ from rlx.offload.storage.arena import Block
 from rlx.offload.storage.stats import Counters, Timeline, mark
 
 
-class Latch:
+class PendingTasks:
     """Waits until tasks on other threads are done, and passes on the first failure."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Latch:
                 raise copy.copy(self._failure)  # the traceback of a raised one holds its raiser's frames
 
 
-class Arrival:
+class FetchBuffer:
     """A buffer on the device that bytes arrive in. Belongs to the stream that was current when it was made.
 
     Held by whoever brings bytes back and, while it copies into it, by the thread that does. The last of them to let go
@@ -65,7 +65,7 @@ class Arrival:
         self.dtype = dtype
         self.home = home
         self.copies: list[torch.Event] = []
-        self.issued: Latch | None = None  # of the copies that other threads issue
+        self.issued: PendingTasks | None = None  # of the copies that other threads issue
         self.allocated: torch.Event | None = None
         self._device = device
 
@@ -109,7 +109,7 @@ class CopyStreams:
         """What a thread of its own enters before it touches the device: it begins on the first one, and would use that."""
         return contextlib.nullcontext() if self.on_host else torch.accelerator.device_index(self.device.index)
 
-    def off(self, source: Tensor, block: Block) -> torch.Event | None:
+    def copy_to_host(self, source: Tensor, block: Block) -> torch.Event | None:
         """Copy a contiguous tensor to the host, behind what compute has queued; returns the event that ends the copy."""
         if self.on_host:
             self._copy_now(source, block, to_host=True, is_waited_for=True)
@@ -120,58 +120,58 @@ class CopyStreams:
             self._leaving.wait_event(compute.record_event())
         return self._copy(stream, source, block, to_host=True, is_waited_for=self._leaving is None)
 
-    def back(self, block: Block, arrival: Arrival, after: torch.Event | None) -> torch.Event | None:
-        """Make the buffer of an arrival, and fill it from a block.
+    def copy_to_device(self, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None) -> torch.Event | None:
+        """Make the buffer of an fetch_buffer, and fill it from a block.
 
         Args:
             block: host memory.
-            arrival: what has no buffer yet.
+            fetch_buffer: what has no buffer yet.
             after: an event to wait for on the device before host memory is read.
         """
-        whole = block.whole(arrival.shape, arrival.dtype) if self.on_host else None
+        whole = block.whole(fetch_buffer.shape, fetch_buffer.dtype) if self.on_host else None
         if whole is not None:  # one call instead of two: half the time for a small tensor
             start = time.perf_counter()
-            arrival.buffer = whole.clone()
+            fetch_buffer.buffer = whole.clone()
             self._count(start, whole.nbytes, is_waited_for=True)
             return None
-        arrival.allocate()
-        return self.back_into(arrival.buffer, block, arrival, after, is_ahead=False)
+        fetch_buffer.allocate()
+        return self.copy_into(fetch_buffer.buffer, block, fetch_buffer, after, is_ahead=False)
 
-    def back_into(
-        self, target: Tensor, block: Block, arrival: Arrival, after: torch.Event | None, is_ahead: bool
+    def copy_into(
+        self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None, is_ahead: bool
     ) -> torch.Event | None:
-        """Copy a block into some or all of the buffer of an arrival; on any thread.
+        """Copy a block into some or all of the buffer of an fetch_buffer; on any thread.
 
         Args:
             target: that part of the buffer.
-            block, arrival, after: see `back`.
+            block, fetch_buffer, after: see `back`.
             is_ahead: whether a thread of its own issues this, so that nobody waits for it without an accelerator.
         """
         if self.on_host:
             self._copy_now(target, block, to_host=False, is_waited_for=not is_ahead)
             return None
-        stream = self._returning or arrival.home
-        for event in (arrival.allocated, after):
+        stream = self._returning or fetch_buffer.home
+        for event in (fetch_buffer.allocated, after):
             if stream is not None and event is not None:
                 stream.wait_event(event)  # on one stream for nothing, but layers may compute on several
         copied = self._copy(stream, target, block, to_host=False, is_waited_for=self._returning is None)
         if copied is not None:
-            arrival.copies.append(copied)
+            fetch_buffer.copies.append(copied)
         return copied
 
-    def wait_for(self, arrival: Arrival) -> None:
-        """Make the current stream wait for the bytes of an arrival, and the host until their copies are issued."""
-        if self.on_host and arrival.issued is None:
+    def wait_for(self, fetch_buffer: FetchBuffer) -> None:
+        """Make the current stream wait for the bytes of an fetch_buffer, and the host until their copies are issued."""
+        if self.on_host and fetch_buffer.issued is None:
             return
         stream = self.compute_stream()
         with self.stalling(stream):
-            if arrival.issued is not None:
-                arrival.issued.wait()
+            if fetch_buffer.issued is not None:
+                fetch_buffer.issued.wait()
             if stream is not None:
-                for event in arrival.copies:
+                for event in fetch_buffer.copies:
                     stream.wait_event(event)
-        if stream is not None and stream != arrival.home:
-            arrival.buffer.record_stream(stream)  # fetched ahead by a layer that computes on another stream
+        if stream is not None and stream != fetch_buffer.home:
+            fetch_buffer.buffer.record_stream(stream)  # fetched ahead by a layer that computes on another stream
 
     @contextlib.contextmanager
     def stalling(self, stream: torch.Stream | None) -> Iterator[None]:

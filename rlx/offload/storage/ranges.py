@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 # A page: what direct I/O asks of offsets, lengths and addresses.
 PAGE_ALIGN_BYTES = 4096
-# A tensor is laid over several free ranges only if each is at least this long: every piece costs one copy command.
-MIN_PIECE_BYTES = 64 << 10
+# A tensor is laid over several free ranges only if each is at least this long: every extent costs one copy command.
+MIN_EXTENT_BYTES = 64 << 10
 # Growth is a multiple of this, one huge page.
 GROWTH_UNIT_BYTES = 2 << 20
 # Up to 1 GiB, growth by this much keeps the number of slabs small; above, by the same share of what is reserved (1/32).
 GROWTH_STEP_BYTES = 32 << 20
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """`length` bytes from byte `start` of a slab."""
 
     slab: int
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     length: int
 
 
-def aligned(nbytes: int) -> int:
+def page_aligned(nbytes: int) -> int:
     """`nbytes` rounded up to a multiple of `PAGE_ALIGN_BYTES`."""
     return -(-nbytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
 
@@ -52,13 +52,13 @@ class RangeAllocator:
         """Add free bytes (a multiple of `PAGE_ALIGN_BYTES`) at the end of a slab; a new one begins empty."""
         start = self._slabs.get(slab, 0)
         self._slabs[slab] = start + nbytes
-        self.give([Piece(slab, start, nbytes)])
+        self.free([Extent(slab, start, nbytes)])
 
-    def take(self, nbytes: int) -> list[Piece] | None:
+    def allocate(self, nbytes: int) -> list[Extent] | None:
         """Pieces of `nbytes` in all (a multiple of `PAGE_ALIGN_BYTES`), or None when they do not fit."""
         if nbytes > self.usable_bytes(nbytes):
             return None
-        pieces: list[Piece] = []
+        extents: list[Extent] = []
         while nbytes > 0:
             best = bisect_left(self._by_size, (nbytes, -1, -1))
             length, slab, start = self._by_size[min(best, len(self._by_size) - 1)]
@@ -66,19 +66,19 @@ class RangeAllocator:
             used = min(length, nbytes)
             if used < length:
                 self._insert(slab, start + used, length - used)
-            pieces.append(Piece(slab, start, used))
+            extents.append(Extent(slab, start, used))
             nbytes -= used
-        return pieces
+        return extents
 
     def usable_bytes(self, nbytes: int) -> int:
-        """How many of `nbytes` the free ranges can hold without pieces that are too short."""
+        """How many of `nbytes` the free ranges can hold without extents that are too short."""
         if self._by_size and self._by_size[-1][0] >= nbytes:
             return nbytes
-        return sum(length for length, _, _ in self._by_size[bisect_left(self._by_size, (MIN_PIECE_BYTES, -1, -1)) :])
+        return sum(length for length, _, _ in self._by_size[bisect_left(self._by_size, (MIN_EXTENT_BYTES, -1, -1)) :])
 
-    def give(self, pieces: Sequence[Piece]) -> None:
-        """Return pieces, joined with the free ranges beside them."""
-        for slab, start, length in pieces:
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Return extents, joined with the free ranges beside them."""
+        for slab, start, length in extents:
             before = self._by_end.get((slab, start))
             if before is not None:
                 self._remove(slab, before, start - before)

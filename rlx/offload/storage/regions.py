@@ -4,7 +4,7 @@ Note [identity of a saved tensor]
 What moves is a range of bytes of one storage at one version, not a tensor: a tensor and its transpose, or the slices of
 one fused projection, are looks at the same bytes and cost one copy. An address says nothing once its storage has died,
 for the allocator hands it out again; so a range is the same only while the very storage object lives, which a weak
-reference to it tells without keeping its memory (see `Parked.stands_for`). Bytes change only with the version counter.
+reference to it tells without keeping its memory (see `OffloadedRange.has_storage_of`). Bytes change only with the version counter.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class TensorLayout(VersionProbe):
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
 
-    def on(self, memory: Tensor, first_byte: int) -> Tensor:
+    def restore(self, memory: Tensor, first_byte: int) -> Tensor:
         """The tensor on memory that has come back.
 
         It has the counter: who writes to what has come back writes to all that looked at the original.
@@ -160,12 +160,12 @@ def without_memory(tensor: Tensor) -> Tensor:
     """An alias of a plain tensor that keeps nothing of it but the version counter."""
     alias = tensor.detach()
     # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
-    alias.data = nothing_on(tensor.device)
+    alias.data = empty_on(tensor.device)
     return alias
 
 
 @functools.cache
-def nothing_on(device: torch.device) -> Tensor:
+def empty_on(device: torch.device) -> Tensor:
     """An empty tensor on a device, the same one each time."""
     return torch.empty(0, device=device)
 

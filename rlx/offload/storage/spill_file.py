@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from rlx.offload.storage.copy_streams import Latch
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Piece, RangeAllocator, aligned, growth_bytes
+from rlx.offload.storage.copy_streams import PendingTasks
+from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Extent, RangeAllocator, growth_bytes, page_aligned
 from rlx.offload.storage.staging import READER_THREADS
 
 logger = logging.getLogger("rlx.offload")
@@ -45,7 +45,7 @@ class ExtentFile:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = directory
-        self.returned: deque[list[Piece]] = deque()  # filled on any thread, see Note [who may free an extent]
+        self.returned: deque[list[Extent]] = deque()  # filled on any thread, see Note [who may free an extent]
         self._nbytes = 0
         self._ranges = RangeAllocator()
         self._lock = threading.Lock()
@@ -57,29 +57,29 @@ class ExtentFile:
         # Separate, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
         self._writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
         self._readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
-        self._unfinished = Latch()
+        self._unfinished = PendingTasks()
 
     @property
     def nbytes(self) -> int:
         """Size of the file [bytes]."""
         return self._nbytes
 
-    def take(self, nbytes: int) -> list[Piece]:
+    def allocate(self, nbytes: int) -> list[Extent]:
         """Extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`.
 
         Raises:
             DiskError: if the file system has no room for them.
         """
         self._check_process()
-        needed = aligned(nbytes)
+        needed = page_aligned(nbytes)
         with self._lock:
             self._settle()
-            pieces = self._ranges.take(needed)
-            if pieces is None:
+            extents = self._ranges.allocate(needed)
+            if extents is None:
                 self._grow(needed - self._ranges.usable_bytes(needed))
-                pieces = self._ranges.take(needed)
-            assert pieces is not None
-            return pieces
+                extents = self._ranges.allocate(needed)
+            assert extents is not None
+            return extents
 
     def submit_write(self, task: Callable[[], None]) -> None:
         """Run a task on a writer thread."""
@@ -139,7 +139,7 @@ class ExtentFile:
 
     def _settle(self) -> None:
         while self.returned:
-            self._ranges.give(self.returned.popleft())
+            self._ranges.free(self.returned.popleft())
 
     def _grow(self, missing: int) -> None:
         """Make the file longer: by a growth step or, where that finds no room, by what is missing."""

@@ -11,9 +11,9 @@ waits only for what was queued before it.
 
 Note [who may free an extent]
 As a host buffer's owner (Note [who may free a host buffer]), so may an extent's die at any moment, with writes and reads
-of it queued or running. A queued task holds the place weakly and finds it gone; a running one holds it. So the last to
+of it queued or running. A queued task holds the allocation weakly and finds it gone; a running one holds it. So the last to
 let go returns the extents, which takes no lock: it appends them to a queue that is emptied before more is taken. What
-the place holds counts no more from the moment its owner is done with it.
+the allocation holds counts no more from the moment its owner is done with it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from rlx.offload.storage.arena import Account, Block, HostArena, as_bytes, host_arena
-from rlx.offload.storage.copy_streams import Arrival, CopyStreams, Latch
+from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer, PendingTasks
 from rlx.offload.storage.pages import Pages
-from rlx.offload.storage.ranges import Piece
+from rlx.offload.storage.ranges import Extent
 from rlx.offload.storage.spill_file import DiskError, ExtentFile, extent_files
 from rlx.offload.storage.staging import WRITE_BUFFERS, staging_bytes
 
@@ -43,20 +43,20 @@ logger = logging.getLogger("rlx.offload")
 class Allocation(Protocol):
     """Room for one range of bytes off the device."""
 
-    def write(self, copier: CopyStreams, source: Tensor) -> torch.Event | None:
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
         """Begin to send a contiguous tensor here; returns the event after which the source is not read any more."""
 
-    def read(self, copier: CopyStreams, arrival: Arrival) -> None:
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
         """Begin to bring back what was sent here, into a buffer made now."""
 
-    def give(self) -> None:
+    def free(self) -> None:
         """The owner is done. Never blocks, on any thread."""
 
 
 class Tier(Protocol):
     """One user's room in one tier."""
 
-    def take(self, nbytes: int) -> Allocation | None:
+    def allocate(self, nbytes: int) -> Allocation | None:
         """Room for `nbytes`, or None where there is none."""
 
     @property
@@ -74,18 +74,18 @@ class HostAllocation:
         self._block = block
         self._last_copy: torch.Event | None = None
 
-    def write(self, copier: CopyStreams, source: Tensor) -> torch.Event | None:
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
         """See `Allocation.write`."""
-        self._last_copy = copier.off(source, self._block)
+        self._last_copy = copy_streams.copy_to_host(source, self._block)
         return self._last_copy
 
-    def read(self, copier: CopyStreams, arrival: Arrival) -> None:
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
         """See `Allocation.read`. The copy that left may still be writing the block."""
-        self._last_copy = copier.back(self._block, arrival, after=self._last_copy)
+        self._last_copy = copy_streams.copy_to_device(self._block, fetch_buffer, after=self._last_copy)
 
-    def give(self) -> None:
-        """See `Allocation.give`."""
-        self._account.give(self._block, self._last_copy)
+    def free(self) -> None:
+        """See `Allocation.free`."""
+        self._account.free(self._block, self._last_copy)
 
 
 class HostTier:
@@ -98,9 +98,9 @@ class HostTier:
     def __init__(self, account: Account) -> None:
         self._account = account
 
-    def take(self, nbytes: int) -> HostAllocation | None:
-        """See `Tier.take`."""
-        block = self._account.take(nbytes)
+    def allocate(self, nbytes: int) -> HostAllocation | None:
+        """See `Tier.allocate`."""
+        block = self._account.allocate(nbytes)
         return None if block is None else HostAllocation(self._account, block)
 
     @property
@@ -124,25 +124,25 @@ class StagingBuffers:
         self._free_to_write = threading.BoundedSemaphore(WRITE_BUFFERS)
         self._has_warned = False
 
-    def take_to_write(self, nbytes: int, copier: CopyStreams) -> Block:
+    def allocate_to_write(self, nbytes: int, copy_streams: CopyStreams) -> Block:
         """A buffer to write from; waits until a writer returns one if all are in use."""
         if not self._free_to_write.acquire(blocking=False):
-            with copier.stalling(copier.compute_stream()):
+            with copy_streams.stalling(copy_streams.compute_stream()):
                 self._free_to_write.acquire()
         try:
-            return self.take(nbytes)
+            return self.allocate(nbytes)
         except BaseException:
             self._free_to_write.release()
             raise
 
-    def give_written(self, block: Block) -> None:
+    def free_written(self, block: Block) -> None:
         """Return a buffer that was written from."""
-        self.give(block, None)
+        self.free(block, None)
         self._free_to_write.release()
 
-    def take(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> Block:
         """A buffer for a reader thread."""
-        block = self._account.take(nbytes)
+        block = self._account.allocate(nbytes)
         if block is None:
             # What is on disk must come back. The account has room by construction: others hold all the arena may have.
             if not self._has_warned:
@@ -155,79 +155,81 @@ class StagingBuffers:
             block = Block(nbytes, [], [Pages(nbytes, is_locked=False).bytes])
         return block
 
-    def give(self, block: Block, after: torch.Event | None) -> None:
+    def free(self, block: Block, after: torch.Event | None) -> None:
         """Return a reader's buffer; `after`: the event that ends the copy from it."""
-        if block.pieces:
-            self._account.give(block, after)
+        if block.extents:
+            self._account.free(block, after)
         elif after is not None:
             after.synchronize()
 
 
 class Chunk(NamedTuple):
-    """A part of a place that goes through one staging buffer."""
+    """A part of a allocation that goes through one staging buffer."""
 
     offset: int  # in the file
-    first_byte: int  # of the place's bytes
+    first_byte: int  # of the allocation's bytes
     nbytes: int  # a multiple of ALIGN_BYTES; the last chunk ends with bytes that mean nothing
 
 
 class DiskAllocation:
     """Extents of a file. Nothing but tasks that run and the owner hold it (Note [who may free an extent])."""
 
-    def __init__(self, store: DiskTier, nbytes: int, pieces: list[Piece]) -> None:
-        self.store = store
-        self.written = Latch()
+    def __init__(self, tier: DiskTier, nbytes: int, extents: list[Extent]) -> None:
+        self.tier = tier
+        self.written = PendingTasks()
         self._nbytes = nbytes
-        self._pieces = pieces
+        self._extents = extents
 
-    def write(self, copier: CopyStreams, source: Tensor) -> torch.Event | None:
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
         """See `Allocation.write`. Waits where the disk does not keep up."""
         here, left, source = weakref.ref(self), None, as_bytes(source)
         for chunk in self._chunks():
-            block = self.store.staging.take_to_write(chunk.nbytes, copier)
+            block = self.tier.staging.allocate_to_write(chunk.nbytes, copy_streams)
             try:
-                left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block)
+                left = copy_streams.copy_to_host(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block)
             except BaseException:
-                self.store.staging.give_written(block)
+                self.tier.staging.free_written(block)
                 raise
             self.written.expect(1)
-            self.store.file.submit_write(_Write(here, self.store, self.written, chunk, copier, block, left).run)
+            self.tier.file.submit_write(_Write(here, self.tier, self.written, chunk, copy_streams, block, left).run)
         return left
 
-    def read(self, copier: CopyStreams, arrival: Arrival) -> None:
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
         """See `Allocation.read`."""
-        arrival.allocate()
-        here, arrival.issued = weakref.ref(self), Latch()
+        fetch_buffer.allocate()
+        here, fetch_buffer.issued = weakref.ref(self), PendingTasks()
         for chunk in self._chunks():
-            arrival.issued.expect(1)
-            self.store.file.submit_read(
-                _Read(here, self.store, self.written, chunk, copier, weakref.ref(arrival), arrival.issued).run
+            fetch_buffer.issued.expect(1)
+            self.tier.file.submit_read(
+                _Read(
+                    here, self.tier, self.written, chunk, copy_streams, weakref.ref(fetch_buffer), fetch_buffer.issued
+                ).run
             )
 
-    def give(self) -> None:
-        """See `Allocation.give`."""
-        self.store.given.append(self._nbytes)
+    def free(self) -> None:
+        """See `Allocation.free`."""
+        self.tier.given.append(self._nbytes)
 
     def __del__(self) -> None:
-        self.store.file.returned.append(self._pieces)
+        self.tier.file.returned.append(self._extents)
 
     def _chunks(self) -> Iterator[Chunk]:
         first_byte = 0
-        for piece in self._pieces:
-            for start in range(0, piece.length, self.store.staging.chunk_bytes):
-                nbytes = min(self.store.staging.chunk_bytes, piece.length - start)
-                yield Chunk(piece.start + start, first_byte, nbytes)
+        for extent in self._extents:
+            for start in range(0, extent.length, self.tier.staging.chunk_bytes):
+                nbytes = min(self.tier.staging.chunk_bytes, extent.length - start)
+                yield Chunk(extent.start + start, first_byte, nbytes)
                 first_byte += nbytes
 
 
 class _Write(NamedTuple):
     """Writes one chunk, on a writer thread."""
 
-    place: weakref.ref[DiskAllocation]
-    store: DiskTier
-    written: Latch
+    allocation: weakref.ref[DiskAllocation]
+    tier: DiskTier
+    written: PendingTasks
     chunk: Chunk
-    copier: CopyStreams
+    copy_streams: CopyStreams
     block: Block
     copied: torch.Event | None
 
@@ -235,63 +237,63 @@ class _Write(NamedTuple):
         failure: BaseException | None = None
         try:
             if self.copied is not None:
-                with self.copier.device_is_current():
+                with self.copy_streams.device_is_current():
                     self.copied.synchronize()
-            place = self.place()
-            if place is not None:
-                with self.store.working("write", self.chunk):
-                    self.store.file.write(self.block.views, self.chunk.offset)
+            allocation = self.allocation()
+            if allocation is not None:
+                with self.tier.working("write", self.chunk):
+                    self.tier.file.write(self.block.views, self.chunk.offset)
         except BaseException as error:
             failure = _without_frames(error)
-        place = None  # before anybody goes on: all that the place held is free then
-        self.store.staging.give_written(self.block)
+        allocation = None  # before anybody goes on: all that the allocation held is free then
+        self.tier.staging.free_written(self.block)
         self.written.done(failure)
 
 
 class _Read(NamedTuple):
     """Reads one chunk and queues its copy to the device, on a reader thread."""
 
-    place: weakref.ref[DiskAllocation]
-    store: DiskTier
-    written: Latch
+    allocation: weakref.ref[DiskAllocation]
+    tier: DiskTier
+    written: PendingTasks
     chunk: Chunk
-    copier: CopyStreams
-    arrival: weakref.ref[Arrival]
-    issued: Latch
+    copy_streams: CopyStreams
+    fetch_buffer: weakref.ref[FetchBuffer]
+    issued: PendingTasks
 
     def run(self) -> None:
         failure: BaseException | None = None
         copied: torch.Event | None = None
         try:
             self.written.wait()
-            with self.copier.device_is_current():
+            with self.copy_streams.device_is_current():
                 copied = self._bring_back()
         except BaseException as error:
             failure = _without_frames(error)
         self.issued.done(failure)
         if copied is not None:
-            with self.copier.device_is_current():
+            with self.copy_streams.device_is_current():
                 copied.synchronize()  # else this thread would fill one buffer after another while the device is busy
 
     def _bring_back(self) -> torch.Event | None:
-        place, arrival = self.place(), self.arrival()
-        if place is None or arrival is None:
+        allocation, fetch_buffer = self.allocation(), self.fetch_buffer()
+        if allocation is None or fetch_buffer is None:
             return None
-        staging, copied = self.store.staging, None
-        block = staging.take(self.chunk.nbytes)
+        staging, copied = self.tier.staging, None
+        block = staging.allocate(self.chunk.nbytes)
         try:
-            with self.store.working("read", self.chunk):
-                self.store.file.read(block.views, self.chunk.offset)
+            with self.tier.working("read", self.chunk):
+                self.tier.file.read(block.views, self.chunk.offset)
             first_byte = self.chunk.first_byte
-            target = as_bytes(arrival.buffer)[first_byte : first_byte + block.nbytes]
-            copied = self.copier.back_into(target, block, arrival, after=None, is_ahead=True)
+            target = as_bytes(fetch_buffer.buffer)[first_byte : first_byte + block.nbytes]
+            copied = self.copy_streams.copy_into(target, block, fetch_buffer, after=None, is_ahead=True)
         finally:
-            staging.give(block, copied)
+            staging.free(block, copied)
         return copied
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    # Kept until somebody reads; the frames of a traceback would keep the place and the buffer as long.
+    # Kept until somebody reads; the frames of a traceback would keep the allocation and the buffer as long.
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -302,7 +304,7 @@ class DiskTier:
     Args:
         file: where it is.
         staging: host memory on the way.
-        warning: said when the store is first used; None: nothing.
+        warning: said when the tier is first used; None: nothing.
     """
 
     def __init__(self, file: ExtentFile, staging: StagingBuffers, warning: str | None) -> None:
@@ -317,19 +319,19 @@ class DiskTier:
         self._busy_since = 0.0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> DiskAllocation:
-        """See `Tier.take`.
+    def allocate(self, nbytes: int) -> DiskAllocation:
+        """See `Tier.allocate`.
 
         Raises:
             DiskError: if the disk is full.
         """
-        pieces = self.file.take(nbytes)
+        extents = self.file.allocate(nbytes)
         if self._warning is not None:
             logger.warning(self._warning)
             self._warning = None
         with self._lock:
             self._held_bytes += nbytes
-        return DiskAllocation(self, nbytes, pieces)
+        return DiskAllocation(self, nbytes, extents)
 
     @property
     def held_bytes(self) -> int:

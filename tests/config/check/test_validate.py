@@ -725,16 +725,17 @@ def test_no_rule_complains_about_a_key_that_could_not_be_read(verdict):
     assert "there is no model" not in whats(misspelt)
 
 
-def test_no_value_of_any_key_makes_a_rule_crash(cpu_machine: Machine):
+def test_no_value_of_any_key_makes_a_rule_crash(cpu_machine: Machine, quick: bool):
     everything = compose([GAE, f"{ACTOR}.use_kl_loss=True"])
     tree = OmegaConf.to_container(OmegaConf.create(everything.yaml))
-    for key, leaf in LEAVES.items():
+    for number, (key, leaf) in enumerate(LEAVES.items()):
         *sections, name = key.split(".")
         place = tree
         for section in sections:
             place = place[section]
         before = place[name]
-        for value in (0, 7, None, "x", [], {}, *(leaf.info.choices or ())):
+        values = [0, 7, None, "x", [], {}, *(leaf.info.choices or ())]
+        for value in values[number % len(values) :][:1] if quick else values:
             place[name] = value
             config, faults = build(tree)
             found = check(Composed(config, frozenset({key}), tuple(faults)), cpu_machine)

@@ -1,4 +1,4 @@
-"""Which samples a step learns from: penalties for length, dynamic sampling, and joining what was generated in parts.
+"""Select the samples of a step: penalties for length, dynamic sampling, and joining generations.
 
 Pure functions of the driver. Shape letters as in `rlx/data/batch.py`.
 """
@@ -17,15 +17,15 @@ from rlx.errors import ExplainedError
 from rlx.rewards.manager import Scores
 
 Part = tuple[Batch, Scores]
-"""Samples and what the reward functions said of them."""
+"""Samples and the scores that the reward functions gave them."""
 
 
-class DrawError(ExplainedError, ValueError):
-    """Dynamic sampling did not find its prompts, or does not know what to tell samples apart by."""
+class SelectionError(ExplainedError, ValueError):
+    """Dynamic sampling found too few prompts, or does not know the metric that samples must differ in."""
 
 
 def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) -> Batch:
-    """Writes scores: those of the reward functions, less the penalty for length where the configuration asks for it."""
+    """Write the scores of the reward functions, less the penalty for length if the configuration asks for it."""
     if not overlong.enable:
         return batch.with_(scores=scores.scores)
     lengths_B, longest = batch["response_mask"].sum(dim=1), batch.response_length
@@ -34,25 +34,25 @@ def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) ->
 
 
 def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
-    """The rows of prompts whose samples differ in `metric`, in order.
+    """Return the rows of prompts whose samples differ in `metric`, in order.
 
     Args:
         batch: with group_id and scores.
         scores: of its rows.
-        metric: acc (as the reward function's own `acc`, else right where the score is 1 or more), score (of the reward
-            function), seq_reward or seq_final_reward (scores of the batch), or a number that reward functions report; a
-            sample without it differs from none.
+        metric: acc (the reward function's own `acc`, else whether the score is at least 1), score (of the reward function),
+            seq_reward or seq_final_reward (scores of the batch), or a number that reward functions report. A sample without
+            the number differs from no other.
 
     Raises:
-        DrawError: no reward function reported such a number.
+        SelectionError: no reward function reported such a number.
     """
     named = {"acc": scores.right(), "score": scores.scores}
     named |= dict.fromkeys(("seq_reward", "seq_final_reward"), batch["scores"])
     named |= {name: torch.tensor(values) for name, values in scores.extra.items() if name not in named}
     if metric not in named:
-        raise DrawError(
-            f"algorithm.filter_groups.metric: got {metric!r}, which no reward function reported; "
-            f"expected one of {', '.join(named)}"
+        raise SelectionError(
+            f"algorithm.filter_groups.metric: got {metric!r}, expected a number that a reward function reports, one of "
+            f"{', '.join(named)}"
         )
     value_B = named[metric].double()
     known_B, (groups, of_row_B) = ~value_B.isnan(), batch["group_id"].unique(return_inverse=True)
@@ -66,14 +66,14 @@ def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
 
 
 def take_rows(part: Part, rows: Sequence[int]) -> Part:
-    """These rows, in that order."""
+    """Return these rows in this order."""
     batch, scores = part
     extra = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
     return batch.rows(rows), Scores(scores.scores[list(rows)], extra)
 
 
 def join(parts: Sequence[Part]) -> Part:
-    """The rows of all parts; prompts are padded on the left to the longest, numbers that a part lacks are NaN."""
+    """Join the rows of all parts. Prompts are left padded to the longest; numbers that a part lacks become NaN."""
     widest = max(batch["input_ids"].shape[1] for batch, _ in parts)
     batch = concat([_widened(batch, widest) for batch, _ in parts])
     names = sorted({name for _, scores in parts for name in scores.extra})
@@ -90,12 +90,12 @@ def _widened(batch: Batch, width: int) -> Batch:
     return batch.with_(input_ids=wider(batch["input_ids"]), attention_mask=wider(batch["attention_mask"]))
 
 
-class Found:
-    """What dynamic sampling has found in a step.
+class DynamicSampling:
+    """The informative samples that dynamic sampling has found in a step.
 
     Args:
-        metric: what a prompt's samples must differ in.
-        wanted: prompts to find.
+        metric: the number in which a prompt's samples must differ.
+        wanted: number of prompts to find.
         samples: per prompt.
     """
 
@@ -106,7 +106,7 @@ class Found:
         self.generations = self.prompts = 0
 
     def add(self, batch: Batch, scores: Scores) -> None:
-        """Keeps what is informative of one generation."""
+        """Keep the informative samples of one generation."""
         self.generations += 1
         self.prompts += len(batch) // self._samples
         self._right += scores.right().sum().item()
@@ -114,32 +114,32 @@ class Found:
 
     @property
     def kept(self) -> int:
-        """Prompts that were kept."""
+        """Number of prompts kept."""
         return sum(len(batch) for batch, _ in self._kept) // self._samples
 
     @property
     def enough(self) -> bool:
-        """Whether as many were found as are wanted."""
+        """Whether enough prompts are kept."""
         return self.kept >= self._wanted
 
     def samples(self) -> Part:
-        """Those of the first prompts kept, as many as are wanted."""
+        """Return the samples of the first kept prompts, as many as are wanted."""
         return take_rows(join(self._kept), range(self._wanted * self._samples))
 
     def metrics(self) -> dict[str, float]:
-        """Of all that was generated: in how many parts, the share of prompts kept, and the share of right answers."""
+        """Return over all that was generated: the number of generations, the share of prompts kept, and the accuracy."""
         return {
             "filter_groups/generations": float(self.generations),
             "filter_groups/kept_share": self.kept / self.prompts,
             "filter_groups/accuracy": self._right / (self.prompts * self._samples),
         }
 
-    def error(self, step: int) -> DrawError:
-        """What to raise when the generations allowed are used up."""
-        return DrawError(
+    def error(self, step: int) -> SelectionError:
+        """Return the error to raise when no generation is left."""
+        return SelectionError(
             f"step {step}: algorithm.filter_groups kept {self.kept} of {self.prompts} prompts, whose samples differ in "
-            f"{self._metric}, expected data.train_batch_size={self._wanted} after {self.generations} generations; "
-            f"{self.metrics()['filter_groups/accuracy']:.1%} of all answers were right: prompts that are too easy or too hard "
+            f"{self._metric}, expected data.train_batch_size={self._wanted} after {self.generations} generations. "
+            f"{self.metrics()['filter_groups/accuracy']:.1%} of all answers were right; prompts that are too easy or too hard "
             "teach nothing. Raise algorithm.filter_groups.max_num_gen_batches (0: no limit), data.gen_batch_size or "
             "actor_rollout_ref.rollout.n, or choose other prompts"
         )

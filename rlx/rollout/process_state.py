@@ -1,4 +1,4 @@
-"""What lets vLLM live beside training: whatever it changes in the process is set back."""
+"""Restore the process state that vLLM changes, so that it can run in the process that trains."""
 
 import contextlib
 import os
@@ -10,11 +10,11 @@ import torch
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Leaves the process as it was, for vLLM seeds every generator, and sets what holds for torch as a whole.
+def restored_process_state() -> Iterator[None]:
+    """Restore the process state afterwards, because vLLM seeds every generator and changes settings of torch.
 
-    Set back are the states of random generators, the environment but for vLLM's own variables, `torch.set_num_threads` and
-    the number of threads, the choice of attention kernels and the precision of matrix products.
+    Restored are the states of random generators, the environment except vLLM's own variables, `torch.set_num_threads` and the
+    number of threads, the choice of attention kernels and the precision of matrix products.
     """
     environment, python_state, numpy_state = dict(os.environ), random.getstate(), numpy.random.get_state()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
@@ -34,7 +34,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_random_state(seed: int | None = None) -> Iterator[None]:
-    """torch's generators of host and device, seeded inside if there is a seed, and as before afterwards."""
+    """Run with separate states of torch's generators on host and device, seeded with `seed` if it is given."""
     devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
     with torch.random.fork_rng(devices):
         if seed is not None:

@@ -8,7 +8,7 @@ import torch
 from rlx.config.schema import OverlongBufferConfig
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
-from rlx.trainer import draw
+from rlx.trainer import sample_selection
 
 
 def part(values, prompts=2, width=3, first=0, lengths=None, **extra):
@@ -31,29 +31,35 @@ def part(values, prompts=2, width=3, first=0, lengths=None, **extra):
 
 def test_prompts_are_kept_whose_samples_differ():
     batch, scores = part([1.0, 1.0, 0.0, 1.0, 0.2, 0.0], prompts=3, steps=[1.0, 2.0, 1.0, 1.0, math.nan, 3.0])
-    assert draw.informative(batch, scores, "acc") == [2, 3], "0.2 and 0 are both wrong"
-    assert draw.informative(batch, scores, "score") == [2, 3, 4, 5]
-    assert draw.informative(batch, scores, "steps") == [0, 1], "a sample that lacks the number differs from none"
+    assert sample_selection.informative(batch, scores, "acc") == [2, 3], "0.2 and 0 are both wrong"
+    assert sample_selection.informative(batch, scores, "score") == [2, 3, 4, 5]
+    assert sample_selection.informative(batch, scores, "steps") == [0, 1], (
+        "a sample that lacks the number differs from none"
+    )
     punished = batch.with_(scores=torch.tensor([1.0, 0.9, 0.5, 0.5, 0.0, 0.0]))
     for metric in ("seq_reward", "seq_final_reward"):
-        assert draw.informative(punished, scores, metric) == [0, 1]
+        assert sample_selection.informative(punished, scores, metric) == [0, 1]
     mixed = [3, 0, 5, 1, 2, 4]
-    assert draw.informative(*draw.take_rows((batch, scores), mixed), "acc") == [0, 4], "rows may stand in any order"
+    assert sample_selection.informative(*sample_selection.take_rows((batch, scores), mixed), "acc") == [0, 4], (
+        "rows may stand in any order"
+    )
 
 
 def test_the_reward_functions_own_accuracy_counts():
     batch, scores = part([0.7, 0.8], prompts=1, acc=[0.0, 1.0])
-    assert draw.informative(batch, scores, "acc") == [0, 1]
+    assert sample_selection.informative(batch, scores, "acc") == [0, 1]
 
 
 def test_a_number_that_nobody_reports_is_an_error_that_names_those_there_are():
-    with pytest.raises(draw.DrawError, match=r"metric: got 'f1', .* acc, score, seq_reward, seq_final_reward, steps"):
-        draw.informative(*part([1.0, 0.0], prompts=1, steps=[1.0, 2.0]), "f1")
+    with pytest.raises(
+        sample_selection.SelectionError, match=r"metric: got 'f1', .* acc, score, seq_reward, seq_final_reward, steps"
+    ):
+        sample_selection.informative(*part([1.0, 0.0], prompts=1, steps=[1.0, 2.0]), "f1")
 
 
 def test_parts_of_other_widths_are_joined_and_what_one_lacks_is_no_number():
     narrow, wide = part([1.0, 0.0], prompts=1, width=2, acc=[1.0, 0.0]), part([0.5, 0.25], prompts=1, width=5, first=1)
-    batch, scores = draw.join([narrow, wide])
+    batch, scores = sample_selection.join([narrow, wide])
     assert batch["input_ids"].shape == (4, 9) and batch["group_id"].tolist() == [0, 0, 1, 1]
     assert batch["attention_mask"].sum(dim=1).tolist() == [4, 4, 7, 7]
     assert not batch["attention_mask"][:2, :3].any() and batch["attention_mask"][2:, :3].all()
@@ -62,7 +68,7 @@ def test_parts_of_other_widths_are_joined_and_what_one_lacks_is_no_number():
 
 
 def test_what_was_found_is_counted_and_cut_to_what_is_wanted():
-    found = draw.Found("acc", wanted=2, samples=2)
+    found = sample_selection.DynamicSampling("acc", wanted=2, samples=2)
     found.add(*part([1.0, 1.0, 0.0, 1.0]))
     assert (found.generations, found.prompts, found.kept, found.enough) == (1, 2, 1, False)
     found.add(*part([0.0, 0.0, 0.0, 0.0], first=2))
@@ -74,13 +80,13 @@ def test_what_was_found_is_counted_and_cut_to_what_is_wanted():
     numbers = {"generations": 3.0, "kept_share": 0.5, "accuracy": 5 / 12}
     assert found.metrics() == {f"filter_groups/{name}": pytest.approx(value) for name, value in numbers.items()}
     message = str(found.error(step=7))
-    assert "step 7: algorithm.filter_groups kept 3 of 6 prompts" in message and "after 3 generations; 41.7%" in message
+    assert "step 7: algorithm.filter_groups kept 3 of 6 prompts" in message and "after 3 generations. 41.7%" in message
 
 
 def test_long_responses_lose_part_of_their_score():
     batch, scores = part([1.0, 1.0, 1.0, 1.0], lengths=[1, 2, 3, 4])
-    plain = draw.with_scores(batch, scores, OverlongBufferConfig(len=2))
+    plain = sample_selection.with_scores(batch, scores, OverlongBufferConfig(len=2))
     assert plain["scores"].tolist() == [1.0] * 4
-    punished = draw.with_scores(batch, scores, OverlongBufferConfig(enable=True, len=2, penalty_factor=0.5))
+    punished = sample_selection.with_scores(batch, scores, OverlongBufferConfig(enable=True, len=2, penalty_factor=0.5))
     assert punished["scores"].tolist() == [1.0, 1.0, 0.75, 0.5]
     assert scores.scores.tolist() == [1.0] * 4, "the reward functions' own verdict stays"
