@@ -1,1 +1,1 @@
-"""The configuration: a typed tree, how it is composed, and what it must obey."""
+"""The configuration: a typed tree, its composition, its rules, and a forecast of memory."""

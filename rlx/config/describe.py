@@ -41,18 +41,18 @@ for one experiment, and the command line has the last word:
 
 When the command names neither an experiment nor `actor_rollout_ref.model.path`, `experiment=arithmetic` is composed: the
 run that needs nothing but this package. Values are written as Hydra writes them: `null`, `True`, `[a,b]`, `{a: 1}`,
-`${other.key}`, `${oc.env:NAME}`; quote what holds special characters twice, once for the shell: `"key='a=b'"`.
+`${other.key}`, `${oc.env:NAME}`. Quote a value with special characters twice, once for the shell: `"key='a=b'"`.
 
 `python -m rlx.main_ppo --check ...` composes, validates, prints the tree and a prediction of memory, and stops. All
-faults are listed at once before any worker starts, with what was found, what was expected and what to do, and exit code
-2: unknown keys with the nearest known name, wrong types, values out of range, combinations that cannot work, what
+faults are listed at once before any worker starts, each with the value found, the value expected and a remedy, and exit
+code 2: unknown keys with the nearest known name, wrong types, values out of range, combinations that cannot work, what
 this machine or cluster lacks, folders that cannot be written, and code of your own that cannot be imported or called.
 Keys that have no effect under the other options give one warning.
 
-A run then reads what takes longer to look at, still before a warm start and before Ray, and again says at once what is
-wrong, with exit code 1: the checkpoint to resume from, the configs of models and the names in `override_config`,
+A run then checks what takes longer, still before a warm start and before Ray. It again lists all faults at once, with
+exit code 1: the checkpoint to resume from, the configs of models and the names in `override_config`,
 `attn_implementation` and `target_modules`, tokenizers, every prompt, whether each data source has a reward function, and
-the names in `ray_kwargs.ray_init`. The weights of models and the options of vLLM are looked at by the workers.
+the names in `ray_kwargs.ray_init`. Workers check the weights of models and the options of vLLM.
 """
 
 DIFFERENCES = """\
@@ -74,15 +74,15 @@ Keys and meanings are verl's wherever both have the feature. The differences:
   `use_remove_padding=False` or adapters has none of them unless `critic.model` sets them too. Its sharding is `critic.fsdp`.
 - `model.enable_activation_offload` has options, `model.activation_offload`, and works with gradient checkpointing on or
   off. It cannot be combined with `actor.use_torch_compile`. The actor's model keys are the reference's too, which has no
-  backward and so nothing to offload. What exceeds `max_host_bytes` stays on the device, or goes to `directory` where one is
-  set; with tier disk that key bounds the staging memory. The directory must exist and be writable: on a single machine that
+  backward and so nothing to offload. Activations that exceed `max_host_bytes` stay on the device, or go to `directory` if
+  one is set; with tier disk that key bounds the staging memory. The directory must exist and be writable: on a single machine that
   is checked beforehand, on a cluster by each worker as it starts.
 - `data.train_files` also takes JSONL and `builtin:arithmetic`; a single file needs no brackets.
 - Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None)` works unchanged, and in
   processes with limits of time and memory; `reward.reward_manager.name` is naive or batch. Reward models are those with one
   label for a sequence; `reward_model.rule_weight` adds the functions' score. See [rewards.md](rewards.md).
 - `algorithm.rollout_correction` has the weights of verl and five of its tests; bounds of a ratio, r = trainer over sampler,
-  hold for r in every test, and `rollout_token_veto_threshold` is still there. What a rejected token leaves out is said in
+  hold for r in every test, and `rollout_token_veto_threshold` is still there. For the effect of a rejected token see
   [rollout.md](rollout.md#mismatch-and-correction). The sampler's mismatch is always logged.
 - Advantage estimators, policy losses and what differs in them: [algorithms.md](algorithms.md). A policy loss of your own is a
   function by path, `actor.policy_loss.path`, and gives one number per token; `loss_agg_mode` holds for every loss.
@@ -94,7 +94,7 @@ Keys and values of verl that are answered with a remedy of their own:
 
 
 def help_text() -> str:
-    """What `--help` prints: usage, groups, the top of the tree."""
+    """Return the text of `--help`: usage, groups, the top of the tree."""
     lines = [USAGE, "Groups (files in configs/):"]
     for group, files in group_choices().items():
         default = DEFAULT_GROUPS.get(group)
@@ -112,7 +112,7 @@ def page() -> str:
     memory = (MEMORY or "").split("\n\n", 1)[1].strip()
     return (
         f"{INTRODUCTION}\n{DIFFERENCES}\n| key | what to do |\n|---|---|\n{verl}\n\n"
-        f"## The prediction of memory\n\nA run says when it starts, and `--check` by parts, what its phases will hold, and how long sequences may be.\n\n{memory}\n\n## All keys\n\n{sections}"
+        f"## The prediction of memory\n\nA run prints at its start how much memory its phases will need and how long sequences may be; `--check` prints the parts.\n\n{memory}\n\n## All keys\n\n{sections}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that it can be mended."""
+"""Faults of a configuration, each with its remedy."""
 
 from dataclasses import dataclass
 

@@ -8,8 +8,8 @@ import psutil
 # Share of all memory; with less than this available memory is short. Ray's own limit is 0.05.
 SHORT_SHARE = 0.2
 
-# What a container may use and uses, in version 2 and 1 of the kernel's control groups; file cache that can go is named
-# in the third file and is not in use.
+# Files with a container's limit and use, in version 2 and 1 of the kernel's control groups. The third file names file cache
+# that the kernel can drop, which does not count as used.
 CONTAINER_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -25,7 +25,7 @@ class HostMemory(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether others may soon need what is kept for later."""
+        """Whether other processes may soon need memory that is kept for later."""
         return self.available_bytes < SHORT_SHARE * self.total_bytes
 
 

@@ -1,4 +1,4 @@
-"""What the machine offers, as data, and with the configuration: what the rules look at, so that they are pure."""
+"""The machine or cluster of a run, as data, so that the rules that read it are pure."""
 
 import os
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run can use.
+    """The resources of a run.
 
     Args:
         gpus: CUDA devices of this machine.

@@ -1,4 +1,4 @@
-"""Where the driver writes, as far as the configuration says, and what stands in the way."""
+"""Folders that the driver writes to, and why it cannot."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def why_not_writable(folder: Path) -> str | None:
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not nearest.is_dir():
         return f"{nearest} is no folder"
-    # What counts is who writes, where the system can tell.
+    # The effective user counts, if the system can check it.
     effective = os.access in os.supports_effective_ids
     is_open = os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective)
     return None if is_open else f"{nearest} is not writable"

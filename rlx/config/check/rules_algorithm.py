@@ -1,4 +1,4 @@
-"""Algorithms that cannot work as they are put together, and what to be warned of."""
+"""Combinations of algorithms that cannot work, and warnings about those that may surprise."""
 
 from collections.abc import Iterator
 
@@ -59,7 +59,7 @@ def filtered_groups_can_differ(s: CheckContext) -> Faults:
 
 
 def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
-    """What samples can be compared by; None: a function of the user's may report any number."""
+    """Numbers by which samples can be compared; None: a function of the user's may report any number."""
     by_model = has_reward_model(config)
     by_functions = not by_model or config.reward_model.rule_weight > 0
     if by_functions and config.custom_reward_function.path is not None:
@@ -86,7 +86,7 @@ ALGORITHM_RULES = (
 
 
 def algorithm_warnings(s: CheckContext) -> Iterator[str]:
-    """What works otherwise than its paper, or than one might expect."""
+    """Warn of algorithms that differ from their paper or from what a user may expect."""
     actor, algorithm, trainer = s.config.actor_rollout_ref.actor, s.config.algorithm, s.config.trainer
     mode = actor.policy_loss.loss_mode
     if mode in SEQUENCE_LOSSES and actor.policy_loss.path is None and actor.loss_agg_mode != "seq-mean-token-mean":

@@ -1,4 +1,4 @@
-"""What a run needs of the machine: devices, packages, files. Each rule yields the faults it finds."""
+"""Rules about devices, packages and files of the machine. Each rule yields the faults it finds."""
 
 import re
 from collections.abc import Iterator
@@ -189,7 +189,7 @@ def checkpoint_exists(s: CheckContext) -> Faults:
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
         folder = Path(trainer.resume_from_path).expanduser()
         if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "driver.json").is_file():
-            remedy = f"correct {key}; checkpoints lie in <run folder>/checkpoints"
+            remedy = f"correct {key}; checkpoints are in <run folder>/checkpoints"
             got = f"{key}={trainer.resume_from_path}"
             expected = "a folder named global_step_N with a driver.json, which is written last"
             what = "does not exist" if not folder.is_dir() else "is none, or not finished"
@@ -201,10 +201,10 @@ def folders_can_be_written(s: CheckContext) -> Faults:
     for key, folder in _written_folders(s):
         wrong = why_not_writable(folder)
         if wrong is not None:
-            value = s.value(key) or f"null, which stands for {folder}"
+            value = s.value(key) or f"null, which means {folder}"
             got, expected = f"{key}={value}: {wrong}", "a folder that is writable, or can be made"
             remedy = f"change {key}, or let this user write there"
-            yield Fault("a folder that is written to cannot be", got, expected, remedy, (key,))
+            yield Fault("the run cannot write to this folder", got, expected, remedy, (key,))
 
 
 def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
@@ -219,7 +219,7 @@ def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
     elif checkpoint.is_dir():  # its run goes on in the folder that it has
         yield "trainer.resume_from_path", checkpoint.parent.parent
     made = warm_starts_folder(s.config)
-    # A cache that is only read will do; whether what it has is what is wanted only the warm start knows.
+    # A read-only cache is enough if it has a warm start; only the warm start itself can tell whether it is the right one.
     if is_tiny(s.config) and not any(made.glob("warm_start_*")):
         yield "warm_start.cache_dir", made
 

@@ -1,4 +1,4 @@
-"""Runs that cannot fit, and what would make them fit, by the forecast on their memory."""
+"""Runs that cannot fit into memory by its forecast, with keys that would make them fit."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller
 
 
 def memory_suffices(s: CheckContext) -> Iterator[Fault]:
-    """What is sure to come fits into device and host, or nearly."""
+    """The least memory that the run needs fits into device and host, or nearly."""
     if s.config.trainer.memory_check != "refuse":
         return
     forecast = MemoryForecast.of(s.config, s.machine)
@@ -34,11 +34,11 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
         most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
         got = f"{gb(most.host * count)} GB in {count} process(es), in {most.name}"
         expected = f"at most the {gb(s.machine.host_bytes or 0)} GB of this machine; {_margin(s)}"
-        yield Fault("what waits in host memory does not fit there", got, expected, remedy, (CHECK,))
+        yield Fault("states and activations do not fit into host memory", got, expected, remedy, (CHECK,))
 
 
 def memory_warnings(s: CheckContext) -> Iterator[str]:
-    """What may not fit, but is not refused."""
+    """Warn of phases that may not fit, but are not refused."""
     if s.config.trainer.memory_check == "off":
         return
     forecast = MemoryForecast.of(s.config, s.machine)
@@ -63,14 +63,14 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
 
 
 def usable(forecast: MemoryForecast, phases: list[Phase]) -> str:
-    """What the phases may come to, of what there is."""
+    """The memory that the phases may use, of all there is."""
     limit = min(phase.limit or 0.0 for phase in phases)
     what = "a device's" if forecast.on_device else "each process's part of the host's"
     return f"{gb(limit)} of {what} {gb(forecast.memory_bytes or 0.0)}"
 
 
 def _margin(s: CheckContext) -> str:
-    return f"{CHECK}={s.config.trainer.memory_check} refuses what is {REFUSED_FROM - 1:.0%} above that"
+    return f"{CHECK}={s.config.trainer.memory_check} refuses a run that is {REFUSED_FROM - 1:.0%} above that"
 
 
 def _needs(phases: list[Phase]) -> str:

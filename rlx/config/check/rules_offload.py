@@ -1,4 +1,4 @@
-"""Combinations of activation offloading that cannot work, and those that work to no purpose."""
+"""Combinations of activation offloading that cannot work, and warnings about those without purpose."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from rlx.offload.runtime.options import OffloadOptions, folder_problem
 
 
 def offloading_roles(s: CheckContext) -> list[ModelRole]:
-    """The roles whose activations leave the device; the reference has no backward, and none to move."""
+    """The roles whose activations are offloaded; the reference has no backward, so none to offload."""
     return [role for role in trained_roles(s.config) if role.model.enable_activation_offload]
 
 
@@ -84,7 +84,7 @@ OFFLOAD_RULES = (
 
 
 def offload_warnings(s: CheckContext) -> Iterator[str]:
-    """Combinations that work, but do not what they seem to."""
+    """Warn of combinations that offload less than they seem to."""
     for role in offloading_roles(s):
         options, prefix = offload_options(role.model), f"{role.model_key}.activation_offload"
         attention = role.model.attn_implementation

@@ -23,12 +23,12 @@ def form_is_an_expression(s: CheckContext) -> Faults:
     except re.error as error:
         expected = f"{', '.join(FORMS)}, or a regular expression"
         yield Fault(
-            "the form of responses cannot be read", f"{FORM}={form}: {error}", expected, f"mend {FORM}", (FORM,)
+            "the form of responses cannot be read", f"{FORM}={form}: {error}", expected, f"correct {FORM}", (FORM,)
         )
 
 
 def reward_model_is_one(s: CheckContext) -> Faults:
-    """The reward model is named, gives one score, and its tokenizer lies beside it; the hub is not asked."""
+    """The reward model is named, gives one score, and has its tokenizer in its folder; the hub is not asked."""
     if not has_reward_model(s.config):
         return
     path = s.config.reward_model.model.path
@@ -53,7 +53,7 @@ def reward_model_is_one(s: CheckContext) -> Faults:
         remedy = f"set {MODEL} to a reward model; a language model scores nothing before it is trained to"
         yield Fault("the reward model does not give one score", got, expected, remedy, (MODEL,))
     elif not any((folder / name).exists() for name in TOKENIZER_FILES):
-        remedy = "save the tokenizer that it was trained with beside it"
+        remedy = "save the tokenizer that it was trained with in its folder"
         yield Fault(
             "the reward model has no tokenizer", f"{MODEL}={path}", "a tokenizer in its folder", remedy, (MODEL,)
         )
@@ -72,7 +72,7 @@ def _config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _labels(config: dict[str, Any]) -> int:
-    """As transformers counts them: two, where nothing is said."""
+    """The number of labels as transformers counts them: two unless the config says otherwise."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
 
 

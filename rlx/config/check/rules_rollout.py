@@ -1,4 +1,4 @@
-"""What generation needs: the engine, in a version that rlx knows, and options that fit it. Each rule yields the faults it finds."""
+"""Rules about generation: the engine, its version and its options. Each rule yields the faults it finds."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from rlx.config.vllm_range import VLLM_RANGE, in_range
 
 ROLLOUT = "actor_rollout_ref.rollout"
 NAME, PARALLEL, KWARGS = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm"
-# vLLM's engine arguments that rlx sets itself -> what sets them.
+# vLLM's engine arguments that rlx sets itself -> the key that sets them.
 OWN = {
     "model": "actor_rollout_ref.model.path",
     "tokenizer": "actor_rollout_ref.model.path",
@@ -69,7 +69,7 @@ def parallel_groups_are_whole(s: CheckContext) -> Faults:
 
 
 def options_have_one_owner(s: CheckContext) -> Faults:
-    """What is passed to vLLM as it is must not be what rlx passes itself."""
+    """Options passed through to vLLM are not among those that rlx sets itself."""
     rollout = s.config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return
@@ -94,7 +94,7 @@ def sequences_fit(s: CheckContext) -> Faults:
 
 
 def rollout_warnings(s: CheckContext) -> Iterator[str]:
-    """What works, but may not be what was meant."""
+    """Warn of options that work, but may not be meant."""
     rollout = s.config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return

@@ -13,7 +13,7 @@ from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOp
 
 
 class UnusedKey(NamedTuple):
-    """Keys (patterns, `*` stands for anything) that have no effect when `when` holds, and the reason in words."""
+    """Keys (patterns, `*` matches anything) that have no effect when `when` holds, and the reason in words."""
 
     keys: tuple[str, ...]
     when: Callable[[CheckContext], bool]
@@ -61,7 +61,7 @@ def _no_files_of_the_task(s: CheckContext) -> bool:
 
 
 def _loss_without(*readers: str) -> Callable[[CheckContext], bool]:
-    """Whether the policy loss is one of rlx's, but none of the readers of a key; what a user's own reads is not known."""
+    """Whether the policy loss is one of rlx's that does not read a key; a user's own loss may read any."""
     loss = f"{ACTOR}.policy_loss"
     return lambda s: s.value(f"{loss}.path") is None and s.value(f"{loss}.loss_mode") not in readers
 
@@ -99,7 +99,7 @@ def _flagged(flag: str, *keys: str) -> UnusedKey:
 
 
 def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
-    """What holds for the actor and the critic alike, which are configured at `role` and `model`."""
+    """Rows for the actor and the critic, which are configured at `role` and `model`."""
     offload, optim = f"{model}.activation_offload", f"{role}.optim"
     return (
         _flagged(f"{model}.enable_activation_offload", f"{offload}.*"),
@@ -233,8 +233,8 @@ def unused_keys(s: CheckContext) -> dict[str, str]:
     for key in s.changed_keys:
         if key.startswith("critic.") and not has_critic(s.config):
             continue  # a fault of its own
-        for idle in UNUSED_KEYS:
-            if any(fnmatchcase(key, pattern) for pattern in idle.keys) and idle.when(s):
-                found[key] = idle.why
+        for row in UNUSED_KEYS:
+            if any(fnmatchcase(key, pattern) for pattern in row.keys) and row.when(s):
+                found[key] = row.why
                 break
     return found

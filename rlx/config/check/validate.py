@@ -1,4 +1,4 @@
-"""Whether a configuration can run on a machine: all faults at once, and what to be warned of."""
+"""Whether a configuration can run on a machine: all faults and warnings at once."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -34,22 +34,22 @@ class Verdict(NamedTuple):
 def check(composed: Composed, machine: Machine) -> Verdict:
     """Applies every rule.
 
-    A rule about a key that could not be read in the first place says nothing: its fault is already listed.
+    A rule's fault about a key that could not be read is dropped: that key's own fault is already listed.
     """
-    setting, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
-    faults = [fault for rule in RULES for fault in rule(setting) if broken.isdisjoint(fault.keys)]
-    warnings = [*_warnings(setting, broken)]
+    context, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
+    faults = [fault for rule in RULES for fault in rule(context) if broken.isdisjoint(fault.keys)]
+    warnings = [*_warnings(context, broken)]
     if not composed.faults:
         # A prediction needs every value.
-        faults += memory_suffices(setting)
-        warnings += [*disk_warnings(setting), *memory_warnings(setting)]
+        faults += memory_suffices(context)
+        warnings += [*disk_warnings(context), *memory_warnings(context)]
     return Verdict((*composed.faults, *faults), tuple(warnings))
 
 
 def _warnings(s: CheckContext, broken: frozenset[str]) -> Iterator[str]:
-    idle = {key: why for key, why in unused_keys(s).items() if key not in broken}
-    if idle:
-        yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in idle.items())
+    unused = {key: why for key, why in unused_keys(s).items() if key not in broken}
+    if unused:
+        yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in unused.items())
     yield from algorithm_warnings(s)
     yield from offload_warnings(s)
     yield from rollout_warnings(s)

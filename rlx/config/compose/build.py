@@ -19,15 +19,15 @@ def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
     """Reads a nested dictionary into the typed tree; keys that are not given keep their defaults.
 
     Returns:
-        the tree, and what could not be read: such a key keeps its default, but for a choice that does not exist, which
-        stays as it was given for the rules that have more to say about it.
+        the tree, and a fault for each key that could not be read. Such a key keeps its default. Only a choice that does not
+        exist stays as it was given, for the rules that have more to say about it.
     """
     faults: list[Fault] = []
     return _section(PPOConfig(), tree, "", faults), faults
 
 
 def nearest_keys(key: str) -> list[str]:
-    """Known keys that a mistyped or misplaced one may stand for, best first, at most three."""
+    """Known keys that a mistyped or misplaced one may mean, best first, at most three."""
     *parents, name = key.split(".")
     same_name = [known for known in LEAVES if known.rsplit(".", 1)[-1] == name]
     if same_name:
@@ -78,7 +78,7 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
         near = nearest_keys(key)
         expected = " or ".join(near) or "a key that docs/configuration.md lists"
         remedy = f"did you mean {expected}?" if near else "remove it, or look for its name in docs/configuration.md"
-    # Whoever misspelt a key meant another: rules about that one would only add noise.
+    # A user who misspelt a key meant another: rules about that one would only add noise.
     faults.append(Fault(f"unknown key {key}", f"{key}={value}", expected, remedy, (key, *near)))
 
 
@@ -105,8 +105,8 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
 def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:
     """The value as the type asks; raises TypeError when it is not of that type.
 
-    A str stands for a list of one, or where no entry may have a comma in it, for those between commas. Where a str holds
-    bounds, a number stands for its text.
+    A str becomes a list of one, or is split at commas if no entry can contain one. A number becomes its text if the str
+    holds bounds.
     """
     kind, optional = plain_type(hint)
     if info.bounds and isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,7 +1,7 @@
 """From the command line to the typed tree, through Hydra's compose API.
 
-Hydra reads the YAML files and parses the overrides; what the keys may be is decided by the typed tree alone, so that
-all faults are found at once and an unknown key is answered with the nearest known one.
+Hydra reads the YAML files and parses the overrides. The typed tree alone decides which keys exist, so that all faults are
+found at once and an unknown key is answered with the nearest known one.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ MODEL_KEY = "actor_rollout_ref.model.path"
 
 @dataclass(frozen=True)
 class Composed:
-    """What the command line says.
+    """A command line, read.
 
     Args:
         partial: the tree as far as it could be read; `config` is the same once there are no faults.
         set_keys: dotted names of the keys that the command line sets (not the packaged YAML files).
-        faults: what could not be read.
+        faults: keys and overrides that could not be read.
     """
 
     partial: PPOConfig
@@ -63,7 +63,7 @@ class Composed:
 
 
 def config_folder() -> Path:
-    """The folder of YAML files: inside the package when installed from a wheel, beside it in a checkout."""
+    """The folder of YAML files: inside the package when installed from a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     candidates = (package / "configs", package.parent / "configs")
     for folder in candidates:
@@ -199,7 +199,7 @@ def _misplaced(key: str, value: Any) -> Fault | None:
 
 
 def _resolved(tree: DictConfig, prefix: str, faults: list[Fault]) -> dict[str, Any]:
-    """The tree as plain dictionaries with `${...}` replaced; what cannot be is a fault, and left out."""
+    """The tree as plain dictionaries with `${...}` replaced. A value that cannot be resolved is a fault and left out."""
     plain: dict[str, Any] = {}
     for name in map(str, tree):
         key = f"{prefix}{name}"

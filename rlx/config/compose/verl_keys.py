@@ -106,7 +106,7 @@ REMEDIES: dict[str, str] = {
 
 
 def remedy_for(key: str) -> str | None:
-    """What to do about a key, or key=value, of verl that rlx does not have; None for any other."""
+    """Return the remedy for a key, or key=value, of verl that rlx does not have; None for any other."""
     padded = f".{key}."
     found = [pattern for pattern in REMEDIES if f".{pattern}." in padded]
     return REMEDIES[max(found, key=len)] if found else None

@@ -1,1 +1,1 @@
-"""What a run will hold in memory, from the configuration and the shapes of its models, and which settings would fit."""
+"""A forecast of a run's memory from its configuration and the shapes of its models, and settings that would fit."""

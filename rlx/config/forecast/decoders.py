@@ -1,4 +1,4 @@
-"""What is known of a run's models before they are loaded: the shape that a model's config.json gives."""
+"""Shapes of a run's models before they are loaded, from each model's config.json."""
 
 import json
 from contextlib import suppress
@@ -39,7 +39,7 @@ def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
     try:
         found = read_decoder(_keys_of_text(file, model))
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        # Loading the model will say what is wrong with it, if anything is; here only the prediction is missing.
+        # Loading the model reports its own faults; here only the forecast is missing.
         return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
     return found if has_head else found.without_head
 
@@ -55,7 +55,7 @@ def positions_of(model: ModelConfig) -> int | None:
             return own
         return max(own, int(rope["factor"] * (rope.get("original_max_position_embeddings") or own)))
     except (AttributeError, OSError, TypeError, ValueError):
-        return None  # loading the model says what is wrong
+        return None  # loading the model reports it
 
 
 def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:
@@ -80,13 +80,13 @@ def fetch_configs(config: PPOConfig) -> None:
         if config_file(path) is None and not Path(path).expanduser().exists():
             from huggingface_hub import hf_hub_download
 
-            # Loading the model says what is wrong.
+            # Loading the model reports it.
             with suppress(OSError, ValueError):
                 hf_hub_download(path, "config.json")
 
 
 def config_file(path: str) -> Path | None:
-    """Where the config.json of a folder or hub name lies on this machine; None if it is not here. Asks no network."""
+    """Return the path of a folder's or hub name's config.json on this machine; None if it is not here. Uses no network."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / "config.json" if (folder / "config.json").is_file() else None

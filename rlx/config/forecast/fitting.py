@@ -55,7 +55,7 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
             named = f"{', '.join(map(str, candidates))} are not enough: " if candidates else ""
             return f"{named}use {MORE}"
         candidates.append(sized)
-    # The last of them is the dearest: what is not needed is left out from there.
+    # The last one costs most time, so that changes which are not needed are dropped from the end.
     for change in reversed(candidates[:]):
         if fits(*(one for one in candidates if one is not change)):
             candidates.remove(change)
@@ -64,7 +64,7 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
 
 
 def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
-    """What takes memory off where there is too little, what costs least time first."""
+    """Changes that lower memory where it is too small, the one that costs least time first."""
     over = forecast.oversized()
     is_device = any(not forecast.fits(phase._replace(host=0.0)) for phase in over)
     is_host = any(not forecast.fits_host(phase) for phase in over)

@@ -7,7 +7,7 @@ PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "
 
 
 def short_text(forecast: MemoryForecast) -> str:
-    """What a run says when it starts: without an accelerator one line; empty where nothing is to be said."""
+    """Return the text that a run prints at its start: one line without an accelerator, empty if nothing is known."""
     lines = _unknown(forecast)
     phases = forecast.phases()
     if phases and not forecast.on_device:
@@ -25,7 +25,7 @@ def short_text(forecast: MemoryForecast) -> str:
 
 
 def long_text(forecast: MemoryForecast) -> str:
-    """What `--check` prints: every phase by its parts."""
+    """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     head: tuple[str, ...] = ("GB", *PARTS, "peak", "of", "longest that fits", "host", "disk", "peak in")
     rows = [head]

@@ -1,19 +1,23 @@
-"""What each phase of a step will hold, on one device and on the host, before anything is loaded.
+"""A forecast of the memory of each phase of a step, on one device and on the host, before anything is loaded.
 
-The formulas are those of `rlx.offload.plan` (docs/planning.md). On a device lie, in any phase: of each role that rests its weights
-and its optimizer's state, unless they wait on the host (`param_offload`, `optimizer_offload`, `offload_policy`); of the role at
-work its weights, its optimizer's state unless that waits, what FSDP gathers, in an update the gradients, and the activations
-of one micro-batch; of the sampler vLLM's share where it is awake, or with `rollout.name=hf` a copy of the weights, and its cache.
-A micro-batch is taken for as many sequences of the full length (`data.max_prompt_length` + `data.max_response_length`) as may
-be in it. On the host wait what is named above and what activation offloading sends there, at most and not all at once; without
-an accelerator all of it is host memory.
+The formulas are those of `rlx.offload.plan` (docs/planning.md). In any phase a device holds:
 
-Phases are named as in the run's metrics. Of an update the largest of forward, head, backward and optimizer step counts. With
-`save=auto` it is what it needs at least: it holds more where that is faster and there is room. `sync` has the sampler's weights
-and the largest tensor of the actor in one piece beside the actor.
+- of each role that rests, weights and optimizer state, unless they are on the host (`param_offload`, `optimizer_offload`,
+  `offload_policy`);
+- of the role at work, weights, optimizer state unless that is on the host, the weights that FSDP gathers, in an update the
+  gradients, and the activations of one micro-batch;
+- of the sampler, vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
 
-Not counted: what CUDA, NCCL and the allocator take (6 % of a device are left out for it), what Python and torch take of the
-host, the head's gradient, which FSDP keeps whole until backward has ended, prefill of `rollout.name=hf`, staging memory of a disk.
+A micro-batch counts as full of sequences of the full length (`data.max_prompt_length` + `data.max_response_length`). The host
+holds the states named above and the offloaded activations, at most and not all at once. Without an accelerator all of it is
+host memory.
+
+Phases are named as in the run's metrics. An update counts with the largest of forward, head, backward and optimizer step, and
+with `save=auto` with its least memory: it uses more where that is faster and there is room. `sync` has the sampler's weights,
+the actor, and the actor's largest tensor in one piece.
+
+Not counted: memory of CUDA, NCCL and the allocator (6 % of a device are left out for it), host memory of Python and torch, the
+head's gradient, which FSDP keeps whole until backward has ended, prefill of `rollout.name=hf`, staging memory of a disk.
 """
 
 from collections.abc import Mapping
@@ -31,12 +35,12 @@ from rlx.offload.plan.memory import StateBytes
 from rlx.offload.plan.scenario import Scenario
 from rlx.offload.runtime.options import DEFAULT_SAVE
 
-CUDA_BYTES = 2e9  # of a device beside vLLM's share, which has a reserve of its own
+CUDA_BYTES = 2e9  # of a device in addition to vLLM's share, which has a reserve of its own
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 LENGTH_STEP = 64  # tokens to which the longest sequence is found
-LONGEST = 1 << 24  # tokens beyond which nobody looks
+LONGEST = 1 << 24  # tokens; the search for the longest sequence ends here
 NO_LIMIT = 1 << 60
-DISK_BYTES_PER_S = 2e9  # any: what lies where does not depend on it
+DISK_BYTES_PER_S = 2e9  # any value: the split between tiers does not depend on it
 
 OF_ROLE = {
     "rollout": "actor",
@@ -52,16 +56,16 @@ OF_ROLE = {
 
 
 class Phase(NamedTuple):
-    """What one process holds while a phase runs, at most [bytes].
+    """Memory of one process while a phase runs, at most [bytes].
 
     Args:
         name: of the phase.
         parts: of the peak: others, weights, gradients, optimizer, gathered, working, sampler.
-        limit: what they may come to; None: nobody knows.
+        limit: of their sum; None: not known.
         where: the part of the phase in which the peak stands; empty where it has one only.
-        host: what waits in host memory, of all roles.
-        disk: what lies on disk.
-        lacking: what the sampler's share lacks to hold one sequence.
+        host: states and activations in host memory, of all roles.
+        disk: activations on disk.
+        lacking: bytes by which the sampler's share is too small for one sequence.
     """
 
     name: str
@@ -103,7 +107,7 @@ class MemoryForecast:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """The roles of which nothing can be predicted, and why."""
+        """The roles whose memory cannot be predicted, each with the reason."""
         return {name: found for name, found in self.known.items() if isinstance(found, str)}
 
     @cached_property
@@ -135,7 +139,7 @@ class MemoryForecast:
 
     @property
     def names(self) -> list[str]:
-        """The phases that the run has and of which something is known."""
+        """The phases of the run whose models are known."""
         return [name for name, role in OF_ROLE.items() if role in self._memories]
 
     def phases(self, is_least: bool = False) -> list[Phase]:
@@ -191,13 +195,13 @@ class MemoryForecast:
         return [phase for phase in self.phases(is_least) if not self.fits(phase, margin)]
 
     def fits_host(self, phase: Phase, margin: float = 1.0) -> bool:
-        """Whether the host has room for what waits there, or would have with `margin` times as much."""
+        """Whether the host has room for the phase's `host`, or would have with `margin` times as much."""
         return self.host_bytes is None or phase.host <= self.host_bytes * margin
 
     # Each kind ----------------------------------------------------------------------------------------------------
 
     def _update(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
-        role, on_host = own.role, own.optimizer_waits
+        role, on_host = own.role, own.optimizer_on_host
         tokens, logits = load(own, self.config, role.micro, role.mini_batch_prompts, length, is_least)
         host_room, disk = self._places(role.model)
         states, others = own.on_device(own.update), self._others(own)
@@ -215,7 +219,7 @@ class MemoryForecast:
         where = max(peaks, key=lambda one: peaks[one])
         parts = _parts(states, others, 0.0 if on_host else states.optimizer, where != "step")
         parts["working"] = peaks[where] - sum(parts.values())
-        host = (self._parked(own) + own.parked_at_work + sent - stays) * self.on_device
+        host = (self._host_at_rest(own) + own.host_at_work + sent - stays) * self.on_device
         return Phase(name, parts, self._limit, WHERE.get(where, where), host, plan.prediction.disk_bytes)
 
     def _forward(
@@ -225,13 +229,13 @@ class MemoryForecast:
         states, others = own.on_device(own.forward), self._others(own)
         setting = self._setting(own, logits)._replace(states=states, other_bytes=others)
         peak = setting.without_backward(tokens * own.role.together)
-        parts = _parts(states, others, 0.0 if own.optimizer_waits else states.optimizer, is_gathered=True)
+        parts = _parts(states, others, 0.0 if own.optimizer_on_host else states.optimizer, is_gathered=True)
         parts["working"] = peak - sum(parts.values())
-        return Phase(name, parts, self._limit, host=self._parked(own) + own.parked_at_work)
+        return Phase(name, parts, self._limit, host=self._host_at_rest(own) + own.host_at_work)
 
     def _rollout(self, actor: RoleMemory, length: int, is_least: bool) -> Phase:
-        others = sum(each.resting for each in self._memories.values())
-        parked, weights = self._parked(None), self._sampler_weights(actor)
+        others = sum(each.device_at_rest for each in self._memories.values())
+        host_at_rest, weights = self._host_at_rest(None), self._sampler_weights(actor)
         rollout, lacking, limit = self.config.actor_rollout_ref.rollout, 0.0, self._limit
         cache = length * self._cache_bytes(actor)
         if rollout.name == "hf":
@@ -244,21 +248,21 @@ class MemoryForecast:
         else:
             sampler, limit = rollout.gpu_memory_utilization * self.memory_bytes, self.memory_bytes - CUDA_BYTES
             lacking = max(0.0, weights + cache - sampler)
-        return Phase("rollout", {"others": others, "sampler": sampler}, limit, host=parked, lacking=lacking)
+        return Phase("rollout", {"others": others, "sampler": sampler}, limit, host=host_at_rest, lacking=lacking)
 
     def _sync(self, actor: RoleMemory) -> Phase:
-        others = sum(each.resting for each in self._memories.values() if each is not actor)
+        others = sum(each.device_at_rest for each in self._memories.values() if each is not actor)
         states = actor.on_device(actor.forward)
         parts = {
             "others": others,
             "weights": states.weights,
-            "optimizer": 0.0 if actor.optimizer_waits else states.optimizer,
+            "optimizer": 0.0 if actor.optimizer_on_host else states.optimizer,
             "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
             "sampler": max(self._sampler_weights(actor), self._sampler_at_rest()),
         }
-        return Phase("sync", parts, self._limit, host=self._parked(actor) + actor.parked_at_work)
+        return Phase("sync", parts, self._limit, host=self._host_at_rest(actor) + actor.host_at_work)
 
-    # What they share ----------------------------------------------------------------------------------------------
+    # Shared by the phases ----------------------------------------------------------------------------------------------
 
     @property
     def _limit(self) -> float | None:
@@ -274,7 +278,7 @@ class MemoryForecast:
             is_head_trained=model.lora_rank == 0,
             tile=tile,
             shared_by=together,
-            optimizer_on_host=own.optimizer_waits,
+            optimizer_on_host=own.optimizer_on_host,
             element=own.element,
         )
 
@@ -284,17 +288,17 @@ class MemoryForecast:
         if options.tier == "disk":
             return 0, True
         if not self.on_device:
-            return 0, False  # what leaves is where it was
+            return 0, False  # host memory is where it is already
         cap = options.max_host_bytes
         return (NO_LIMIT, False) if cap is None else (cap, options.directory is not None)
 
     def _others(self, own: RoleMemory) -> float:
-        """What lies on the device of roles that rest and of the sampler while one role works."""
-        return sum(each.resting for each in self._memories.values() if each is not own) + self._sampler_at_rest()
+        """Bytes on the device of the other roles and of the sampler while one role works."""
+        return sum(each.device_at_rest for each in self._memories.values() if each is not own) + self._sampler_at_rest()
 
-    def _parked(self, own: RoleMemory | None) -> float:
-        """What waits on the host of all roles but one."""
-        return sum(each.parked for each in self._memories.values() if each is not own)
+    def _host_at_rest(self, own: RoleMemory | None) -> float:
+        """Bytes on the host of all roles but one."""
+        return sum(each.host_at_rest for each in self._memories.values() if each is not own)
 
     def _sampler_at_rest(self) -> float:
         rollout, actor = self.config.actor_rollout_ref.rollout, self._memories.get("actor")
@@ -309,7 +313,7 @@ class MemoryForecast:
         return actor.decoder.parameters * self._sampler_element / self._ranks
 
     def _cache_bytes(self, actor: RoleMemory) -> float:
-        """Of the keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         decoder = actor.decoder
         heads = max(1.0, decoder.kv_heads / self._ranks)
         return 2 * len(decoder.windows) * heads * decoder.head_width * self._sampler_element
@@ -329,7 +333,7 @@ WHERE = {"step": "optimizer step"}
 
 
 def _mode(model: ModelConfig) -> str:
-    """What becomes of activations, in the planner's words; of `auto` what it does where there is least room."""
+    """The planner's name for the mode of activations; `auto` counts as its mode for the least room."""
     recomputes, save = model.enable_gradient_checkpointing, model.activation_offload.save
     if not model.enable_activation_offload:
         return "checkpointing" if recomputes else "plain"

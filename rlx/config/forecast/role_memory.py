@@ -1,4 +1,4 @@
-"""What each role of a run keeps on its device and on the host, from the shape of its model."""
+"""Memory of each role of a run, on its device and on the host, from the shape of its model."""
 
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ class RoleMemory(NamedTuple):
     Args:
         role, decoder: which.
         stored, element, shards: bytes of a stored weight and of an element of activations, processes of a sharding group.
-        update, forward: what its update and a pass without backward hold of the model, wherever that waits meanwhile.
-        waits: it is on a device from which things can be taken.
+        update, forward: states of the model in an update and in a pass without backward, on device or host.
+        has_device: it runs on an accelerator, whose states can be offloaded.
     """
 
     role: ModelRole
@@ -29,50 +29,52 @@ class RoleMemory(NamedTuple):
     shards: int
     update: StateBytes
     forward: StateBytes
-    waits: bool
+    has_device: bool
 
     @property
     def is_on_host(self) -> bool:
         """Weights, gradients and the optimizer's step live on the host."""
-        return self.waits and self.role.fsdp.offload_policy
+        return self.has_device and self.role.fsdp.offload_policy
 
     @property
-    def optimizer_waits(self) -> bool:
-        """The optimizer's state comes to the device for the step alone."""
-        return self.waits and self.role.fsdp.optimizer_offload and not self.is_on_host
+    def optimizer_on_host(self) -> bool:
+        """The optimizer's state is on the host, and on the device for the step alone."""
+        return self.has_device and self.role.fsdp.optimizer_offload and not self.is_on_host
 
     @property
-    def resting(self) -> float:
-        """What stays on the device while another role works."""
+    def device_at_rest(self) -> float:
+        """Bytes on the device while another role works."""
         if self.is_on_host:
             return 0.0
-        weights = 0.0 if self.waits and self.role.fsdp.param_offload else self.update.weights
-        return weights + (0.0 if self.optimizer_waits else self.update.optimizer)
+        weights = 0.0 if self.has_device and self.role.fsdp.param_offload else self.update.weights
+        return weights + (0.0 if self.optimizer_on_host else self.update.optimizer)
 
     @property
-    def parked(self) -> float:
-        """What waits on the host while another role works."""
-        return self.update.weights + self.update.optimizer - self.resting
+    def host_at_rest(self) -> float:
+        """Bytes on the host while another role works."""
+        return self.update.weights + self.update.optimizer - self.device_at_rest
 
     @property
-    def parked_at_work(self) -> float:
-        """What waits on the host while this role works, activations aside."""
+    def host_at_work(self) -> float:
+        """Bytes on the host while this role works, activations aside."""
         if self.is_on_host:
             return sum(self.update[:3])
-        return self.update.optimizer if self.optimizer_waits else 0.0
+        return self.update.optimizer if self.optimizer_on_host else 0.0
 
     def on_device(self, states: StateBytes) -> StateBytes:
-        """What of these is on the device while this role works; an optimizer's state that waits is the planner's to leave out."""
+        """The part of `states` on the device while this role works; the planner leaves out an optimizer's state that is on the host."""
         return states._replace(weights=0.0, gradients=0.0, optimizer=0.0) if self.is_on_host else states
 
 
 def role_memories(config: PPOConfig, machine: Machine, decoders: dict[str, Known]) -> dict[str, RoleMemory]:
     """The roles whose models are known, by name."""
     roles = [(role, decoders[role.name]) for role in sharded_roles(config)]
-    return {role.name: _resident(role, found, config, machine) for role, found in roles if not isinstance(found, str)}
+    return {
+        role.name: _role_memory(role, found, config, machine) for role, found in roles if not isinstance(found, str)
+    }
 
 
-def _resident(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: Machine) -> RoleMemory:
+def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: Machine) -> RoleMemory:
     fsdp, on_device = role.fsdp, on_accelerator(config, machine)
     stored = BYTES[fsdp.model_dtype]
     precision = fsdp.mixed_precision.param_dtype
@@ -97,7 +99,7 @@ def _resident(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: Mac
 
 
 class Load(NamedTuple):
-    """Tokens of a micro-batch on one process, at most: all of them, and those of which log-probs are computed."""
+    """Tokens of a micro-batch on one process, at most: all of them, and those whose log-probs are computed."""
 
     tokens: int
     logits: int
@@ -107,11 +109,11 @@ def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, 
     """The largest micro-batch of a role, of sequences of one length.
 
     Args:
-        memory, config: whose.
-        micro: what may be in it.
-        prompts: of the batch, of which each process gets its share of samples.
+        memory, config: the role and the run.
+        micro: the limit of samples or of tokens.
+        prompts: number of prompts in the batch; each process gets its share of their samples.
         length: of the sequences [tokens].
-        is_least: where samples are packed, and only their number is limited, count one alone.
+        is_least: count a single sample if samples are packed and only their number is limited.
     """
     role, rollout, data = memory.role, config.actor_rollout_ref.rollout, config.data
     share = -(-prompts * rollout.n * role.together // processes(config))

@@ -21,7 +21,7 @@ REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """What the policy loss does about the sampler's mismatch with the trainer; docs/rollout.md has the formulas."""
+    """How the policy loss corrects the sampler's mismatch with the trainer; docs/rollout.md has the formulas."""
 
     rollout_is: str | None = key(
         None,
@@ -80,7 +80,7 @@ ADV_ESTIMATORS: dict[str, tuple[str, ...]] = {
     "reinforce_plus_plus_baseline": (GROUPS,),
     "remax": (GREEDY,),
 }
-"""The advantage estimators, each with what it needs beside the rewards (a critic, other samples of the prompt, its greedy
+"""The advantage estimators, each with its needs in addition to the rewards (a critic, other samples of the prompt, its greedy
 response) and the keys of `algorithm` that it reads."""
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class KeyInfo(NamedTuple):
-    """What is known of one key beside its type and default. Of a tuple, choices and range hold for each element.
+    """Meaning and limits of one key. Choices and range of a tuple hold for each element.
 
     `bounds` marks a str that `read_bounds` understands; it may be given as a number. `words` may stand in place of a number.
     """
@@ -21,7 +21,7 @@ class KeyInfo(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What a value may be: at most `high`, and at least `low` where that is not None."""
+    """Limits of a value: at most `high`, and at least `low` unless that is None."""
 
     low: float | None
     high: float

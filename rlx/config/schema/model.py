@@ -1,4 +1,4 @@
-"""Keys of a model and of what its layers keep for backward: `actor_rollout_ref.model`, `critic.model`."""
+"""Keys of a model and of the activations that its layers save: `actor_rollout_ref.model`, `critic.model`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +54,12 @@ TOKENIZER_FILES = (
 """A folder with any of these has a tokenizer."""
 
 LARGEST_SEED = 2**32 - 1
-"""What numpy's generator takes, which vLLM seeds; torch takes more."""
+"""The largest seed of numpy's generator, which vLLM seeds; torch accepts more."""
 
 
 @dataclass(frozen=True)
 class TinyModelConfig:
-    """The transformer that `builtin:tiny` stands for: Qwen3 architecture over bytes."""
+    """The transformer that `builtin:tiny` names: Qwen3 architecture over bytes."""
 
     hidden_size: int = key(128, "Width.", minimum=8)
     intermediate_size: int = key(384, "Width of the MLP.", minimum=8)

@@ -72,11 +72,13 @@ class RewardModelSourceConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A model that scores whole conversations, in the place of reward functions or beside them."""
+    """A model that scores whole conversations, in place of reward functions or in addition to them."""
 
     enable: bool = key(False, "Score responses with a reward model.")
     rule_weight: float = key(
-        0.0, "What the reward functions' score is multiplied by and added with; 0: they are not asked.", minimum=0
+        0.0,
+        "Weight of the reward functions' score in the sum with the model's; 0: the functions are not called.",
+        minimum=0,
     )
     strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
     model: RewardModelSourceConfig = group(RewardModelSourceConfig, "The model.")

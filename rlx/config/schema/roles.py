@@ -1,4 +1,4 @@
-"""The roles of a run: which it has, what their nulls stand for, and one view of all three for the rules."""
+"""The roles of a run: which ones it has, the values that their nulls take, and one view of all of them for the rules."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -70,7 +70,7 @@ def is_tiny(config: PPOConfig) -> bool:
 
 
 def critic_settings(config: PPOConfig) -> CriticConfig:
-    """The critic's subtree with the actor's value in place of each null that stands for it.
+    """The critic's subtree with the actor's value in place of each null that means it.
 
     With the actor's path come the keys that say how to load it, where the critic's are the defaults.
     """
@@ -97,7 +97,7 @@ def update_size(settings: ActorConfig | CriticConfig) -> MicroSize:
 
 
 def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> MicroSize:
-    """Size of a forward for log-probs; as the actor's update where nothing else is said."""
+    """Size of a forward for log-probs; that of the actor's update unless the keys say otherwise."""
     if settings.log_prob_use_dynamic_bsz:
         return MicroSize(None, settings.log_prob_max_token_len_per_gpu)
     rows = settings.log_prob_micro_batch_size_per_gpu
@@ -156,7 +156,7 @@ def reference_role(config: PPOConfig) -> ModelRole:
 
 
 def reward_model(config: RewardModelConfig) -> ModelConfig:
-    """What is loaded as the reward model: it is never trained, so nothing is recomputed."""
+    """The model to load as reward model; it is never trained, so nothing is recomputed."""
     source = config.model
     return ModelConfig(
         path=source.path,

@@ -38,7 +38,7 @@ class RolloutConfig:
     )
     seed_requests: bool = key(
         True,
-        "vLLM: each sample has a seed of its own, so that it does not depend on what is generated beside it; False draws "
+        "vLLM: each sample has a seed of its own, so that it does not depend on the other samples; False draws "
         "from one stream, which is faster with many short sequences.",
     )
     gpu_memory_utilization: float = key(

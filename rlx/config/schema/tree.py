@@ -9,7 +9,7 @@ from rlx.config.schema.keys import KeyInfo
 
 
 class Leaf(NamedTuple):
-    """One key: its type, its default at this place of the tree, and what is known of it."""
+    """One key: its type, its default at this place of the tree, and its meaning and limits."""
 
     hint: Any
     default: Any
@@ -44,7 +44,7 @@ def value_at(config: PPOConfig, key: str) -> Any:
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
-    """The type without None and without the words that stand in its place, and whether None is allowed."""
+    """The type without None and without the words that may take its place, and whether None is allowed."""
     if isinstance(hint, UnionType):
         return next(arg for arg in get_args(hint) if arg is not NoneType), NoneType in get_args(hint)
     return hint, False
@@ -76,7 +76,7 @@ def describe_range(info: KeyInfo) -> str:
 
 
 def describe_expected(leaf: Leaf) -> str:
-    """What a value of this key may be, in words."""
+    """The values that this key accepts, in words."""
     allowed = describe_range(leaf.info)
     kind = describe_type(leaf.hint)
     if not allowed:

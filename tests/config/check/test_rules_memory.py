@@ -14,7 +14,7 @@ from rlx.config.machine import Machine
 from rlx.offload.plan.shapes import SHAPES
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
-UNFIT, HOST = "the run does not fit into device memory", "what waits in host memory does not fit there"
+UNFIT, HOST = "the run does not fit into device memory", "states and activations do not fit into host memory"
 DYNAMIC = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu")
 BF16 = f"{ACTOR}.fsdp_config.model_dtype=bf16"
 GRPO = "algorithm.adv_estimator=grpo"
@@ -73,7 +73,7 @@ def test_what_cannot_fit_is_refused_and_accepted_after_the_remedy(predict: Predi
     (fault,) = predict(*options).faults
     assert fault.what == UNFIT
     assert re.match(r"\w+ [\d.]+ GB \(\w+ [\d.]+", fault.got)
-    assert "of a device's 80.0 GB; trainer.memory_check=refuse refuses what is 10% above that" in fault.expected
+    assert "of a device's 80.0 GB; trainer.memory_check=refuse refuses a run that is 10% above that" in fault.expected
     assert fault.remedy.endswith("; trainer.memory_check=warn runs all the same")
     named = changes(fault.remedy)
     assert named

@@ -173,15 +173,15 @@ def test_every_line_of_the_table_has_a_case(cpu_machine: Machine):
     reached = set()
     for command, _ in CASES:
         s = setting(command, cpu_machine)
-        for number, idle in enumerate(UNUSED_KEYS):
-            if idle.when(s) and any(fnmatchcase(key, pattern) for key in s.changed_keys for pattern in idle.keys):
+        for number, row in enumerate(UNUSED_KEYS):
+            if row.when(s) and any(fnmatchcase(key, pattern) for key in s.changed_keys for pattern in row.keys):
                 reached.add(number)
-    assert [idle.keys for number, idle in enumerate(UNUSED_KEYS) if number not in reached] == []
+    assert [row.keys for number, row in enumerate(UNUSED_KEYS) if number not in reached] == []
 
 
 def test_every_pattern_names_a_key():
-    for idle in UNUSED_KEYS:
-        for pattern in idle.keys:
+    for row in UNUSED_KEYS:
+        for pattern in row.keys:
             assert any(fnmatchcase(key, pattern) for key in LEAVES), pattern
 
 

@@ -24,7 +24,7 @@ CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
 KL_OF_RLOO = "algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo"
 OTHER_MODEL = ("experiment=arithmetic", f"{MODEL}.path=org/name")
-NOT_WRITTEN = "a folder that is written to cannot be"
+NOT_WRITTEN = "the run cannot write to this folder"
 JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 
 # (rule, command line, beginnings of the faults it must give and no others, part of the first remedy)
@@ -331,7 +331,7 @@ CASES = [
         f"remove {CORRECTION}.bypass_mode",
     ),
     # rewards
-    ("form_is_an_expression", "reward.format='(a'", ["the form of responses"], "mend reward.format"),
+    ("form_is_an_expression", "reward.format='(a'", ["the form of responses"], "correct reward.format"),
     ("reward_model_is_one", "reward_model.enable=True", ["there is no reward model"], "reward_model.enable=False"),
     (
         "reward_model_is_one",
