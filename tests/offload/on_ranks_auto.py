@@ -79,7 +79,7 @@ def with_files(folders, tokens, rounds=2):
 
     def note(*call):
         orders = follow(*call)
-        samples.extend([orders.sample] if orders is not None and orders.sample is not None else [])
+        samples.extend([orders] if isinstance(orders, LayerProfile) else [])
         return orders
 
     handle.runner.decide = note
