@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from rlx.offload.autotune.controller import PlanController
 from rlx.offload.autotune.pass_profile import PassProfile
 from rlx.offload.autotune.profile_cache import ProfileCache
-from rlx.offload.autotune.profile_files import ProfileFolder
 from rlx.offload.plan.planner import Plan
 from rlx.offload.recompute.checkpoint import Repeatable
 from rlx.offload.recompute.layer import RecomputedLayer
@@ -111,7 +110,7 @@ class ActivationOffloading:
         if save == "auto":
             folder = options.measurements_folder
             self._controller = PlanController(
-                self.session, self._parameters, None if folder is None else self._remembered(folder)
+                self.session, self._parameters, None if folder is None else self._profile_cache(folder)
             )
         self.runner = LayerRunner(self.session, None if self._controller is None else self._controller.decide)
         self.is_enabled = True
@@ -199,9 +198,9 @@ class ActivationOffloading:
         model = self._model() if self._model is not None else None
         return iter(()) if model is None else model.parameters()
 
-    def _remembered(self, folder: Path) -> ProfileCache:
+    def _profile_cache(self, folder: Path) -> ProfileCache:
         return ProfileCache(
-            ProfileFolder(folder),
+            folder,
             self.options,
             model=lambda: self._model() if self._model is not None else None,
             layers=lambda: [layer.name for layer in self.session.layers],

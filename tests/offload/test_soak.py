@@ -103,6 +103,7 @@ def soak(toys, enable, mode, device, longest, figures):
     return figures_before, figures_now
 
 
+@pytest.mark.slow
 def test_nothing_grows(toys, enable, mode):
     process = psutil.Process()
     before, after = soak(toys, enable, mode, "cpu", 96, lambda: process.memory_info().rss)

@@ -13,6 +13,11 @@ from rlx.offload.replay.dataflow import Dataflow
 from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
 
+# Part of the cache key. Raise it when the same layers on the same machine would get other figures (in `layer_profile.py`,
+# `profiler.py` or here), or when the fields of `PassProfile` or of a class inside it change. Otherwise a run reads profiles that
+# mean something else.
+PROFILE_VERSION = 1
+
 _SMALL = 256  # a result that is so many times smaller than a layer's largest always stays if others are not read then
 _MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
 _LESS = 0.98  # of what is held before a point is held behind it, if the point is worth being looked at

@@ -71,6 +71,7 @@ def child(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_folder_and_one_that_is_killed(child, tmp_path):
     killed, other = child(), child()
     assert (killed.stdout.readline(), other.stdout.readline()) == ("forward\n", "forward\n")
@@ -231,7 +232,7 @@ def test_a_forked_child_is_refused(enable, toys, tmp_path):
 
 def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
     file = extent_file(str(tmp_path))
-    file.returned.append(file.allocate(MIB))
+    file.freed.append(file.allocate(MIB))
     size = file.nbytes
     child = os.fork()
     if child == 0:
