@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.autotune.layer_profile import LayerProfile
 
 WIDTH = 16
 

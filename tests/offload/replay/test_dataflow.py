@@ -182,7 +182,9 @@ def test_rotated_queries_are_kept_in_place_of_queries(toys, auto):
     follow(toys, model, handle, read=read)
     orders = [one for one in bucket(handle).orders.values() if not one.keep]
     assert orders and all(one.proof.is_given for one in orders)
-    assert any({0, 1} <= one.dead_ops and "cat" in {one.other_names[-1 - p] for p in one.dead_ops if p < 0} for one in orders)
+    assert any(
+        {0, 1} <= one.dead_ops and "cat" in {one.other_names[-1 - p] for p in one.dead_ops if p < 0} for one in orders
+    )
 
 
 class TwoWays(NormOfParts):
