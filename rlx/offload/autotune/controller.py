@@ -123,7 +123,7 @@ class PlanController:
             self._begin_pass(bucket, key, tensors)
         bucket.last_index = layer.index
         if bucket.plan is not None:
-            return bucket.orders.get(layer.index)
+            return bucket.instructions.get(layer.index)
         if not bucket.is_measuring or layer.index in bucket.called:
             return None
         bucket.called.add(layer.index)
@@ -329,10 +329,10 @@ class PlanController:
         costs = [of_layer[index].cost for index in indices]
         budget = replace(budget, turnaround_s=profile.turnaround_s, turnaround_bytes=profile.outside_bytes)
         plan = make_plan(costs, budget)
-        bucket.orders.clear()
+        bucket.instructions.clear()
         proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
-            bucket.orders[index] = of_layer[index].instructions(layer, fetch, proofs)
+            bucket.instructions[index] = of_layer[index].instructions(layer, fetch, proofs)
         bucket.plan = plan
         if self._is_first_rank and logger.isEnabledFor(logging.INFO):
             logger.info(

@@ -147,9 +147,9 @@ def _kind(data: Any) -> LayerKind:
     operations = tuple(Operation(**one) for one in cost["operations"])
     points = tuple(Point(**one) for one in cost["points"])
     if flow is not None:
-        steps = tuple(OpNode(**{**step, "reads": tuple(step["reads"])}) for step in flow["steps"])
-        readings = tuple((name, place) for name, place in flow["readings"])
-        flow = Dataflow(steps, tuple(flow["read"]), tuple(flow["names"]), readings)
+        nodes = tuple(OpNode(**{**node, "reads": tuple(node["reads"])}) for node in flow["nodes"])
+        reads = tuple((name, op) for name, op in flow["reads"])
+        flow = Dataflow(nodes, tuple(flow["read"]), tuple(flow["other_names"]), reads)
     tuples = {name: tuple(data[name]) for name in ("members", "names", "places", "small")}
     return LayerKind(**tuples, cost=LayerCost(**{**cost, "operations": operations, "points": points}), flow=flow)
 
