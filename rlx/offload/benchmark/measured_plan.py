@@ -1,4 +1,4 @@
-"""A plan made of what layers have been measured to cost on the machine at hand, beside what the formulas say."""
+"""A plan made of what layers have been measured to cost on the budget at hand, beside what the formulas say."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ class MeasuredPlan(NamedTuple):
 
     costs: tuple[LayerCost, ...]
     plan: Plan
-    machine: Budget
+    budget: Budget
 
 
-def plan_measured(measured: MeasuredCosts, setting: Scenario, tokens: int, uses_link: bool) -> MeasuredPlan:
+def plan_measured(measured: MeasuredCosts, scenario: Scenario, tokens: int, uses_link: bool) -> MeasuredPlan:
     """The plan for measured layers, with the formulas' head behind them.
 
     Args:
         measured: the layers.
-        setting: what is there beside them.
+        scenario: what is there beside them.
         tokens: that were measured.
-        uses_link: take the link as measured, not the setting's.
+        uses_link: take the link as measured, not the scenario's.
     """
-    costs = (*measured.costs, *setting.costs(tokens)[len(measured.costs) :])
-    machine, link = setting.machine, measured.link_bytes_per_s
+    costs = (*measured.costs, *scenario.costs(tokens)[len(measured.costs) :])
+    budget, link = scenario.budget, measured.link_bytes_per_s
     if uses_link and link is not None:
-        machine = replace(machine, out_bytes_per_s=link, in_bytes_per_s=link)
-    return MeasuredPlan(costs, make_plan(costs, machine), machine)
+        budget = replace(budget, out_bytes_per_s=link, in_bytes_per_s=link)
+    return MeasuredPlan(costs, make_plan(costs, budget), budget)
 
 
-def describe_measured(measured: MeasuredCosts, setting: Scenario, tokens: int, outcome: MeasuredPlan) -> str:
+def describe_measured(measured: MeasuredCosts, scenario: Scenario, tokens: int, outcome: MeasuredPlan) -> str:
     """Measured and computed costs of one layer of each kind, and the plan."""
     rows: list[tuple[str, ...]] = [
         ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB"),
     ]
-    computed = setting.costs(tokens)
+    computed = scenario.costs(tokens)
     for index in sorted({measured.costs.index(cost) for cost in measured.costs}):
         for what, cost in (("measured", measured.costs[index]), ("computed", computed[index])):
             times = (f"{seconds * 1e3:.3f}" for seconds in (cost.forward_s, cost.backward_s, cost.recompute_s))

@@ -307,7 +307,7 @@ class HostArena:
                 raise
             self.pinned = False
             logger.warning(
-                "activation offloading: the system refused to page-lock %d more bytes of host memory, %d are reserved (%s); "
+                "activation offloading: the system refused %d more bytes of page-locked host memory, %d are reserved (%s); "
                 "pageable memory is used from now on, whose copies do not overlap compute. "
                 "Raise the limit of locked memory, or lower max_host_bytes",
                 size,
