@@ -1,4 +1,4 @@
-"""A plan made of what layers have been measured to cost on the budget at hand, beside what the formulas say."""
+"""A plan from measured costs of layers, compared with the formulas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlx.offload.plan.text_table import GB, aligned
 
 
 class MeasuredCosts(NamedTuple):
-    """What was measured where.
+    """Costs of layers as measured on a device.
 
     Args:
         device: its name.
-        layers: how many were built.
+        layers: number of layers that were built.
         costs: of each layer of the whole model.
-        link_bytes_per_s: between device and host; None: too little was copied to tell.
-        figures: all of it as JSON can hold it.
+        link_bytes_per_s: rate between device and host; None: too few bytes were copied to know it.
+        figures: everything as JSON can hold it.
     """
 
     device: str
@@ -32,7 +32,7 @@ class MeasuredCosts(NamedTuple):
 
 
 class MeasuredPlan(NamedTuple):
-    """The plan, what it was made of, and what there was to spend."""
+    """A plan, with the costs and the budget that it was made for."""
 
     costs: tuple[LayerCost, ...]
     plan: Plan
@@ -40,13 +40,13 @@ class MeasuredPlan(NamedTuple):
 
 
 def plan_measured(measured: MeasuredCosts, scenario: Scenario, tokens: int, uses_link: bool) -> MeasuredPlan:
-    """The plan for measured layers, with the formulas' head behind them.
+    """Plan measured layers, with the head as the formulas have it.
 
     Args:
-        measured: the layers.
-        scenario: what is there beside them.
-        tokens: that were measured.
-        uses_link: take the link as measured, not the scenario's.
+        measured: costs of the layers.
+        scenario: the budget, and the cost of the head.
+        tokens: number of tokens that the layers were measured with.
+        uses_link: use the measured rate of the link instead of the scenario's.
     """
     costs = (*measured.costs, *scenario.costs(tokens)[len(measured.costs) :])
     budget, link = scenario.budget, measured.link_bytes_per_s
@@ -56,7 +56,7 @@ def plan_measured(measured: MeasuredCosts, scenario: Scenario, tokens: int, uses
 
 
 def describe_measured(measured: MeasuredCosts, scenario: Scenario, tokens: int, outcome: MeasuredPlan) -> str:
-    """Measured and computed costs of one layer of each kind, and the plan."""
+    """Return measured and computed costs of one layer of each kind, and the plan, as text."""
     rows: list[tuple[str, ...]] = [
         ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB"),
     ]

@@ -1,6 +1,6 @@
-"""Plan activations for a model and a machine that need not be at hand: what is kept, sent off and recomputed, time and memory.
+"""Plan activations for a model and a machine that need not be at hand: what to keep, offload and recompute, time and memory.
 
-Times and sizes come from formulas (docs/planning.md). Communication between accelerators is taken to be hidden behind
+Times and sizes come from formulas (docs/planning.md). Communication between accelerators is assumed to be hidden behind
 compute. Examples:
 
     python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --gpus 8
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from rlx.offload.plan.text_table import GB, aligned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 1 if not even the plan fits."""
+    """Run the command; return its exit status: 1 if not even the plan of auto fits."""
     parser = _parser()
     given = parser.parse_args(argv)
     try:
@@ -86,37 +85,54 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tokens",
         type=_positive,
-        help="of a micro-batch on one GPU, or on all that share it; default: the longest that fits",
+        help="tokens of a micro-batch on one GPU, or on all that share it; default: the longest that fits",
     )
-    add("--sequences", type=_positive, default=1, help="of equal length in the micro-batch; default 1")
+    add("--sequences", type=_positive, default=1, help="sequences in the micro-batch, of equal length; default 1")
+    add("--logit-tokens", type=_count, help="tokens for which log-probs are computed; default all, 0: no output head")
+    add("--layers", type=_positive, help="number of layers instead of the model's own")
+    add("--gpus", type=_positive, default=1, help="GPUs that FSDP shards the model over; default 1")
     add(
-        "--logit-tokens", type=_count, help="for how many tokens log-probs are computed; default all, 0: no output head"
+        "--weight-bytes",
+        type=int,
+        choices=(2, 4),
+        default=4,
+        help="bytes of a stored weight, gradient and optimizer state; default 4",
     )
-    add("--layers", type=_positive, help="as many layers instead of the model's own")
-    add("--gpus", type=_positive, default=1, help="over which FSDP cuts the model; default 1")
-    add("--weight-bytes", type=int, choices=(2, 4), default=4, help="of a stored weight, gradient and state; default 4")
-    add("--tile", type=_tile, help="tokens of a tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
+    add("--tile", type=_tile, help="tokens per tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
     add("--shared-by", type=_positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
-    add("--optimizer-on-host", action="store_true", help="its state waits there but for the step (optimizer_offload)")
+    add(
+        "--optimizer-on-host",
+        action="store_true",
+        help="the optimizer's states are in host memory except during its step (optimizer_offload)",
+    )
     add(
         "--lora-rank",
         type=_count,
         default=0,
-        help="of adapters on all linear maps, which alone are trained; default 0: none",
+        help="rank of adapters on all linear maps, which alone are trained; default 0: none",
     )
-    add("--states-gb", type=_number, help="of all these on a GPU, where some are frozen or wait on the host")
+    add(
+        "--states-gb",
+        type=_number,
+        help="size of weights, gradients and states on a GPU, if some are frozen or on the host [10^9 bytes]",
+    )
     add("--hardware", choices=PROFILES, default="h200", help="default h200")
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
     add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
-    add("--link-gb-per-s", type=_number, help="between device and host, each way, instead of the profile's")
-    add("--disk-gb-per-s", type=_number, default=0.0, help="of a disk for what the host has no room for; default none")
-    add("--longest", action="store_true", help="also the longest context that fits, which --tokens unknown says anyway")
+    add("--link-gb-per-s", type=_number, help="rate between device and host, each way, instead of the profile's")
+    add(
+        "--disk-gb-per-s",
+        type=_number,
+        default=0.0,
+        help="rate of a disk for bytes that the host has no room for; default none",
+    )
+    add("--longest", action="store_true", help="also print the longest context that fits, as without --tokens")
     add(
         "--measure",
         action="store_true",
-        help="also measure a few layers on the machine at hand, and plan with that; with --tokens",
+        help="also measure a few layers on this machine, and plan with their costs; needs --tokens",
     )
-    add("--out", type=Path, metavar="FILE", help="write all of it to a file as JSON")
+    add("--out", type=Path, metavar="FILE", help="write everything to a file as JSON")
     return parser
 
 
@@ -145,20 +161,22 @@ def _scenario(given: argparse.Namespace) -> Scenario:
         parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in scenario.memory_parts.items())
         raise ValueError(
             f"{given.model} leaves no room for activations on {given.gpus} x {given.hardware} of "
-            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or say what is there with --states-gb"
+            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or set what the states take with --states-gb"
         )
     return scenario
 
 
 def _check_measurable(given: argparse.Namespace) -> None:
-    """Refuse what a few layers on one device cannot say."""
+    """Refuse options that measuring a few layers on one device cannot cover."""
     wrong = [
         name for name, is_given in (("--shared-by", given.shared_by > 1), ("--lora-rank", given.lora_rank)) if is_given
     ]
     if given.tokens is None:
-        raise ValueError("--measure: got no --tokens, expected how many are to be measured; add --tokens")
+        raise ValueError("--measure: got no --tokens, expected the number to measure with; add --tokens")
     if wrong:
-        raise ValueError(f"--measure: got {', '.join(wrong)}, which the formulas alone know of; leave one of them out")
+        raise ValueError(
+            f"--measure: got {', '.join(wrong)}, which only the formulas cover; leave out --measure or these"
+        )
 
 
 def _measured(given: argparse.Namespace, scenario: Scenario) -> MeasuredCosts:
@@ -277,7 +295,3 @@ def _number(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 0")
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main())
