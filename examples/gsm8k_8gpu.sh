@@ -4,9 +4,8 @@
 #   python -m rlx.data.gsm8k --out data/gsm8k        # from the Hugging Face hub, or from files: see --help
 #   examples/gsm8k_8gpu.sh [key=value ...]
 #
-# This version samples with transformers only: until vLLM is in it, append
-# actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.tensor_model_parallel_size=1
-# MODEL and DATA name another model and the folder of train.parquet and test.parquet; PYTHON the interpreter that has rlx.
+# vLLM generates the responses. MODEL names another model, DATA the folder of train.parquet and test.parquet, PYTHON the
+# interpreter that has rlx.
 set -euo pipefail
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-data/gsm8k}

@@ -1,4 +1,4 @@
-"""Turns a role's checkpoint into a Hugging Face folder, in one process: `python -m rlx.export CHECKPOINT_DIR OUT_DIR`."""
+"""Convert a role's checkpoint to a Hugging Face folder in one process: `python -m rlx.export CHECKPOINT_DIR OUT_DIR`."""
 
 import argparse
 import sys
@@ -9,17 +9,17 @@ from rlx.models.hf_folder import ModelCard
 
 
 def export(checkpoint: Path, out: Path, trust_remote_code: bool = False) -> None:
-    """Writes a folder that `from_pretrained` loads.
+    """Write a folder that `from_pretrained` loads.
 
     Args:
         checkpoint: of one role, such as `.../global_step_N/actor`.
         out: does not exist yet, or is empty.
-        trust_remote_code: the model brings its own code.
+        trust_remote_code: allow the model to bring its own code.
 
     Raises:
-        CheckpointError: no checkpoint, or one without model.
-        ModelError: what the checkpoint says of the model cannot be read.
-        ValueError: something is in `out`.
+        CheckpointError: there is no checkpoint, or it has no model.
+        ModelError: the checkpoint's description of the model cannot be read.
+        ValueError: `out` is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
@@ -30,7 +30,7 @@ def export(checkpoint: Path, out: Path, trust_remote_code: bool = False) -> None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, or 2 when the folders are not what was expected."""
+    """Run the command and return its exit code: 0, or 2 if a folder is not as expected."""
     parser = argparse.ArgumentParser(prog="python -m rlx.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run's .../global_step_N, or the folder of one role in it")
     parser.add_argument("out", type=Path, help="folder to write")

@@ -22,14 +22,14 @@ DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Composes, checks and runs.
+    """Compose, check and run.
 
     Args:
         arguments: of the command line, without the program's name.
 
     Returns:
-        the exit code: 0 done; 1 the run failed, its first cause on the last line of standard error; 2 faults in the
-        configuration, all of them listed; 130 after Ctrl-C or SIGTERM.
+        The exit code. 0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration
+        has faults, all of them listed. 130: Ctrl-C or SIGTERM.
     """
     if "--help" in arguments or "-h" in arguments:
         print(help_text())
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_and_run(composed: Composed, only_check: bool) -> int:
-    # A cluster is joined once, for the check and the run: joining takes seconds.
+    # The cluster is joined once for both check and run, because joining takes seconds.
     with ExitStack() as until_done:
         machine = inspect_machine(join_cluster(composed.partial, until_done))
         if not only_check:
@@ -69,7 +69,7 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
 
 def _run(composed: Composed) -> int:
     try:
-        # torch and Ray come with it: they take seconds to import, which --check and a fault need not wait for.
+        # It imports torch and Ray, which takes seconds that --check and a faulty configuration need not wait for.
         from rlx.trainer.run import run
 
         run(composed.config, composed.yaml)
@@ -86,7 +86,7 @@ def _run(composed: Composed) -> int:
 
 
 def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
-    """The cluster that the run is part of, with the GPUs of its machines; None when Ray is to start here.
+    """Return the cluster that the run joins, with the GPUs of its machines, or None if Ray is to start here.
 
     Args:
         config: reads `ray_kwargs.ray_init`.

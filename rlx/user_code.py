@@ -1,4 +1,4 @@
-"""Loading what a user wrote, by file and name: a leaf that imports only the standard library."""
+"""Load a user's code by file and name. A leaf that imports only the standard library."""
 
 import hashlib
 import importlib.util
@@ -13,19 +13,19 @@ from rlx.errors import ExplainedError, did_you_mean
 
 
 class UserCodeError(ExplainedError, ValueError):
-    """A file of the user's is missing, cannot be imported, lacks the name asked for, or what has the name cannot be used."""
+    """A user's file is missing, cannot be imported, or lacks the name; or the object of that name cannot be used."""
 
 
 class ImportFailed(UserCodeError):
-    """A file of the user's is there, but its import fails."""
+    """The import of a user's file fails."""
 
 
 class Interface(NamedTuple):
-    """How rlx calls what a user wrote.
+    """How rlx calls a user's code.
 
     Args:
-        key: the configuration group whose `path` and `name` say where it is.
-        parameters: what it is called with, by position.
+        key: the configuration group whose `path` and `name` locate it.
+        parameters: arguments by position.
     """
 
     key: str
@@ -39,10 +39,10 @@ DATASET = Interface("data.custom_cls", ("files", "config", "tokenizer", "split")
 
 
 def load_callable(path: str, name: str, interface: Interface) -> Callable[..., Any]:
-    """The function or class `name` in the Python file at `path`, which takes what it will be called with.
+    """Return the function or class `name` in the Python file at `path`, if it takes the interface's arguments.
 
     Raises:
-        UserCodeError: as `load_name`, or it cannot be called so.
+        UserCodeError: as `load_name`, or it cannot be called with these arguments.
     """
     found = load_name(path, name, interface.key)
     fault = misfit(found, interface.parameters)
@@ -55,7 +55,7 @@ def load_callable(path: str, name: str, interface: Interface) -> Callable[..., A
 
 
 def misfit(function: Any, positional: Sequence[str] = (), named: Sequence[str] = ()) -> str | None:
-    """Why a function cannot be called with so many arguments and these named ones; None if it can, or Python cannot tell."""
+    """Return why a function cannot be called with these arguments; None if it can, or if Python cannot tell."""
     try:
         inspect.signature(function).bind(*positional, **dict.fromkeys(named))
     except TypeError as fault:
@@ -66,20 +66,20 @@ def misfit(function: Any, positional: Sequence[str] = (), named: Sequence[str] =
 
 
 def load_name(path: str, name: str, key: str) -> Any:
-    """What `name` is in the Python file at `path`.
+    """Return the object `name` in the Python file at `path`.
 
     Args:
         path: the file; it is imported as a module of its own.
         name: a top-level name in it.
-        key: the configuration group that asked, e.g. "custom_reward_function": errors point at its `path` and `name`.
+        key: the configuration group that asked, e.g. "custom_reward_function"; errors refer to its `path` and `name`.
 
     Raises:
-        UserCodeError: no such file, the import fails (ImportFailed), or the file has no such name.
+        UserCodeError: there is no such file, the import fails (ImportFailed), or the file lacks the name.
     """
     file = Path(path).expanduser().absolute()
     if not file.is_file() or file.suffix != ".py":
         raise UserCodeError(f"{key}.path: got {path!r}, expected an existing Python file (looked for {file})")
-    # Under a name of its own in sys.modules, so that its classes can be pickled and cannot shadow a library.
+    # With a module name of its own, so that its classes can be pickled and it cannot shadow a library.
     module_name = f"rlx_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
@@ -87,7 +87,7 @@ def load_name(path: str, name: str, key: str) -> Any:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as fault:  # a script that ends itself must not end the run without a word
+    except (Exception, SystemExit) as fault:  # a script that calls sys.exit must not end the run silently
         del sys.modules[module_name]
         lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == str(file)]
         where = f" (line {lines[-1]})" if lines else ""

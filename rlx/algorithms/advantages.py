@@ -1,7 +1,7 @@
 """Token rewards, advantages and whitening. Shape letters: B samples, T response tokens, G groups (prompts).
 
-A mask is True on tokens the policy wrote. Tokens outside it (padding, or text of an environment between turns) get 0 and
-are stepped over. All run on the driver's CPU; statistics are taken in fp64 whatever the input.
+A mask is True on tokens that the policy wrote. Tokens outside it (padding, or text of an environment between turns) get 0 and
+are skipped. Everything runs on the driver's CPU; statistics are in fp64 for any input.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 GRPO_EPS = 1e-6
 WHITEN_EPS = 1e-8
 BLOCK_STEPS = 128
-"""Time steps that `gae` takes together: its blocks of a thousand rows in fp64 stay in a processor's cache."""
+"""Time steps that `gae` computes together: a block of a thousand rows in fp64 fits in a processor's cache."""
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, coef: float = 0.0) -> Tensor:
-    """The score on each row's last response token, minus `coef * kl` on every response token.
+    """Return the score on each row's last response token, minus `coef * kl` on every response token.
 
     Args:
         scores: (B,) float, one score per sample.
@@ -26,8 +26,8 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, coef: 
         coef: weight of the penalty.
 
     Returns:
-        (B, T) rewards of the dtype of `scores`, 0 outside the mask. A row without response tokens has no place for its
-        score and stays 0.
+        (B, T) rewards of the dtype of `scores`, 0 outside the mask. A row without response tokens has no token for its score
+        and stays 0.
 
     Source: arXiv:1909.08593, equation 2.
     """
@@ -37,7 +37,7 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, coef: 
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int, factor: float) -> Tensor:
-    """DAPO's soft overlong punishment: 0 up to `longest - buffer` tokens, then falling to -factor at `longest`.
+    """Return DAPO's soft overlong punishment: 0 up to `longest - buffer` tokens, then falling to -factor at `longest`.
 
     min(0, (longest - buffer - length) / buffer) factor.
 
@@ -56,14 +56,14 @@ def overlong_penalty(lengths: Tensor, longest: int, buffer: int, factor: float) 
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over each row's response tokens.
+    """Return generalised advantage estimates over each row's response tokens.
 
-    The last response token is terminal: nothing is bootstrapped beyond it. Tokens outside the mask take no time step:
-    the next response token is the successor. No whitening.
+    The last response token is terminal: nothing is bootstrapped beyond it. Tokens outside the mask take no time step, so the
+    next response token is the successor. Nothing is whitened.
 
     Args:
-        token_rewards: (B, T) float, reward of each token; read inside the mask only.
-        values: (B, T) float, value of the state in which each token is chosen; read inside the mask only.
+        token_rewards: (B, T) float, reward of each token; only read inside the mask.
+        values: (B, T) float, value of the state in which each token is chosen; only read inside the mask.
         mask: (B, T) bool.
         gamma: discount per token.
         lam: GAE's lambda.
@@ -76,7 +76,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     advantages, returns = values.new_empty(mask.shape), values.new_empty(mask.shape)
     next_value_B = next_advantage_B = values.new_zeros(mask.shape[0], dtype=torch.float64)
     decay = next_value_B.new_tensor(gamma * lam)
-    has_gaps = bool((mask[:, 1:] & ~mask[:, :-1]).any())  # else what is outside comes last, and stays 0 by itself
+    has_gaps = bool((mask[:, 1:] & ~mask[:, :-1]).any())  # without gaps the tokens outside come last and stay 0
     for start in reversed(range(0, mask.shape[1], BLOCK_STEPS)):
         block = slice(start, start + BLOCK_STEPS)
         mask_TB, rewards_TB, values_TB = (_transposed(x[:, block]) for x in (mask, token_rewards, values))
@@ -85,7 +85,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
             _fill_gaps(values_TB, mask_TB)
         delta_TB = rewards_TB + gamma * values_TB[1:] - values_TB[:-1]
         sums_TB = _followed_by(next_advantage_B, torch.where(mask_TB, delta_TB, 0.0))
-        # Outside the mask nothing is added and nothing decays: what comes from later tokens passes as it is.
+        # Outside the mask nothing is added and nothing decays, so sums of later tokens pass unchanged.
         _add_later(sums_TB, torch.where(mask_TB, decay, 1.0).unbind() if has_gaps else [decay] * len(delta_TB))
         next_value_B, next_advantage_B = values_TB[0], sums_TB[0]
         for result, found_TB in ((advantages, sums_TB[:-1]), (returns, sums_TB[:-1] + values_TB[:-1])):
@@ -96,26 +96,26 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """In memory too, so that a step in time reads and writes it in one piece; a part is cut out first, which is faster."""
+    """Transpose in memory, so that a time step is contiguous; copying the part out first is faster."""
     return x.contiguous().T.contiguous()
 
 
 def _followed_by(last_B: Tensor, x_TB: Tensor) -> Tensor:
-    """(T + 1, B) of the dtype of `last_B`."""
+    """Append `last_B` to `x_TB`: (T + 1, B) of the dtype of `last_B`."""
     longer_TB = last_B.new_empty(len(x_TB) + 1, len(last_B))
     longer_TB[:-1], longer_TB[-1] = x_TB, last_B
     return longer_TB
 
 
 def _fill_gaps(values_TB: Tensor, mask_TB: Tensor) -> None:
-    """Puts into each place outside the mask (T, B) what is in the next one in time; values (T + 1, B) have one more at the end."""
+    """Replace entries outside the mask (T, B) by the next entry in time; values (T + 1, B) have one more at the end."""
     values, masks = values_TB.unbind(), mask_TB.unbind()
     for t in reversed(range(len(masks))):
         torch.where(masks[t], values[t], values[t + 1], out=values[t])
 
 
 def _add_later(x_TB: Tensor, decays: Sequence[Tensor]) -> None:
-    """Adds to each row, from the end on, its decay, (B,) or one number, times the row after; x (T + 1, B) has one more than decays."""
+    """Add to each row, from the end on, its decay, (B,) or one number, times the next row; x (T + 1, B) has one more row."""
     x, later_B = x_TB.unbind(), torch.empty_like(x_TB[0])
     for t in reversed(range(len(decays))):
         torch.mul(x[t + 1], decays[t], out=later_B)
@@ -123,10 +123,9 @@ def _add_later(x_TB: Tensor, decays: Sequence[Tensor]) -> None:
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Shifts and scales `x` to mean 0 and variance 1 over all masked entries of the batch.
+    """Shift and scale `x` to mean 0 and variance 1 over all masked entries of the batch.
 
-    The variance is unbiased; WHITEN_EPS is added to it under the root. Fewer than two entries, or entries that are all
-    equal, give 0.
+    The variance is unbiased; WHITEN_EPS is added to it under the root. Fewer than two entries, or equal entries, give 0.
 
     Args:
         x: (B, T) float.
@@ -149,9 +148,9 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Scores by group, relative to the group's lowest; fp64.
+    """Scores in fp64 relative to the lowest of their group.
 
-    Relative to it equal scores are exactly 0, and no rounding can be blown up by a tiny standard deviation.
+    Equal scores are then exactly 0, and a tiny standard deviation cannot amplify rounding.
     """
 
     relative_B: Tensor
@@ -173,21 +172,21 @@ class _Group(NamedTuple):
         return torch.full_like(self.size_G, -torch.inf).scatter_reduce(0, self.of_row_B, x_B, "amax")
 
     def centred_B(self) -> Tensor:
-        """Each score less its group's mean."""
+        """Return each score less its group's mean."""
         return self.relative_B - (self.sum_G(self.relative_B) / self.size_G)[self.of_row_B]
 
     def std_G(self) -> Tensor:
-        """Unbiased; 0 for a group of one."""
+        """Return the unbiased standard deviation; 0 for a group of one."""
         return (self.sum_G(self.centred_B().square()) / (self.size_G - 1).clamp(min=1)).sqrt()
 
 
 def _on_tokens(advantages_B: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same on all response tokens of a row, 0 elsewhere."""
+    """Return the row's number on all its response tokens, 0 elsewhere."""
     return torch.where(mask, advantages_B[:, None], 0.0).to(dtype)
 
 
 def grpo(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> Tensor:
-    """Group-relative advantages: each sample's score minus its group's mean, the same on all its response tokens.
+    """Return group-relative advantages: each sample's score minus its group's mean, on all its response tokens.
 
     A_i = r_i - mean(r), with `norm_by_std` divided by (the group's unbiased standard deviation + GRPO_EPS), as verl does;
     the paper leaves the estimator open. A group of one, or of equal scores, gives 0. Rows without response tokens count
@@ -212,9 +211,9 @@ def grpo(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> T
 
 
 def grpo_passk(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> Tensor:
-    """Pass@k: only the best sample of a group has an advantage, how far it is above the second best.
+    """Return Pass@k advantages: only the best sample of a group has one, its distance to the second best.
 
-    A_i = max(0, r_i - max of the others' r), with `norm_by_std` divided as in `grpo`, as verl does and the paper does not.
+    A_i = max(0, r_i - max of the others' r), with `norm_by_std` divided as in `grpo`, which verl does and the paper does not.
     A group of one, or with several best samples, gives 0.
 
     Args and returns: as `grpo`.
@@ -234,9 +233,9 @@ def grpo_passk(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool
 
 
 def rloo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
-    """REINFORCE leave-one-out: each sample's score minus the mean of the others of its group.
+    """Return REINFORCE leave-one-out advantages: each sample's score minus the mean of the others in its group.
 
-    A_i = r_i - sum of r_j over j != i / (n - 1) = n / (n - 1) (r_i - mean(r)). A group of one gives 0: verl keeps the score
+    A_i = r_i - sum of r_j over j != i / (n - 1) = n / (n - 1) (r_i - mean(r)). A group of one gives 0. verl keeps the score
     itself there, which is no leave-one-out estimate.
 
     Args:
@@ -255,9 +254,9 @@ def rloo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
 
 
 def opo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
-    """Optimal reward baseline: each sample's score minus the mean of its group weighted by length.
+    """Return advantages over the optimal reward baseline: each score minus its group's mean weighted by length.
 
-    A_i = r_i - sum(l_j r_j) / sum(l_j) over the group, with l the response's tokens: the baseline of least variance where
+    A_i = r_i - sum(l_j r_j) / sum(l_j) over the group, with l the response's tokens. This baseline has the least variance if
     the squared norm of a response's gradient grows with its length. A group of one gives 0.
 
     Args and returns: as `rloo`.
@@ -271,13 +270,13 @@ def opo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """REINFORCE++: discounted rewards to go, whitened over all response tokens of the batch.
+    """Return REINFORCE++ advantages: discounted rewards to go, whitened over all response tokens of the batch.
 
     G_t = sum of gamma^(k - t) r_k over the row's response tokens k >= t. With the KL in the reward and gamma = 1 it is the
-    score minus the KL penalties from t on. Tokens outside the mask take no time step (verl starts anew after them).
+    score minus the KL penalties from t on. Tokens outside the mask take no time step, whereas verl starts anew after them.
 
     Args:
-        token_rewards: (B, T) float; read inside the mask only.
+        token_rewards: (B, T) float; only read inside the mask.
         mask: (B, T) bool.
         gamma: discount per token.
 
@@ -290,7 +289,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Te
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
-    """REINFORCE++ with a baseline: scores less their group's mean, whitened over all response tokens of the batch.
+    """Return REINFORCE++ advantages with a baseline: scores less their group's mean, whitened over the batch's tokens.
 
     Args and returns: as `rloo`.
 
@@ -301,12 +300,12 @@ def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, group_id: Tensor)
 
 
 def remax(token_rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
-    """ReMax: rewards to go minus the score of the greedy response to the same prompt.
+    """Return ReMax advantages: rewards to go minus the score of the greedy response to the same prompt.
 
-    A_t = sum of r_k over the row's response tokens k >= t - b. The baseline b has no KL in it, as in verl.
+    A_t = sum of r_k over the row's response tokens k >= t - b. The baseline b excludes the KL, as in verl.
 
     Args:
-        token_rewards: (B, T) float; read inside the mask only.
+        token_rewards: (B, T) float; only read inside the mask.
         greedy_scores: (B,) float, b of each row's prompt.
         mask: (B, T) bool.
 
@@ -319,7 +318,7 @@ def remax(token_rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted rewards to go: the advantages over values of 0."""
+    """Return discounted rewards to go, which are the advantages over values of 0."""
     return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0)[0]
 
 
@@ -327,11 +326,11 @@ def _to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 class Columns(Protocol):
-    """A batch: token_rewards (B, T), response_mask (B, T), group_id (B,), and as the estimator needs them values (B, T)
-    or greedy_scores (B,)."""
+    """A batch: token_rewards (B, T), response_mask (B, T), group_id (B,), and values (B, T) or greedy_scores (B,) for the
+    estimators that need them."""
 
     def __getitem__(self, name: str, /) -> Tensor:
-        """A column."""
+        """Return a column."""
         ...
 
 
@@ -355,7 +354,7 @@ class Options(Protocol):
 
 
 def _outcome(batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
-    """A sample's reward is the sum over its tokens: the score, and the KL if that is in the reward."""
+    """Return each sample's reward, the sum over its tokens (the score, and the KL if it is in the reward), mask and group."""
     return batch["token_rewards"].sum(dim=1), batch["response_mask"], batch["group_id"]
 
 
@@ -381,4 +380,4 @@ ESTIMATORS: dict[str, Estimator] = {
         "advantages": remax(batch["token_rewards"], batch["greedy_scores"], batch["response_mask"])
     },
 }
-"""By the name of `algorithm.adv_estimator`: what a batch gets, its advantages (B, T), with a critic also returns (B, T)."""
+"""The functions of `algorithm.adv_estimator`. Each gives a batch its advantages (B, T), and with a critic returns (B, T)."""

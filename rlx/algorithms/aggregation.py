@@ -1,40 +1,40 @@
-"""How per-token losses become one number, as weights and a denominator.
+"""Aggregate per-token losses to one number, by weights and a denominator.
 
-A mini-batch is cut into micro-batches and spread over processes. Each part sums `token_weights * loss`; the sum of all
-parts is divided once by the sum of the parts' denominators. Both are sums over rows, so the result does not depend on
-the cut. Shape letters: B samples, T response tokens.
+A mini-batch is divided into micro-batches and over processes. Each part sums `token_weights * loss`, and the sum over all parts
+is divided once by the sum of the parts' denominators. Both are sums over rows, so the result does not depend on the division.
+Shape letters: B samples, T response tokens.
 """
 
 import torch
 from torch import Tensor
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def _check(mask_BT: Tensor, mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"loss_agg_mode: got {mode!r}, expected one of {', '.join(MODES)}")
+    if mode not in AGGREGATION_MODES:
+        raise ValueError(f"loss_agg_mode: got {mode!r}, expected one of {', '.join(AGGREGATION_MODES)}")
     if mask_BT.dim() != 2 or mask_BT.dtype != torch.bool:
         raise ValueError(f"mask: got shape {tuple(mask_BT.shape)} {mask_BT.dtype}, expected (B, T) torch.bool")
 
 
 def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight of each token's loss before the division by the denominator.
+    """Return the weight of each token's loss before the division by the denominator.
 
     `token-mean` and `seq-mean-token-sum` weigh each token 1, `seq-mean-token-mean` 1 / (the row's tokens),
     `seq-mean-token-sum-norm` 1 / horizon. Weights outside the mask are 0, which hides finite losses there but not NaN.
 
     Args:
         mask_BT: (B, T) bool, True on tokens that count.
-        mode: one of MODES.
-        horizon: longest response allowed [tokens]; read by `seq-mean-token-sum-norm` only.
-        dtype: of the weights; that of the loss.
+        mode: one of AGGREGATION_MODES.
+        horizon: longest response allowed [tokens]; only read by `seq-mean-token-sum-norm`.
+        dtype: of the weights, the loss's.
 
     Returns:
         (B, T) weights.
 
     Raises:
-        ValueError: unknown mode, a mask of another kind, or a horizon below 1 where it is read.
+        ValueError: the mode is unknown, the mask has another type, or a horizon that is read is below 1.
 
     Source: modes of verl (`agg_loss`); the division by a constant horizon is Dr. GRPO's, arXiv:2503.20783.
     """
@@ -50,20 +50,20 @@ def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype =
 
 
 def denominator(mask_BT: Tensor, mode: str) -> Tensor:
-    """What the weighted sum of losses is divided by: tokens for `token-mean`, rows for the others.
+    """Return the number to divide the weighted sum of losses by: tokens for `token-mean`, rows for the other modes.
 
-    A row without a single token in the mask does not count, so that rows added to keep processes in step change
-    nothing. The result is 0 when no row counts.
+    A row without a token in the mask does not count, so rows that are added to keep processes in step change nothing. The
+    result is 0 if no row counts.
 
     Args:
         mask_BT: (B, T) bool, True on tokens that count.
-        mode: one of MODES.
+        mode: one of AGGREGATION_MODES.
 
     Returns:
         Scalar int64, exact under any order of summation.
 
     Raises:
-        ValueError: unknown mode or a mask of another kind.
+        ValueError: the mode is unknown or the mask has another type.
     """
     _check(mask_BT, mode)
     return mask_BT.sum() if mode == "token-mean" else mask_BT.any(dim=1).sum()

@@ -11,19 +11,19 @@ K3_LIMIT = 10.0
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Estimates KL(policy || reference) at each sampled token.
+    """Estimate KL(policy || reference) at each sampled token.
 
     With d = log_probs - ref_log_probs:
 
     - `kl`, `k1`: d. Unbiased, may be negative.
     - `abs`: |d|.
     - `mse`, `k2`: d^2 / 2. Biased, low variance.
-    - `low_var_kl`, `k3`: exp(-d) - 1 + d. Unbiased, never negative. d is clamped to +-20 before exp and the result to at
-      most 10, as verl does; where a clamp holds there is no gradient.
+    - `low_var_kl`, `k3`: exp(-d) - 1 + d. Unbiased, never negative. As in verl, d is clamped to +-20 before exp and the result
+      to at most 10; a clamped token has no gradient.
 
-    With a `+` behind, as `k3+`: the value of that estimate with the gradient of k2, d grad(log_probs). In expectation over
-    the policy's own tokens that is the gradient of each token's KL, which those of k1 (0) and k3 (that of the KL the other
-    way round) are not. How a token changes the KL of those after it is in neither; the KL in the reward has it.
+    With a trailing `+`, as in `k3+`: the value of that estimate with the gradient of k2, d grad(log_probs). In expectation over
+    the policy's own tokens this is the gradient of each token's KL. The gradients of k1 (0) and k3 (that of the reverse KL) are
+    not. Neither contains the effect of a token on the KL of later tokens; the KL in the reward does.
 
     Args:
         log_probs: (B, T) of the policy.
@@ -34,7 +34,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         (B, T), differentiable in both inputs.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: the kind is unknown.
 
     Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html; the gradients,
     arXiv:2506.09477; their combination, verl-project/verl@018f23b.
@@ -51,7 +51,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         return 0.5 * difference.square()
     if kind in ("low_var_kl", "k3"):
         difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        # expm1 keeps the digits that exp(-d) - 1 loses when the two policies nearly agree.
+        # expm1 keeps the digits that exp(-d) - 1 loses if the two policies nearly agree.
         return ((-difference).expm1() + difference).clamp(max=K3_LIMIT)
     raise ValueError(
         f"KL estimator: got {kind!r}, expected kl, k1, abs, mse, k2, low_var_kl or k3, or one with + behind"
@@ -59,18 +59,18 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 class KLController:
-    """The coefficient of the KL in the reward: it stays, or it follows the measured KL towards a target.
+    """The coefficient of the KL in the reward, fixed or following the measured KL towards a target.
 
     With a target each update multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Deviation from the
-    source: samples counts at most as horizon, so that a batch larger than five horizons cannot turn the coefficient's sign.
+    source: samples count at most as many as horizon, so that a batch of over five horizons cannot turn the coefficient's sign.
 
     Args:
         coef: first coefficient, >= 0.
-        target: KL aimed at, > 0, in the unit in which `update` gets it; None: the coefficient stays.
+        target: KL to reach, > 0, in the unit of `update`'s; None: the coefficient is fixed.
         horizon: samples over which the coefficient adapts, >= 1.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, with samples / horizon for its K_beta as in the code published with it.
     """
@@ -84,7 +84,7 @@ class KLController:
         self._type = "fixed" if target is None else "adaptive"
 
     def update(self, kl: float, samples: int) -> None:
-        """Moves the coefficient, if it has a target.
+        """Adapt the coefficient, if it has a target.
 
         Args:
             kl: mean KL of the batch.
@@ -103,14 +103,14 @@ class KLController:
         self.coef *= 1 + error * min(samples, self.horizon) / self.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"type": self._type, "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint; a coefficient that stays is the configuration's.
+        """Continue from a checkpoint; a fixed coefficient stays the configuration's.
 
         Raises:
-            ValueError: it was written by a controller of the other kind.
+            ValueError: a controller of the other kind wrote it.
         """
         if state["type"] != self._type:
             raise ValueError(

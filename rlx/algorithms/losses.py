@@ -1,8 +1,8 @@
 """Per-token losses of the policy and of the value model. Shape letters: B samples, T response tokens.
 
-Each returns a loss per token and statistics per token; who calls aggregates both over the response mask
-(`aggregation.py`). Inputs are fp32 or fp64, results of the same dtype. Entries outside the mask must be finite. A row is a
-whole sequence: what a loss knows of it does not depend on the rows beside it, nor on padding.
+Each returns a loss per token and statistics per token; the caller aggregates both over the response mask (`aggregation.py`).
+Inputs are fp32 or fp64, results have the same dtype. Entries outside the mask must be finite. A row is a whole sequence: its
+losses do not depend on other rows or on padding.
 """
 
 from typing import NamedTuple, Protocol
@@ -14,10 +14,10 @@ LOG_RATIO_LIMIT = 20.0
 
 
 class LossSettings(NamedTuple):
-    """What the policy losses read of the configuration's `actor`.
+    """The settings of the policy losses, from the configuration's `actor`.
 
     Args:
-        clip_low: how far below 1 a ratio may fall before the clip holds; clip_ratio_low, or clip_ratio.
+        clip_low: how far below 1 a ratio may fall before it is clipped; clip_ratio_low, or clip_ratio.
         clip_high: how far above 1 it may rise; clip_ratio_high, or clip_ratio.
         clip_c: bound of the dual clip, > 1; clip_ratio_c, math.inf switches it off.
         tau_pos, tau_neg: SAPO's temperatures for positive advantages and the others, > 0.
@@ -31,12 +31,12 @@ class LossSettings(NamedTuple):
 
 
 class PolicyLoss(Protocol):
-    """What a policy loss is, rlx's own or a user's."""
+    """The signature of a policy loss, rlx's own or a user's."""
 
     def __call__(
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings, /
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token.
+        """Return the loss of each token.
 
         Args:
             log_probs: (B, T) of the policy being trained; the only input with a gradient.
@@ -53,17 +53,17 @@ class PolicyLoss(Protocol):
 
 
 def _log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Clamped to +-LOG_RATIO_LIMIT, so that the ratio stays finite (5e8); beyond it a token has no gradient."""
+    """Return the log-ratio, clamped to +-LOG_RATIO_LIMIT so that the ratio stays finite (5e8). A clamped one has no gradient."""
     return (log_probs - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _mean_of_row(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1): mean over the tokens of the mask, 0 where there are none."""
+    """Return the mean over each row's masked tokens (B, 1); 0 if there are none."""
     return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clip(r)), and where the clip holds."""
+    """Return max(-A r, -A clip(r)), and 1 where the clip is active."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return torch.maximum(plain, bounded), (bounded > plain).to(ratio.dtype)
@@ -72,13 +72,13 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: LossSettings
 def vanilla(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate with separate bounds and dual clip.
+    """Return PPO's clipped surrogate with separate bounds and dual clip.
 
-    With ratio r = exp(log_probs - old_log_probs): loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where
-    A < 0 at most -A clip_c. Where the log-ratio is clamped there is no gradient, as there would be none under the clip or,
-    for r < 2e-9 and A > 0, a negligible one.
+    With ratio r = exp(log_probs - old_log_probs): loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and for A < 0 at
+    most -A clip_c. A clamped log-ratio has no gradient. It would have none under the clip either, or a negligible one for
+    r < 2e-9 and A > 0.
 
-    Args and returns: as PolicyLoss; `clip_fraction` 1 where the clip holds, `clip_fraction_lower` 1 where the dual clip does.
+    Args and returns: as PolicyLoss; `clip_fraction` is 1 where the clip is active, `clip_fraction_lower` where the dual clip is.
 
     Raises:
         ValueError: clip_c is not above 1.
@@ -99,20 +99,22 @@ def vanilla(
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO: PPO's clip on the ratio of the whole sequence, normalised by its length.
+    """Return GSPO's loss: PPO's clip on the ratio of the whole sequence, normalised by its length.
 
     With s = exp(mean over the row's mask of log_probs - old_log_probs) and s_t = sg(s) p_t / sg(p_t), where sg stops the
-    gradient: loss = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)). This is the paper's GSPO-token, which takes an
-    advantage per token; where a row's advantages are equal and its tokens weigh the same, its gradient is GSPO's. The
-    paper averages over sequences: loss_agg_mode seq-mean-token-mean, which verl sets by itself and rlx leaves to the key.
-    There is no dual clip.
+    gradient: loss = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)). This is the paper's GSPO-token, which has an
+    advantage per token. If a row's advantages are equal and its tokens have equal weights, its gradient is GSPO's. The paper
+    averages over sequences: loss_agg_mode seq-mean-token-mean, which verl sets by itself and rlx leaves to the key. There is
+    no dual clip.
 
     Args and returns: as PolicyLoss; `clip_fraction`.
 
     Source: arXiv:2507.18071, equations 5 and 7, in the form of 13 and 14.
     """
     log_s = _mean_of_row(log_probs.detach() - old_log_probs.detach(), mask)
-    ratio = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * (log_probs - log_probs.detach()).exp()
+    # 0, with the gradient of a row that is not cut off.
+    token = torch.where(log_s.abs() <= LOG_RATIO_LIMIT, log_probs - log_probs.detach(), 0.0)
+    ratio = (log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) + token).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages.detach(), settings)
     return loss, {"clip_fraction": clipped}
 
@@ -120,10 +122,10 @@ def gspo(
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
+    """Return CISPO's loss: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
 
-    loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs, where sg stops the gradient. The paper bounds only above:
-    clip_ratio_low=1 does.
+    loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs, where sg stops the gradient. The paper has no lower bound,
+    which clip_ratio_low=1 gives.
 
     Args and returns: as PolicyLoss; `clip_fraction` 1 where the ratio is outside its bounds.
 
@@ -137,9 +139,9 @@ def cispo(
 def sapo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """SAPO: a smooth gate in place of the clip.
+    """Return SAPO's loss, with a smooth gate in place of the clip.
 
-    loss = -A 4 / tau sigmoid(tau (r - 1)), with tau_pos where A > 0 and tau_neg elsewhere; at r = 1 its gradient is the
+    loss = -A 4 / tau sigmoid(tau (r - 1)), with tau_pos for A > 0 and tau_neg otherwise. At r = 1 its gradient is the
     policy gradient. The paper averages over each sequence, then over sequences: loss_agg_mode seq-mean-token-mean.
 
     Args and returns: as PolicyLoss; no statistics.
@@ -160,11 +162,11 @@ def sapo(
 def geo_mean(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GMPO: the geometric mean of the row's ratios, each of them clipped, times the advantage.
+    """Return GMPO's loss: the geometric mean of the row's clipped ratios, times the advantage.
 
     With d = log_probs - old_log_probs clipped to [-clip_low, clip_high] on the side that PPO clips (above for A > 0, below
     for A < 0): loss = -A exp(mean of d over the row's mask), the same for all tokens of a row whose advantages are equal.
-    The bounds are of the log-ratio: the paper's are 0.4. Its mean over sequences is loss_agg_mode seq-mean-token-mean.
+    The bounds apply to the log-ratio; the paper's are 0.4. Its mean over sequences is loss_agg_mode seq-mean-token-mean.
 
     Args and returns: as PolicyLoss; `clip_fraction`.
 
@@ -186,11 +188,11 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sapo": sapo,
     "geo_mean": geo_mean,
 }
-"""By the name of `actor.policy_loss.loss_mode`."""
+"""The policy losses by the name in `actor.policy_loss.loss_mode`."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of the value, the larger of plain and clipped around the old value.
+    """Return half the squared error of the value: the larger of the plain one and the one clipped around the old value.
 
     loss = 0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2).
 
@@ -201,7 +203,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
         clip: how far a value may move from its old one, > 0; math.inf switches the clip off.
 
     Returns:
-        loss (B, T), and statistics (B, T) without gradient: `clip_fraction` 1 where the clip holds.
+        loss (B, T), and statistics (B, T) without gradient: `clip_fraction` is 1 where the clip is active.
 
     Raises:
         ValueError: clip is not positive.

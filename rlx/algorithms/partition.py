@@ -1,4 +1,4 @@
-"""Items dealt to parts so that the parts cost about the same."""
+"""Divide items into parts of about equal cost."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ EXCHANGES_PER_PART = 20
 
 
 def partition(costs: Sequence[float], parts: int, room: Sequence[int] | None = None) -> list[list[int]]:
-    """Deals items to parts so that the dearest part is as cheap as can be found quickly.
+    """Divide items into parts so that the most expensive part costs little.
 
-    Longest processing time first (Graham 1969, SIAM J. Appl. Math. 17): the dearest item left goes to the cheapest part
-    that has room. Then, while that helps, the dearest part exchanges an item for a cheaper one of another part. On random
-    lengths this comes as close as Karmarkar and Karp's differencing or closer, and keeps any room for items.
+    It assigns the longest processing time first (Graham 1969, SIAM J. Appl. Math. 17): the most expensive item left goes to the
+    cheapest part that has room. Then, as long as it helps, the most expensive part exchanges an item for a cheaper one of
+    another part. On random lengths the result is as good as Karmarkar and Karp's differencing or better, and it respects room.
 
     Args:
         costs: of the items, not negative.
-        parts: how many, at least 1.
-        room: items that each part takes at most; together at least as many as there are. None: any number.
+        parts: number of parts, at least 1.
+        room: most items of each part; together at least as many as there are. None: any number.
 
     Returns:
         For each part the numbers of its items, ascending; each item exactly once.
@@ -35,11 +35,11 @@ def partition(costs: Sequence[float], parts: int, room: Sequence[int] | None = N
 
 
 def _exchange(costs: Sequence[float], found: list[list[int]], loads: list[float], room: Sequence[int]) -> bool:
-    """Moves cost from the dearest part to the cheapest one that can take some; False where none can."""
+    """Move cost from the most expensive part to the cheapest one that can take some; return False if none can."""
     dearest = max(range(len(loads)), key=loads.__getitem__)
     for other in sorted(range(len(loads)), key=loads.__getitem__):
         gap = loads[dearest] - loads[other]
-        # Against nothing, too, where the other part has room.
+        # If the other part has room, an item may also move without exchange.
         against = sorted((costs[item], item) for item in found[other])
         if len(found[other]) < room[other]:
             against.insert(0, (0.0, -1))

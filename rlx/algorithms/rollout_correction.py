@@ -1,11 +1,11 @@
-"""How far the sampler is from the trainer, and what corrects the policy loss for it.
+"""Measure the mismatch between sampler and trainer, and correct the policy loss for it.
 
-The two hold the same weights but compute with other kernels and types, so the tokens come from another distribution than
-the loss assumes. With d = trainer's log-prob - sampler's log-prob of a sampled token, its ratio is r = exp(d); everything
-here is a function of d over the tokens of the mask. Shape letters: B samples, T response tokens.
+Both have the same weights but compute with other kernels and types, so the tokens come from another distribution than the loss
+assumes. With d = trainer's log-prob - sampler's log-prob of a sampled token, its ratio is r = exp(d). Everything here is a
+function of d over the tokens of the mask. Shape letters: B samples, T response tokens.
 
-All is computed in fp64, where sums do not depend on their order to any digit that matters, and log-ratios beyond
-+-LOG_RATIO_LIMIT are cut off before exp, so that squares stay finite. Nothing carries a gradient.
+All is computed in fp64, in which the order of a sum changes no digit that matters. Log-ratios are clamped to +-EXP_LIMIT before
+exp, so that squares stay finite. Nothing carries a gradient.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 EXP_LIMIT = 300.0
-RATIO_LIMIT = 2.0  # a token with a ratio outside [1 / RATIO_LIMIT, RATIO_LIMIT] counts as one that disagrees
+RATIO_LIMIT = 2.0  # a token with a ratio outside [1 / RATIO_LIMIT, RATIO_LIMIT] counts in `ratio_beyond_2`
 
 WEIGHT_LEVELS = ("token", "sequence")
 RATIO_CRITERIA = ("token_k1", "seq_sum_k1", "seq_mean_k1")  # bounded on both sides
@@ -23,7 +23,7 @@ DIVERGENCE_CRITERIA = ("seq_mean_k3", "seq_max_k2")  # bounded above
 
 
 def _log_ratio(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> Tensor:
-    """d (B, T) in fp64, 0 outside the mask."""
+    """Return d (B, T) in fp64, 0 outside the mask."""
     if not trainer.shape == sampler.shape == mask_BT.shape or mask_BT.dim() != 2 or mask_BT.dtype != torch.bool:
         shapes = [tuple(x.shape) for x in (trainer, sampler, mask_BT)]
         raise ValueError(f"log-probs and mask: got {shapes} {mask_BT.dtype}, expected thrice (B, T), a bool mask")
@@ -43,7 +43,7 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def mismatch_sums(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """What `mismatch_figures` needs, as sums over rows: those of parts of a batch add up to those of the whole.
+    """Return the sums over rows for `mismatch_figures`; the sums of a batch's parts add up to those of the whole.
 
     Args:
         trainer: (B, T) log-probs of the sampled tokens under the trainer.
@@ -51,15 +51,15 @@ def mismatch_sums(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> tuple[di
         mask_BT: (B, T) bool, True on response tokens; entries elsewhere are not read.
 
     Returns:
-        Scalars fp64: the sums, and the largest |d|, of which the maximum over parts is to be taken.
+        Scalars fp64: the sums, and the largest |d|, whose maximum over parts is that of the whole.
 
     Raises:
-        ValueError: shapes that differ, or a mask of another kind.
+        ValueError: the shapes differ, or the mask has another type.
     """
     d = _log_ratio(trainer, sampler, mask_BT)
     no_BT, no_B = ~mask_BT, ~mask_BT.any(dim=1)
     ratio_BT, ratio_B = _exp(d).masked_fill(no_BT, 0.0), _exp(d.sum(dim=1)).masked_fill(no_B, 0.0)
-    # Summed one by one: a batch of the driver's is large, and each of these is as large in fp64.
+    # Computed one by one, because the driver's batch is large and each of these is as large in fp64.
     sums = {
         "tokens": mask_BT.sum().double(),
         "sequences": (~no_B).sum().double(),
@@ -78,17 +78,17 @@ def mismatch_sums(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> tuple[di
 
 
 def mismatch_figures(sums: Mapping[str, float], largest: float) -> dict[str, float]:
-    """The mismatch of a batch.
+    """Return the mismatch of a batch.
 
     Args:
         sums, largest: of `mismatch_sums`, over the whole batch.
 
     Returns:
         `mean_abs_log_prob`, `max_abs_log_prob`: of |d| [nats].
-        `kl_k1` = mean of -d and `kl_k3` = mean of r - 1 - d: both estimate KL(sampler || trainer) per token [nats], since
+        `kl_k1` = mean of -d and `kl_k3` = mean of r - 1 - d: both estimate KL(sampler || trainer) per token [nats], because
         the tokens are the sampler's; the second is never negative and varies less.
         `ess_token`, `ess_sequence`: effective sample size (sum w)^2 / sum w^2 as a share of the tokens (w = r) and of the
-        sequences (w = product of r): how much of the batch is left when it is weighted to what the trainer would sample.
+        sequences (w = product of r): the part of the batch that remains when it is weighted to the trainer's distribution.
         `ratio_beyond_2`: share of tokens with r outside [1/2, 2].
         `perplexity_trainer`, `perplexity_sampler`: exp(-mean log-prob) of the tokens.
         Empty without tokens.
@@ -126,25 +126,25 @@ def _perplexity(mean_log_prob: float) -> float:
 def importance_weights(
     trainer: Tensor, sampler: Tensor, mask_BT: Tensor, level: str, low: float | None, high: float, normalize: bool
 ) -> Tensor:
-    """What each token's policy loss is multiplied by, so that the sampler's tokens count as the trainer's would.
+    """Return factors of each token's policy loss that make the sampler's tokens count as the trainer's.
 
     With w = r of the token, or the product of r over its sequence:
 
     - truncated importance sampling (`low` is None): min(w, high).
-    - IcePop's mask: w where low <= w <= high, else 0.
+    - IcePop's mask: w if low <= w <= high, else 0.
 
     Args:
         trainer, sampler, mask_BT: as in `mismatch_sums`.
         level: `token` or `sequence`.
-        low: None, or the lower bound of what is not masked.
-        high: cap, or the upper bound of what is not masked.
-        normalize: divide by the mean weight, over tokens or over sequences; left out where all weights are 0.
+        low: None, or the lower bound of weights that are kept.
+        high: cap, or the upper bound of weights that are kept.
+        normalize: divide by the mean weight, over tokens or over sequences, unless all weights are 0.
 
     Returns:
-        (B, T) fp32 >= 0 without gradient, 0 outside the mask; exactly 1 where the log-probs are equal.
+        (B, T) fp32 >= 0 without gradient, 0 outside the mask; exactly 1 for equal log-probs.
 
     Raises:
-        ValueError: unknown level, shapes that differ, or a mask of another kind.
+        ValueError: the level is unknown, the shapes differ, or the mask has another type.
 
     Source: token level, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     https://fengyao.notion.site/off-policy-rl, after Ionides 2008; sequence level, Liu et al. 2025,
@@ -166,11 +166,11 @@ def importance_weights(
 def accepted(
     trainer: Tensor, sampler: Tensor, mask_BT: Tensor, criterion: str, low: float | None, high: float
 ) -> Tensor:
-    """The response tokens that a criterion leaves in the loss; all but the first take or leave whole sequences.
+    """Return the response tokens that a criterion keeps in the loss; all but the first keep or reject whole sequences.
 
     - `token_k1`: low <= r <= high.
-    - `seq_sum_k1`: the same of the product of r over the sequence.
-    - `seq_mean_k1`: the same of their geometric mean, which does not grow with the sequence's length.
+    - `seq_sum_k1`: the same for the product of r over the sequence.
+    - `seq_mean_k1`: the same for their geometric mean, which does not grow with the sequence's length.
     - `seq_mean_k3`: the mean of r - 1 - d, which estimates KL(sampler || trainer), is at most high.
     - `seq_max_k2`: the largest d^2 / 2 is at most high.
 
@@ -184,12 +184,12 @@ def accepted(
         (B, T) bool, a subset of the mask.
 
     Raises:
-        ValueError: unknown criterion, shapes that differ, or a mask of another kind.
+        ValueError: the criterion is unknown, the shapes differ, or the mask has another type.
 
     Source: product and geometric mean, Liu et al. 2025, https://richardli.xyz/rl-collapse, parts 2 and 3 (Seq-MIS, Geo-RS),
     the geometric mean as the sequence's ratio also arXiv:2507.18071, equation 7; the last two, arXiv:2512.23075. The names
-    are verl-project/verl@20c30bf's; deviation: its bounds of k1 hold for 1 / r, these for r, which is the same for
-    reciprocal bounds.
+    are those of verl-project/verl@20c30bf. Deviation: its bounds of k1 apply to 1 / r, these to r; reciprocal bounds are the
+    same for both.
     """
     d = _log_ratio(trainer, sampler, mask_BT)
     lengths_B = mask_BT.sum(dim=1).clamp(min=1)
@@ -214,9 +214,9 @@ def accepted(
 
 
 def not_vetoed(trainer: Tensor, sampler: Tensor, mask_BT: Tensor, threshold: float) -> Tensor:
-    """The response tokens of sequences in which no token's r is below `threshold`.
+    """Return the response tokens of sequences in which no token's r is below `threshold`.
 
-    One such token means that the trainer would hardly ever have written this sequence.
+    One such token means that the trainer would hardly ever write this sequence.
 
     Args:
         trainer, sampler, mask_BT: as in `mismatch_sums`.

@@ -1,6 +1,6 @@
-"""Does it learn? Trains the tiny model by several algorithms, at several difficulties and seeds, and draws the curves.
+"""Train the tiny model by several algorithms, at several difficulties and seeds, and draw the learning curves.
 
-`python -m rlx.benchmarks.learning --out FOLDER [key=value ...]`; runs that have finished there are not repeated.
+`python -m rlx.benchmarks.learning --out FOLDER [key=value ...]`; runs that have finished in the folder are not repeated.
 """
 
 import argparse
@@ -36,9 +36,9 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "PPO": (f"{ESTIMATOR}=gae",),
 }
 PLAIN = "GRPO without offload"
-"""GRPO once more with activations left where they are: the curve must be GRPO's, to the last digit."""
+"""GRPO without offloading; its curve must equal GRPO's to the last digit."""
 COLORS = dict(zip(RECIPES, (BLUE, ORANGE, GREEN, RED, "#6d3fb0"), strict=True))
-# What takes a tiny model to some skill, from which there is something to learn.
+# Settings with which the warm start gives a tiny model enough skill to learn from.
 DIFFICULTIES: dict[int, tuple[str, ...]] = {
     1: (),
     2: ("data.arithmetic.train_size=20000", "warm_start.target_accuracy=0.3", "warm_start.max_steps=6000"),
@@ -62,10 +62,10 @@ Curves = Mapping[tuple[int, str], Sequence[Curve]]
 
 
 def train(folder: Path, overrides: Sequence[str]) -> None:
-    """One run in a process of its own; nothing to do where it has finished before.
+    """Do one run in a process of its own, unless it has finished before.
 
     Raises:
-        RuntimeError: it failed; its output is in the folder.
+        RuntimeError: the run failed; its output is in the folder.
     """
     if (folder / "report.png").exists():  # drawn last
         return
@@ -86,7 +86,7 @@ def train(folder: Path, overrides: Sequence[str]) -> None:
 
 
 def read(folder: Path) -> Curve:
-    """The curve of a finished run."""
+    """Return the curve of a finished run."""
     metrics = read_metrics(folder / METRICS_FILE)
 
     def series(name: str) -> dict[int, float]:
@@ -96,18 +96,18 @@ def read(folder: Path) -> Curve:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation of accuracies, in per cent."""
+    """Format mean and standard deviation of accuracies, in per cent."""
     return f"{mean(values):.1%}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def table(curves: Curves) -> Table:
-    """Accuracy before and after, by difficulty and recipe."""
+    """Return a table of accuracy before and after, by difficulty and recipe."""
     seeds = max(len(runs) for runs in curves.values())
     found = Table(title=f"greedy held-out accuracy, mean ± standard deviation of {seeds} seeds")
     for column in ("difficulty", "algorithm", "before", "after", "gain", "each"):
         found.add_column(column)
     for (difficulty, recipe), runs in curves.items():
-        first, last = ([ends[place] for run in runs if (ends := list(run.accuracy.values()))] for place in (0, -1))
+        first, last = ([ends[end] for run in runs if (ends := list(run.accuracy.values()))] for end in (0, -1))
         gain = f"{100 * (mean(last) - mean(first)):+.1f}"
         each = ", ".join(f"{value:.1%}" for value in last)
         found.add_row(str(difficulty), recipe, f"{mean(first):.1%}", spread(last), gain, each)
@@ -115,7 +115,7 @@ def table(curves: Curves) -> Table:
 
 
 def draw(curves: Curves, picture: Path) -> None:
-    """Accuracy over the steps: a line per recipe, the mean of its seeds, in the band from the lowest to the highest."""
+    """Draw accuracy over the steps: per recipe the mean of its seeds, in a band from the lowest to the highest."""
     difficulties = sorted({difficulty for difficulty, _ in curves})
     figure = Figure(figsize=(4.6 * len(difficulties), 4.2), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
@@ -137,7 +137,7 @@ def draw(curves: Curves, picture: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.learning", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of all runs, the table and the picture")
     parser.add_argument("--recipes", default=",".join((*RECIPES, PLAIN)), type=lambda text: text.split(","))

@@ -1,4 +1,4 @@
-"""Measure log-probs from hidden states in chunks beside those from whole logits, forward and backward.
+"""Measure log-probs from hidden states in chunks against log-probs from whole logits, forward and backward.
 
 python -m rlx.benchmarks.log_probs --tokens 4096 32768 --json log_probs.json
 """
@@ -23,10 +23,10 @@ Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (N, H), weight (V, H
 
 
 def forms(with_entropy: bool) -> dict[str, Form]:
-    """What is compared; each gives the sum of log-probs, with entropies where these are asked for.
+    """Return the functions to compare; each returns the sum of log-probs, plus that of entropies if asked for.
 
-    `naive` takes fp32 logits through log_softmax, `logits` takes logits through `token_log_probs`; liger's form, where
-    liger-kernel is installed, knows no entropy and computes its gradients in forward already.
+    `naive` applies log_softmax to fp32 logits, `logits` applies `token_log_probs` to logits. `liger` is there if liger-kernel is
+    installed and no entropy is asked for; it computes gradients already in forward.
     """
 
     def total(figures: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -53,9 +53,9 @@ def forms(with_entropy: bool) -> dict[str, Form]:
 def measure(
     tokens: int, vocabulary: int, width: int, dtype: torch.dtype, with_entropy: bool, rounds: int, device: torch.device
 ) -> dict[str, dict[str, float | None]]:
-    """Of each form the median seconds of forward and backward together, and the peak of device memory they add [bytes].
+    """Measure each form's median seconds of forward and backward together, and the peak of memory they add [bytes].
 
-    The peak holds the gradients of hidden states and weight; it is None on CPU. Both are None where memory does not suffice.
+    The peak includes the gradients of hidden states and weight; it is None on CPU. Both are None if memory is too small.
     """
     source = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(tokens, width, generator=source, device=device, dtype=dtype).requires_grad_()
@@ -66,7 +66,7 @@ def measure(
     compared = forms(with_entropy)
     seconds: dict[str, list[float]] = {name: [] for name in compared}
     peaks: dict[str, int | None] = dict.fromkeys(compared)
-    for _ in range(rounds + 1):  # the first one warms up; the forms take turns, so that a slow moment is everyone's
+    for _ in range(rounds + 1):  # the first one warms up; the forms take turns, so that a slow moment affects all
         for name, form in compared.items():
             try:
                 took, peaks[name] = _once(form, hidden, weight, ids, device)
@@ -88,11 +88,11 @@ def _once(form: Form, hidden: Tensor, weight: Tensor, ids: Tensor, device: torch
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = benchmark_parser("log_probs", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
-    parser.add_argument("--vocabulary", type=int, default=152064, help="that of Qwen2-7B")
-    parser.add_argument("--width", type=int, default=3584, help="that of Qwen2-7B")
+    parser.add_argument("--vocabulary", type=int, default=152064, help="default: Qwen2-7B's")
+    parser.add_argument("--width", type=int, default=3584, help="default: Qwen2-7B's")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--entropy", action="store_true", help="with the entropy and its gradient")
     parser.add_argument("--chunk-bytes", type=int, default=head_module.HEAD_CHUNK_BYTES, help="logits of a chunk")
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _cells(seconds: float | None, naive: float | None, peak_bytes: float | None) -> tuple[str, ...]:
-    """Milliseconds, ratio and GiB as text; `-` for what there is not."""
+    """Return milliseconds, ratio and GiB as text; `-` for missing values."""
     return (
         "-" if seconds is None else f"{seconds * 1000:.1f}",
         "-" if seconds is None or naive is None else f"{seconds / naive:.2f}",

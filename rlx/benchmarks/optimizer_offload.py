@@ -1,5 +1,4 @@
-"""Measure how fast parameters leave the device for host memory and come back, beside plain copies of tensors; and what
-an optimizer's step costs whose state waits in host memory.
+"""Measure how fast parameters are offloaded and fetched, next to plain copies, and the cost of a step with offloaded state.
 
 python -m rlx.benchmarks.optimizer_offload --gb 8 --json hand_over.json
 """
@@ -21,18 +20,18 @@ LARGE_BYTES, SMALL_BYTES = 64 << 20, 8 << 10  # a weight and a norm
 
 
 def make_tensors(nbytes: int, device: torch.device) -> list[Tensor]:
-    """About `nbytes` of tensors with different contents, a large and a small one in turn."""
+    """Return about `nbytes` of tensors with different contents, large and small ones in turn."""
     pairs = max(1, nbytes // (LARGE_BYTES + SMALL_BYTES))
     lengths = [LARGE_BYTES, SMALL_BYTES] * pairs
     return [torch.full((n,), i % 251, dtype=torch.uint8, device=device) for i, n in enumerate(lengths)]
 
 
 def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Seconds and rates of each way to the host and back.
+    """Measure seconds and rates of each way to host memory and back.
 
     Args:
-        nbytes: how much moves; the device needs as much.
-        rounds: how often, after a first one.
+        nbytes: amount to move; the device needs as much memory.
+        rounds: repetitions after a first one.
         device: the device.
 
     Returns:
@@ -51,7 +50,7 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
             freed = _free_bytes(device) - before
         seconds.setdefault("fetch", []).append(seconds_of(offload.fetch, device))
     if any(int(tensor[position]) != i % 251 for i, tensor in enumerate(tensors) for position in (0, -1)):
-        raise RuntimeError("what came back is not what left")
+        raise RuntimeError("got other bytes back than were offloaded")
     for _ in range(rounds):
         on_host: list[Tensor] = []
         seconds.setdefault('tensor.to("cpu")', []).append(
@@ -72,17 +71,17 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: int) -> dict[str, Any]:
-    """Seconds and device memory of AdamW's step with its state on the device, brought there whole, and in pieces.
+    """Measure AdamW's step with its state on the device, fetched as a whole, and fetched in pieces.
 
     Args:
         nbytes: of the state, in bf16; parameters and gradients take as much again.
-        rounds: how often, after a first one.
+        rounds: repetitions after a first one.
         device: the device.
-        piece_bytes: of the state that comes to the device at a time.
+        piece_bytes: state to fetch at a time.
 
     Returns:
-        state_bytes, and by row the seconds, the rate of the state's way there and back (gb_per_s, None where it stays), and
-        what the device held at most beside parameters and gradients (peak_bytes, None on CPU).
+        state_bytes, and by row the seconds, the rate of fetching and offloading the state together (gb_per_s, None if it stays
+        on the device), and the largest device memory beyond parameters and gradients (peak_bytes, None on CPU).
     """
     elements = max(1, min(LARGE_BYTES, nbytes // 16) // 2)
     parameters = [
@@ -121,10 +120,12 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = benchmark_parser("optimizer_offload", __doc__)
-    parser.add_argument("--gb", type=float, default=4.0, help="how much moves [10^9 bytes]")
-    parser.add_argument("--piece-gb", type=float, default=PIECE_BYTES / GB, help="of a step in pieces [10^9 bytes]")
+    parser.add_argument("--gb", type=float, default=4.0, help="amount to move [10^9 bytes]")
+    parser.add_argument(
+        "--piece-gb", type=float, default=PIECE_BYTES / GB, help="state to fetch at a time [10^9 bytes]"
+    )
     given = parser.parse_args(arguments)
     if given.gb <= 0 or given.rounds < 1 or given.piece_gb <= 0:
         got = f"--gb {given.gb} --rounds {given.rounds} --piece-gb {given.piece_gb}"
@@ -136,10 +137,10 @@ def main(arguments: list[str] | None = None) -> None:
     for row, values in figures["rows"].items():
         print(f"{row:20}{values['seconds']:10.3f}{values['gb_per_s']:8.1f}")
     if figures["freed_bytes"] is not None:
-        print(f"given back by the device while offloaded: {figures['freed_bytes'] / GB:.2f} GB")
-    print(f"taken from the host: {figures['host_reserved_bytes'] / GB:.2f} GB")
+        print(f"device memory freed while offloaded: {figures['freed_bytes'] / GB:.2f} GB")
+    print(f"reserved in host memory: {figures['host_reserved_bytes'] / GB:.2f} GB")
     steps = measure_steps(int(given.gb * GB), given.rounds, device, int(given.piece_gb * GB))
-    print(f"\nAdamW's step, {steps['state_bytes'] / GB:.2f} GB of state; the rate is there and back together")
+    print(f"\nAdamW's step, {steps['state_bytes'] / GB:.2f} GB of state; the rate is that of both ways together")
     print(f"{'':20}{'seconds':>10}{'GB/s':>8}{'peak GB':>10}")
     for row, values in steps["rows"].items():
         rate, peak = values["gb_per_s"], values["peak_bytes"]

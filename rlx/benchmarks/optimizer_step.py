@@ -1,14 +1,14 @@
-"""The longest sequence that an actor can learn from: one whole optimizer step per length, its memory by part.
+"""Measure whole optimizer steps of an actor by length, to find the longest sequence, with memory by part.
 
 python -m rlx.benchmarks.optimizer_step --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
 
 Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW, weights and state in bf16.
-Seconds by phase are between events on the device: layers forward, the head both ways, layers backward, what comes between backward
-and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with what follows. `hand-over` comes behind the step and is
-not in its seconds: an engine gives memory back once in an update, behind the last of its steps. A peer gives nothing back.
-The step before it makes the optimizer's state, which is there from then on; where that would take long, `--first-tokens 4096`.
-A mode that has run out of memory is not asked for longer sequences. `rlx` is an `Engine`: activations off the device, MLPs and
-norms in tiles, log-probs without logits. The others are the transformers model, with whole logits, and a mode of
+Seconds by phase are measured between events on the device: layers forward, the head both ways, layers backward, the work
+between backward and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with the rest. `hand-over` follows
+the step and is not in its seconds, because an engine returns memory once per update, after its last step. A peer returns none.
+The step before makes the optimizer's state, which then exists; if that takes long, use `--first-tokens 4096`. After running out
+of memory a mode is not tried with longer sequences. `rlx` is an `Engine`: activations offloaded, MLPs and norms in tiles,
+log-probs without logits. The others are the transformers model, with whole logits, and a mode of
 `python -m rlx.offload.benchmark`.
 """
 
@@ -47,27 +47,27 @@ TIMES = ("forward", "head", "backward", "clip", "step")
 HAND_OVER = "hand-over"
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "rest")
 WIDTH = 12
-PROGRESS = "measuring"  # begins the lines in which a child says how far it is
+PROGRESS = "measuring"  # begins a child's lines about its progress
 Figures = dict[str, Any]
 
 
 class PhaseTimes:
-    """Seconds of the device's work by phase; on the CPU, which works as it is told, of the clock."""
+    """Seconds of the device's work by phase; on the CPU, which has no queue, seconds of the clock."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._ends: list[tuple[str, torch.Event | float]] = []
 
     def begin(self) -> None:
-        """Forgets an earlier step."""
+        """Forget an earlier step."""
         self._ends = [("", self._now())]
 
     def end(self, phase: str) -> None:
-        """What the device has been given since the last phase belongs to this one."""
+        """End a phase: the device's work since the end of the last phase belongs to this one."""
         self._ends.append((phase, self._now()))
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase, once the device has done all of it."""
+        """Return the seconds of each phase, after the device has finished."""
         found = dict.fromkeys(TIMES, 0.0)
         for (_, begun), (phase, ended) in pairwise(self._ends):
             if isinstance(begun, torch.Event):
@@ -98,7 +98,7 @@ class PhasePeaks:
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def begin(self) -> None:
-        """Forgets an earlier step."""
+        """Forget an earlier step."""
         self.bytes.clear()
         reset_peak(self._device)
         self.times.begin()
@@ -118,13 +118,13 @@ class PhasePeaks:
             output.register_hook(lambda grad: self.times.end("backward"))
 
     def _before_step(self) -> None:
-        if "backward" in self.bytes:  # of a step in pieces this is a later one
+        if "backward" in self.bytes:  # a later piece of a step in pieces
             return
         self._end("backward")
         self.static["gradients"] = _nbytes((p.grad for p in self._model.parameters()), self._device)
 
     def finish(self) -> Figures:
-        """All figures, once the device has done the step [bytes, seconds]."""
+        """Return all figures after the device has finished the step [bytes, seconds]."""
         self._end("step")
         state = (x for values in self._optimizer.state.values() for x in values.values())
         self.static["weights"] = _nbytes(self._model.parameters(), self._device)
@@ -139,7 +139,7 @@ def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
 
 
 def engine_step(folder: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
-    """The model, its optimizer, a step on some tokens, and a hand-over behind it that returns the host memory reserved [bytes]."""
+    """Return the model, its optimizer, a step on some tokens, and a hand-over that returns the reserved host memory [bytes]."""
     if not dist.is_initialized():
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -180,7 +180,7 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
 
 
 def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
-    """The same of the transformers model with whole logits; it hands nothing over, and what it takes on the host is not known."""
+    """Return the same of the transformers model with whole logits; it hands nothing over, and its host memory is not known."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -205,7 +205,7 @@ def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
 
 
 def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, device: torch.device) -> Figures:
-    """Figures of the last step, or what went wrong."""
+    """Return the figures of the last step."""
     ids_T = torch.randint(0, 250, (tokens,), generator=torch.Generator().manual_seed(0))
     if mode == RLX:
         model, optimizer, step, hand_over = engine_step(folder, options, device)
@@ -229,14 +229,14 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
 
 
 def parts(figures: Mapping[str, Any]) -> dict[str, float]:
-    """The device memory of the dearest phase by part [GB]; the rest is the working set of a layer or the head, and inputs."""
+    """Return the device memory of the largest phase by part [GB]; `rest` holds the working set of a layer or the head."""
     static, peak = figures["static"], max(figures["peaks"].values())
     known = {name: static[name] / GB for name in MEMORY_PARTS[:-1]}
     return {**known, "rest": max(0.0, peak / GB - sum(known.values()))}
 
 
 def draw(rows: Sequence[tuple[str, int, Figures]], path: Path) -> None:
-    """Memory of the dearest phase by part, a bar for each step."""
+    """Draw the memory of the largest phase by part, a bar for each step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -255,7 +255,7 @@ def draw(rows: Sequence[tuple[str, int, Figures]], path: Path) -> None:
 
 
 def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     if "error" in figures:
         return f"{mode:>24}{tokens:>10}  {figures['error']}"
     host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
@@ -272,13 +272,13 @@ def _cell(value: float | None, digits: int) -> str:
 
 
 def header() -> str:
-    """Names of the columns."""
+    """Return the names of the columns."""
     names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *MEMORY_PARTS, *STEP_PHASES, "host")
     return f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>{WIDTH}}" for name in names)
 
 
 def in_own_process(arguments: Sequence[str]) -> Figures:
-    """What a child prints as its last line; its fault where it prints none. What it says of its progress is passed on."""
+    """Run a child process and return the figures in its last line, or its error; its progress is printed."""
     command = [sys.executable, "-m", "rlx.benchmarks.optimizer_step", *arguments]
     said: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -298,24 +298,24 @@ def in_own_process(arguments: Sequence[str]) -> Figures:
 
 
 def main() -> int:
-    """The command; returns the exit code."""
+    """Run the command and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.optimizer_step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--tokens", default="32768", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--modes", default=f"{RLX},checkpointing", type=lambda text: text.split(","))
-    parser.add_argument("--save", default="boundary", help="rlx: what leaves the device, as activation_offload.save")
-    parser.add_argument("--optimizer-offload", action="store_true", help="rlx: AdamW's state waits on the host")
-    parser.add_argument("--steps", type=int, default=2, help="of which the last is measured (default 2)")
+    parser.add_argument("--save", default="boundary", help="rlx: what is offloaded, as activation_offload.save")
+    parser.add_argument("--optimizer-offload", action="store_true", help="rlx: AdamW's state is offloaded")
+    parser.add_argument("--steps", type=int, default=2, help="number of steps; the last is measured (default 2)")
     parser.add_argument(
         "--first-tokens",
         type=int,
-        help="of the steps before the last, which make the optimizer's state (default: as many)",
+        help="tokens of the steps before the last, which make the optimizer's state (default: as many)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("optimizer_step"), help="folder of results.json and the picture"
     )
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the weights; this process measures
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # folder of the weights; makes this process measure
     options = parser.parse_args()
     if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:
         parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
@@ -325,7 +325,7 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     print(
-        f"{options.shape} on {name_of(device)}; seconds of the step and by phase, and GB: parts of the dearest phase, peaks by "
+        f"{options.shape} on {name_of(device)}; seconds of the step and by phase, and GB: parts of the largest phase, peaks by "
         "phase, host memory"
     )
     print(header())

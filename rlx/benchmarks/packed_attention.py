@@ -1,8 +1,8 @@
-"""Measure packed attention both ways: torch's kernel for variable lengths, and a call for each sequence.
+"""Measure packed attention both ways: torch's kernel for variable lengths, and one call per sequence.
 
 python -m rlx.benchmarks.packed_attention --lengths 32x1024 8x4096 1x32768
 
-From the length on from which the second is faster, `LONG_TOKENS` of `rlx.models.packed_attention` should begin.
+`LONG_TOKENS` of `rlx.models.packed_attention` should be the length from which on the second is faster.
 """
 
 import statistics
@@ -15,15 +15,15 @@ from rlx.benchmarks.common import benchmark_parser, chosen_device, seconds_of, t
 from rlx.models import packed_attention
 from rlx.models.packed_attention import Lengths
 
-WAYS = {"kernel": sys.maxsize, "each": 0}  # LONG_TOKENS under which it is taken
+WAYS = {"kernel": sys.maxsize, "each": 0}  # the LONG_TOKENS that selects it
 
 
 def measure(
     count: int, length: int, heads: int, key_heads: int, width: int, rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Median seconds of forward and backward of each way, taking turns, for `count` sequences of `length` tokens."""
+    """Return each way's median seconds of forward and backward, taking turns, for `count` sequences of `length` tokens."""
     tokens, dtype = count * length, torch.bfloat16 if device.type == "cuda" else torch.float32
-    # Laid out as a model gives them: heads beside each other for each token.
+    # In a model's layout: the heads of each token are adjacent.
     query, key, value = (
         torch.randn(1, tokens, h, width, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
         for h in (heads, key_heads, key_heads)
@@ -48,16 +48,20 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = benchmark_parser("packed_attention", __doc__)
     usual = ["128x256", "64x512", "32x1024", "16x2048", "8x4096", "4x8192", "1x32768"]
     parser.add_argument("--lengths", nargs="+", default=usual, metavar="SEQUENCESxTOKENS")
-    parser.add_argument("--heads", type=int, default=28, help="those of Qwen2-7B")
+    parser.add_argument("--heads", type=int, default=28, help="default: Qwen2-7B's")
     parser.add_argument("--key-heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="of a head")
     given = parser.parse_args(arguments)
     device = chosen_device(given.device)
-    note = "" if device.type == "cuda" else ": no kernel for variable lengths here, both are a call for each sequence"
+    note = (
+        ""
+        if device.type == "cuda"
+        else ": there is no kernel for variable lengths here, so both ways are one call per sequence"
+    )
     print(f"{title(device)}, forward and backward{note}")
     print(f"{'sequences':>10}{'tokens':>10}{'kernel ms':>12}{'each ms':>12}{'each/kernel':>13}")
     rows = []

@@ -1,7 +1,7 @@
-"""What generation costs beside training: `python -m rlx.benchmarks.rollout [--shape NAME] [key=value ...]`.
+"""Measure generation next to training: `python -m rlx.benchmarks.rollout [--shape NAME] [key=value ...]`.
 
 It takes the overrides of a run and builds that run's worker with actor and sampler, in this process; several GPUs with
-`torchrun --nproc-per-node N -m rlx.benchmarks.rollout`. Measured are the sync of weights beside a plain copy on the
+`torchrun --nproc-per-node N -m rlx.benchmarks.rollout`. Measured are the sync of weights next to a plain copy on the
 device, how far the sampler's log-probs are from the trainer's, cycles of sleep, training, wake, sync and generation, and
 throughput beside the same vLLM engine called directly. It prints a table and writes the figures as JSON.
 """
@@ -42,7 +42,7 @@ Figures = dict[str, float]
 
 
 def main(arguments: list[str]) -> int:
-    """Measures and prints; returns the exit code."""
+    """Measure, print and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of model.path")
     parser.add_argument("--requests", type=int, default=256, help="prompts of a generation (default 256)")
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("MASTER_PORT", "29511")
     with contextlib.ExitStack() as stack:
         if options.shape:
-            # All ranks make their own, which are equal.
+            # Each rank makes its own; they are equal.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlx-shape-"))
             changed = {"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
             write_random_model(Path(folder), options.shape, own_device(), **changed)
@@ -74,10 +74,10 @@ def main(arguments: list[str]) -> int:
 
 
 def configured(overrides: list[str]) -> PPOConfig | None:
-    """The checked configuration of one optimizer step per update whose rate is 0; None after saying what is wrong."""
+    """Return a checked configuration with one optimizer step per update at rate 0; print its faults and return None if any."""
     world_size = int(os.environ["WORLD_SIZE"])
     fixed = ["trainer.total_training_steps=1", f"trainer.n_gpus_per_node={world_size}", "algorithm.adv_estimator=grpo"]
-    # Weights that training leaves as they are must give the same samples again.
+    # With rate 0 training does not change the weights, so they must give the same samples again.
     fixed += [
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.actor.optim.lr=0.0",
@@ -92,7 +92,7 @@ def configured(overrides: list[str]) -> PPOConfig | None:
 
 
 def own_device() -> torch.device:
-    """The accelerator that is this rank's, set as the current one; without any the CPU."""
+    """Return this rank's accelerator after making it the current one, or the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -102,7 +102,7 @@ def own_device() -> torch.device:
 
 
 def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figures:
-    """All figures, shown as they come; every rank calls it."""
+    """Measure and show all figures; every rank calls it."""
     settings, start = config.actor_rollout_ref.rollout, time.perf_counter()
     worker = Worker(config, ["actor", "rollout"])
     figures: Figures = {}
@@ -119,7 +119,7 @@ def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figur
 
 
 def make_prompts(config: PPOConfig, count: int) -> Batch:
-    """Prompts of random bytes, between a quarter of the longest length and all of it."""
+    """Return prompts of random bytes, between a quarter of the longest length and all of it."""
     longest = config.data.max_prompt_length
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(max(1, longest // 4), longest + 1, (count, 1), generator=generator)
@@ -129,7 +129,7 @@ def make_prompts(config: PPOConfig, count: int) -> Batch:
 
 
 def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figures:
-    """Seconds of a sync of all weights, and of copying as many bytes on the device."""
+    """Measure a sync of all weights, and a copy of as many bytes on the device [s]."""
     actor, _ = roles(worker)
     worker.call("rollout", "sync", 0)
     seconds = [seconds_of(lambda: worker.call("rollout", "sync", 1), worker.device) for _ in range(rounds)]
@@ -150,7 +150,7 @@ def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figure
 
 
 def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, rounds: int) -> Figures:
-    """Tokens per second of this process: through rlx, and of the same engine called directly, turn by turn."""
+    """Measure tokens per second of this process through rlx and of the same engine called directly, taking turns."""
     _, rollout = roles(worker)
     sampler, sampling = rollout.sampler, rollout.sampling["train"]
     ways: dict[str, Callable[[], Any]] = {"rlx": lambda: worker.call("rollout", "generate", prompts, "train")}
@@ -176,7 +176,7 @@ def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, 
 
 
 def measure_mismatch(worker: Worker, config: PPOConfig, prompts: Batch) -> Figures:
-    """How far the sampler's log-probs are from the trainer's, and both from those of the same weights in fp32.
+    """Measure the distances between log-probs of sampler, trainer and the same weights in fp32.
 
     Two forwards that round to bf16 in different places cannot agree better than each agrees with the exact one.
     """
@@ -194,7 +194,7 @@ def measure_mismatch(worker: Worker, config: PPOConfig, prompts: Batch) -> Figur
 
 @torch.no_grad()
 def exact_log_probs(config: PPOConfig, samples: Batch, device: torch.device) -> torch.Tensor:
-    """Log-probs (B, R) of the responses under the first weights, which training has left as they were, in fp32."""
+    """Return the responses' log-probs (B, R) in fp32 under the first weights, which training has not changed."""
     policy = config.actor_rollout_ref
     model = load_model(policy.model, "lm", torch.float32).to(device)
     responses, rows = samples.responses(), []
@@ -209,7 +209,7 @@ def exact_log_probs(config: PPOConfig, samples: Batch, device: torch.device) -> 
 
 
 def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
-    """Device memory after each cycle, and how many of them gave other greedy tokens than the first."""
+    """Measure device memory after each cycle, and count cycles with other greedy tokens than the first."""
     worker.call("rollout", "sync", 1)
     greedy = worker.call("rollout", "generate", prompts, "val")["input_ids"]
     samples = worker.call("rollout", "generate", prompts, "train")
@@ -239,12 +239,12 @@ def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
 
 
 def roles(worker: Worker) -> tuple[ActorRole, RolloutRole]:
-    """The two roles of the worker."""
+    """Return the worker's roles actor and rollout."""
     return worker.roles["actor"], worker.roles["rollout"]  # type: ignore[return-value]
 
 
 def device_gb(device: torch.device) -> float:
-    """Device memory in use by anybody [10^9 bytes]; 0 on CPU."""
+    """Return the device memory in use by all processes [10^9 bytes]; 0 on CPU."""
     if device.type == "cpu":
         return 0.0
     free, total = torch.cuda.mem_get_info(device)
@@ -252,7 +252,7 @@ def device_gb(device: torch.device) -> float:
 
 
 def show(figures: Figures, more: Figures) -> None:
-    """Adds figures, and prints them on the first rank."""
+    """Add figures, and print them on the first rank."""
     figures |= more
     if os.environ["RANK"] == "0":
         for name, value in more.items():

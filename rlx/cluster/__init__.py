@@ -1,1 +1,1 @@
-"""Ray: joining or starting it, places for processes, worker groups, and which error came first."""
+"""Ray: joining or starting it, placement of processes, worker groups, and the first cause of errors."""

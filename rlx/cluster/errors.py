@@ -1,4 +1,4 @@
-"""What went wrong in which worker, and which of several errors came first."""
+"""Errors of workers, and which of several came first."""
 
 import time
 import traceback
@@ -27,12 +27,12 @@ _RAY_MARKS = (":job_id:", ":actor_name:")
 
 
 class ClusterError(ExplainedError, RuntimeError):
-    """The cluster cannot be reached, or does not have what is asked of it."""
+    """The cluster cannot be reached, or lacks what was asked for."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker lives.
+class WorkerLocation:
+    """The node and process of a worker.
 
     Args:
         rank: its rank in the group.
@@ -40,7 +40,7 @@ class Place:
         node_ip: address of the node.
         pid: its process id.
         interface: network interface for gloo: the node's own choice (GLOO_SOCKET_IFNAME), else the one with this address.
-        log: file on that node with the process's standard error, where known.
+        log: file on that node with the process's standard error, if known.
     """
 
     rank: int
@@ -57,11 +57,11 @@ class RankFault:
 
     Args:
         rank: the rank that failed.
-        kind: `error`: an exception of its own; `died`: its process is gone; `collective`: an exception of
-            torch.distributed, which as a rule follows from another rank's failure.
+        kind: `error`: an exception of its own; `died`: its process ended; `collective`: an exception of torch.distributed,
+            which usually follows from another rank's failure.
         summary: one line.
         detail: traceback or Ray's report; may be empty.
-        time_s: wall-clock time at which it was seen [s].
+        time_s: wall-clock time at which it was noticed [s].
     """
 
     rank: int
@@ -72,14 +72,14 @@ class RankFault:
 
 
 def fault_of(rank: int, error: BaseException) -> RankFault:
-    """The picklable account of an exception caught in a worker."""
+    """Return a picklable description of an exception caught in a worker."""
     kind: Kind = "collective" if _is_collective(error) else "error"
     detail = "".join(traceback.format_exception(error)).rstrip()
     return RankFault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail)
 
 
 def death_of(rank: int, report: str) -> RankFault:
-    """The account of a process that is gone, from Ray's report on its actor."""
+    """Return the description of a process that ended, from Ray's report on its actor."""
     reason = one_line(report).rpartition("The actor is dead because ")[2].partition(" Some common causes")[0]
     summary = f"the worker process died: {reason}"
     if "SYSTEM_ERROR" in reason:
@@ -88,12 +88,12 @@ def death_of(rank: int, report: str) -> RankFault:
 
 
 def one_line(text: str) -> str:
-    """`text` with each run of white space as one blank."""
+    """Return `text` with each run of white space replaced by one blank."""
     return " ".join(text.split())
 
 
 def _is_collective(error: BaseException) -> bool:
-    """Whether torch.distributed raised it. Gloo and the stores raise plain RuntimeErrors, known by their text."""
+    """Whether torch.distributed raised the error. Gloo and the stores raise plain RuntimeErrors, known by their text."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & _DISTRIBUTED_TYPES:
         return True
@@ -101,7 +101,7 @@ def _is_collective(error: BaseException) -> bool:
 
 
 def first_cause(faults: Sequence[RankFault]) -> RankFault:
-    """The failure that the others follow from: the earliest that is no collective's, else the earliest."""
+    """Return the failure that the others follow from: the earliest that is not a collective's, else the earliest."""
     return min(faults, key=lambda fault: (fault.kind == "collective", fault.time_s))
 
 
@@ -112,24 +112,29 @@ class WorkerFailure(ExplainedError, RuntimeError):
         role: the role called.
         method: the method called.
         fault: the first cause.
-        place: where the worker that failed lives; None when it never came up.
-        others: what other ranks reported meanwhile.
+        location: of the worker that failed; None if it never started.
+        others: reports of other ranks in the meantime.
     """
 
     def __init__(
-        self, role: str, method: str, fault: RankFault, place: Place | None = None, others: tuple[RankFault, ...] = ()
+        self,
+        role: str,
+        method: str,
+        fault: RankFault,
+        location: WorkerLocation | None = None,
+        others: tuple[RankFault, ...] = (),
     ) -> None:
-        super().__init__(role, method, fault, place, others)
-        self.role, self.method, self.fault, self.place, self.others = role, method, fault, place, others
+        super().__init__(role, method, fault, location, others)
+        self.role, self.method, self.fault, self.location, self.others = role, method, fault, location, others
         self.rank, self.cause = fault.rank, fault.summary
 
     def __str__(self) -> str:
         where = f"rank {self.rank}"
-        if self.place:
-            where += f" (pid {self.place.pid} on {self.place.node_ip})"
+        if self.location:
+            where += f" (pid {self.location.pid} on {self.location.node_ip})"
         parts = [f"{self.role}.{self.method} failed on {where}", self.fault.detail]
-        if self.fault.kind == "died" and self.place and self.place.log:
-            parts.append(_log_tail(Path(self.place.log)))
+        if self.fault.kind == "died" and self.location and self.location.log:
+            parts.append(_log_tail(Path(self.location.log)))
         parts += [f"meanwhile on rank {other.rank}: {other.summary}" for other in self.others[:_OTHERS_SHOWN]]
         parts.append(f"{where}, {self.role}.{self.method}: {self.cause}")
         return "\n".join(part for part in parts if part)

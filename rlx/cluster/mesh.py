@@ -1,4 +1,4 @@
-"""Which rank gets which share of a batch, as data."""
+"""Distribute the shares of a batch over ranks."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -6,12 +6,12 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Mesh:
-    """How a batch is dealt to the ranks of a group.
+    """The distribution of a batch's shares over the ranks of a group.
 
     Args:
-        share_of_rank: for each rank the share it works on; ranks that work on one share together (tensor or
-            sequence parallel) have the same number.
-        answering_ranks: for each share the rank whose answer counts.
+        share_of_rank: for each rank the share it works on; ranks that work on one share together (tensor or sequence parallel)
+            have the same number.
+        answering_ranks: for each share the rank whose result is used.
     """
 
     share_of_rank: tuple[int, ...]
@@ -19,7 +19,7 @@ class Mesh:
 
     @classmethod
     def of(cls, world_size: int, ranks_per_share: int = 1) -> "Mesh":
-        """Neighbouring ranks work together on a share; the first of them answers.
+        """Return a mesh in which neighbouring ranks work together on a share and the first of them answers.
 
         Raises:
             ValueError: `ranks_per_share` does not divide `world_size`.
@@ -40,7 +40,7 @@ class Mesh:
 
 
 def share_ranges(rows: int, shares: int) -> list[range]:
-    """Contiguous row ranges whose lengths differ by at most one, longer ones first; some are empty if rows < shares."""
+    """Return contiguous row ranges whose lengths differ by at most one, longer ones first; some are empty if rows < shares."""
     size, rest = divmod(rows, shares)
     starts = [share * size + min(share, rest) for share in range(shares + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]

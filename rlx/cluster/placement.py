@@ -1,4 +1,4 @@
-"""Reserving a place in the cluster for every worker process."""
+"""Reserve a slot in the cluster for every worker process."""
 
 import logging
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class PlacementError(ClusterError, ValueError):
-    """The cluster did not give what was asked within the time allowed."""
+    """The cluster had no room within the time allowed."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one process: its bundle (one per node) and its number on that node."""
+    """The slot of one process: its bundle (one per node) and its number on that node."""
 
     bundle: int
     local_rank: int
@@ -29,7 +29,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Reserved places on the nodes; ranks run through one node after the other.
+    """Reserved slots; ranks fill one node after the other.
 
     Args:
         group: Ray's placement group with one bundle per node, each on a node of its own.
@@ -45,7 +45,7 @@ class Placement:
 
     @classmethod
     def reserve(cls, nnodes: int, processes_per_node: int, device: str, timeout_s: float = 300.0) -> "Placement":
-        """Waits until the cluster has the room.
+        """Reserve slots, waiting until the cluster has room.
 
         Args:
             nnodes: different nodes to use.
@@ -54,7 +54,7 @@ class Placement:
             timeout_s: longest wait [s].
 
         Raises:
-            PlacementError: no room within that time; says what was asked and what the cluster has.
+            PlacementError: there was no room in time; it names the request and the cluster's resources.
         """
         gpu = device != "cpu"
         bundle = {"CPU": CPU_SHARE * processes_per_node} | ({"GPU": float(processes_per_node)} if gpu else {})
@@ -76,24 +76,24 @@ class Placement:
         return cls(group, slots, processes_per_node, gpu)
 
     def options(self, slot: Slot) -> dict[str, object]:
-        """Options of the Ray actor that takes this place."""
+        """Return the options of the Ray actor in this slot."""
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle)
         return {"num_cpus": CPU_SHARE, "num_gpus": 1 if self.gpu else 0, "scheduling_strategy": strategy}
 
     def release(self) -> None:
-        """Gives the places back; Ray ends the actors that are still in them."""
+        """Release the slots; Ray ends the actors that are still in them."""
         remove_placement_group(self.group)
 
 
 def _bundles_by_node(group: PlacementGroup) -> list[int]:
-    """Bundle numbers in the order of their nodes' addresses, the same in every run on the same nodes."""
+    """Return bundle numbers in the order of their nodes' addresses, which is the same in every run on the same nodes."""
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     node_of = placement_group_table(group)["bundles_to_node_id"]
     return sorted(node_of, key=lambda bundle: (address[node_of[bundle]], node_of[bundle]))
 
 
 def _inventory() -> str:
-    """What the cluster has, and how much of it is free."""
+    """Describe the cluster's resources and how much of them is free."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     nodes = [f"{r.get('CPU', 0):g} CPUs and {r.get('GPU', 0):g} GPUs" for r in alive]
     free = ray.available_resources()

@@ -1,4 +1,4 @@
-"""The process that a worker lives in. Imports no torch, so that the environment is set before torch starts."""
+"""The process of a worker. It imports no torch, so that the environment is set before torch starts."""
 
 import logging
 import os
@@ -10,17 +10,17 @@ from typing import Any
 import psutil
 import ray
 
-from rlx.cluster.errors import Place, RankFault, fault_of
+from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a worker sends back.
+class WorkerReply:
+    """The result of a call on a worker.
 
     Args:
         value: the method's result; None from ranks that need not answer.
-        fault: why there is none.
-        log: (level, logger, text) of what rlx logged meanwhile.
+        fault: the reason if there is no result.
+        log: (level, logger, text) of rlx's log records during the call.
     """
 
     value: Any
@@ -36,19 +36,19 @@ class _Collector(logging.Handler):
         self.records: list[tuple[int, str, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps one record."""
+        """Keep one record."""
         self.records.append((record.levelno, record.name, record.getMessage()))
 
     def take(self) -> tuple[tuple[int, str, str], ...]:
-        """The records since the last call."""
+        """Return the records since the last call."""
         taken, self.records = tuple(self.records), []
         return taken
 
 
 class WorkerProcess:
-    """Ray actor that sets up a process, builds a worker in it and passes calls on.
+    """Ray actor that sets up a process, builds a worker in it and passes calls on to it.
 
-    An exception comes back as a value: it need not be picklable, and Ray's own traceback stays out of the way.
+    It returns exceptions as values, so that they need not be picklable and Ray adds no traceback of its own.
     """
 
     def __init__(self, rank: int) -> None:
@@ -60,8 +60,8 @@ class WorkerProcess:
         logger.addHandler(self._log)
         logger.setLevel(logging.INFO)
 
-    def place(self) -> Place:
-        """Where this process runs."""
+    def location(self) -> WorkerLocation:
+        """Return the node and process of this worker."""
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         interfaces = [
@@ -69,29 +69,29 @@ class WorkerProcess:
         ]
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or next(iter(interfaces), None)
         log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else None
-        return Place(self._rank, context.get_node_id(), address, os.getpid(), interface, log)
+        return WorkerLocation(self._rank, context.get_node_id(), address, os.getpid(), interface, log)
 
     def reserve_port(self) -> int:
-        """A free port, kept from others but not listened on, so that the process group's store can bind it."""
+        """Reserve a free port without listening on it, so that the process group's store can bind it."""
         self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))
         return int(self._reserved.getsockname()[1])
 
     def prepare(self, environment: dict[str, str]) -> None:
-        """Sets environment variables."""
+        """Set environment variables."""
         os.environ.update(environment)
 
-    def build(self, worker_class: type, arguments: tuple[Any, ...]) -> Answer:
-        """Makes the worker."""
+    def build(self, worker_class: type, arguments: tuple[Any, ...]) -> WorkerReply:
+        """Build the worker."""
 
         def make() -> None:
             self._worker = worker_class(*arguments)
 
         return self._guarded(make)
 
-    def call(self, role: str, method: str, answers: bool, *arguments: Any) -> Answer:
-        """`worker.call(role, method, *arguments)`; its result is sent only if this rank `answers`."""
+    def call(self, role: str, method: str, answers: bool, *arguments: Any) -> WorkerReply:
+        """Run `worker.call(role, method, *arguments)`; send its result only if this rank `answers`."""
 
         def work() -> Any:
             result = self._worker.call(role, method, *arguments)
@@ -99,9 +99,9 @@ class WorkerProcess:
 
         return self._guarded(work)
 
-    def _guarded(self, work: Callable[[], Any]) -> Answer:
+    def _guarded(self, work: Callable[[], Any]) -> WorkerReply:
         try:
             value, fault = work(), None
         except Exception as error:
             value, fault = None, fault_of(self._rank, error)
-        return Answer(value, fault, self._log.take())
+        return WorkerReply(value, fault, self._log.take())

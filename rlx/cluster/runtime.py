@@ -1,4 +1,4 @@
-"""Joining or starting Ray, and leaving nothing behind."""
+"""Join or start Ray, and leave nothing behind."""
 
 import inspect
 import logging
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def session(config: PPOConfig) -> Iterator[None]:
-    """Ray for as long as the context lasts.
+    """Keep Ray running as long as the context lasts.
 
-    Joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else starts Ray on this
-    machine alone. A Ray that the process has already started is used and left as it is. At the end, also by an
-    exception, Ctrl-C or SIGTERM, the processes started here are gone.
+    It joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else it starts Ray on this machine
+    only. If the process has already started Ray, that is used and left running. At the end, also after an exception, Ctrl-C or
+    SIGTERM, all processes that were started here have ended.
 
     Args:
         config: the tree; reads `ray_kwargs.ray_init`.
@@ -56,7 +56,7 @@ def session(config: PPOConfig) -> Iterator[None]:
         _take_sigterm_as_ctrl_c()
         yield
     except Exception:
-        folder = None  # its logs may tell more
+        folder = None  # kept, because its logs may tell more
         raise
     finally:
         with _uninterrupted():
@@ -66,12 +66,12 @@ def session(config: PPOConfig) -> Iterator[None]:
 
 
 def check_options(config: PPOConfig) -> None:
-    """Sees that `ray_kwargs.ray_init` names what Ray knows, before anything starts.
+    """Check that Ray knows the options in `ray_kwargs.ray_init`, before anything starts.
 
-    Names with an underscore in front are Ray's own affair, which it does not list.
+    Names with a leading underscore are not checked, because Ray does not list them.
 
     Raises:
-        ClusterError: Ray knows no such options.
+        ClusterError: Ray does not know an option.
     """
     known = [name for name, of in inspect.signature(ray.init).parameters.items() if of.kind is not of.VAR_KEYWORD]
     faults = []
@@ -83,14 +83,14 @@ def check_options(config: PPOConfig) -> None:
 
 
 def accelerator() -> str:
-    """What `trainer.device=auto` stands for: `cuda` if the Ray of this process has GPUs, else `cpu`."""
+    """Return the device for `trainer.device=auto`: `cuda` if the Ray of this process has GPUs, else `cpu`."""
     return "cuda" if ray.cluster_resources().get("GPU") else "cpu"
 
 
 def _set_local_environment() -> None:
-    """No usage reports; and a token of this process's own, where the user has none.
+    """Turn off usage reports, and set a token for this process if the user has none.
 
-    Ray would write a token to the home folder, where two runs that start at once would overwrite each other's.
+    Ray would write a token to the home folder, where two runs that start at the same time would overwrite each other's.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -99,7 +99,7 @@ def _set_local_environment() -> None:
 
 
 def _join(address: str, options: dict[str, Any]) -> None:
-    """Connects to a cluster; raises ClusterError if that fails."""
+    """Connect to a cluster; raise ClusterError if that fails."""
     _probe(address)
     try:
         ray.init(address=address, **options)
@@ -111,10 +111,10 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 def _probe(address: str) -> None:
-    """Raises ClusterError if nothing listens at `host:port`; Ray itself would try for many minutes."""
+    """Raise ClusterError if nothing listens at `host:port`; Ray itself would try for many minutes."""
     if "://" in address:
         raise ClusterError(
-            f"RAY_ADDRESS is {address!r}, an address of Ray's client or job server; expected host:port of the head. "
+            f"RAY_ADDRESS: got {address!r}, an address of Ray's client or job server, expected host:port of the head. "
             "From outside the cluster use `ray job submit --address ... -- python -m rlx.main_ppo ...`"
         )
     host, _, port = address.rpartition(":")
@@ -124,26 +124,26 @@ def _probe(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
     except OSError as error:
         raise ClusterError(
-            f"no Ray head answers at {address} ({error}); unset RAY_ADDRESS to run on this machine alone, "
+            f"no Ray head answers at {address} ({error}); unset RAY_ADDRESS to run on this machine only, "
             "or start the cluster with `ray start --head`"
         ) from None
 
 
 def _shutdown() -> None:
-    """Ends Ray and waits until its processes are gone; older versions of Ray (2.52, say) cannot wait."""
+    """End Ray and wait until its processes have ended; older versions of Ray, such as 2.52, cannot wait."""
     waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
     ray.shutdown(**({"wait_for_processes": True} if waits else {}))
 
 
 def _take_sigterm_as_ctrl_c() -> None:
-    """Replaces Ray's handlers, which print addresses of C++ frames and now and then abort the process."""
+    """Replace Ray's handlers, which print addresses of C++ frames and sometimes abort the process."""
     if _handles_signals():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager
 def _postponed_interrupt() -> Iterator[None]:
-    """Lets Ctrl-C wait until Ray has started: half of a start would leave processes behind."""
+    """Delay Ctrl-C until Ray has started, because an interrupted start would leave processes behind."""
     if not _handles_signals():
         yield
         return
@@ -159,7 +159,7 @@ def _postponed_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Holds back Ctrl-C and SIGTERM, so that a second one does not stop the clearing up after the first."""
+    """Ignore Ctrl-C and SIGTERM, so that a second signal does not interrupt the cleanup after the first."""
     if not _handles_signals():
         yield
         return

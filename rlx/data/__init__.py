@@ -1,1 +1,1 @@
-"""The batch's layout, prompts from files, their order, GSM8K, the generated task."""
+"""The batch's layout, prompts from files and their order, GSM8K, the generated task."""

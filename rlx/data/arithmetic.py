@@ -1,7 +1,7 @@
-"""Generated word problems in the shape of GSM8K: a short story, its working line by line, the answer after `####`.
+"""Generate word problems in the form of GSM8K: a short story, its working line by line, the answer after `####`.
 
-A problem belongs to validation or to training by a hash of its question, so the two never meet, whatever their sizes
-and seeds are.
+A hash of a problem's question decides whether it belongs to validation or training. The two therefore never overlap, whatever
+their sizes and seeds are.
 """
 
 import random
@@ -55,13 +55,13 @@ PAIRS = {
     ),
 }
 LARGEST = {1: 30, 2: 100, 3: 500}
-"""The largest number that appears in a problem, by difficulty."""
+"""The largest number in a problem, by difficulty."""
 SMALLEST = 2
-"""No number is smaller: the sentences are in the plural."""
+"""The smallest number, because the sentences are in the plural."""
 VAL_SHARE = 8
-"""One question in so many belongs to validation."""
+"""One question in this many belongs to validation."""
 MOST_REPEATS = 5000
-"""So many problems in a row that were all there already mean that hardly any is left to find."""
+"""If this many problems in a row are repeats, hardly any new one is left to find."""
 
 
 class Problem(NamedTuple):
@@ -73,12 +73,12 @@ class Problem(NamedTuple):
 
     @property
     def solution(self) -> str:
-        """The working and, on a last line of its own, the answer after `####`."""
+        """Return the working and, on a last line of its own, the answer after `####`."""
         return "\n".join((*self.steps, f"#### {self.answer}"))
 
 
 def make_problems(config: ArithmeticConfig, split: str) -> list[dict[str, Any]]:
-    """The problems of a split as rows in verl's schema; the same rows for the same configuration, always.
+    """Return the problems of a split as rows in verl's schema; the same configuration always gives the same rows.
 
     Args:
         config: difficulty, sizes, seed.
@@ -88,7 +88,7 @@ def make_problems(config: ArithmeticConfig, split: str) -> list[dict[str, Any]]:
         `train_size` or `val_size` rows with distinct questions; extra_info holds index, split and the worked answer.
 
     Raises:
-        DataError: there are not so many distinct problems.
+        DataError: that many distinct problems do not exist.
     """
     size = {"train": config.train_size, "val": config.val_size}[split]
     rows: dict[str, dict[str, Any]] = {}
@@ -166,14 +166,14 @@ def _pair(rng: random.Random, words: dict[str, str], largest: int) -> Problem:
 
 
 def _operands(rng: random.Random, largest: int, sign: str) -> tuple[int, int]:
-    """Two numbers whose sum (+) is, or the first of which (-) is, at most `largest`."""
+    """Return two numbers; their sum (+) or the first of them (-) is at most `largest`."""
     total = rng.randint(2 * SMALLEST, largest)
     part = rng.randint(SMALLEST, total - SMALLEST)
     return (total - part, part) if sign == "+" else (total, part)
 
 
 def _boxes(rng: random.Random, words: dict[str, str]) -> tuple[list[str], list[str], int]:
-    """Opens with a product: some bags of some things each."""
+    """Return an opening with a product: some bags of some things each."""
     bags, each = rng.randint(2, 12), rng.randint(2, 12)
     holder = rng.choice(("bags", "bins", "jars", "trays"))
     sentence = "{name} has " + f"{bags} {holder} of {each} " + "{things}."
@@ -181,7 +181,7 @@ def _boxes(rng: random.Random, words: dict[str, str]) -> tuple[list[str], list[s
 
 
 def _event(rng: random.Random, total: int, largest: int) -> tuple[str, str, int, bool]:
-    """One more sentence and what it does to `total`: (sentence, step, new total, was it a loss)."""
+    """Return one more sentence and its effect on `total`: (sentence, step, new total, whether it is a loss)."""
     may_lose, may_gain = total >= 2 * SMALLEST, total + SMALLEST <= largest
     loss = may_lose and (not may_gain or rng.random() < 0.5)
     n = rng.randint(SMALLEST, total - SMALLEST if loss else largest - total)

@@ -1,4 +1,4 @@
-"""The batch: the one place that says which columns travel the road, their shapes and dtypes, and who writes them.
+"""The batch: its columns with their shapes and dtypes, and who writes each.
 
 Shape letters: B samples, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
 A leaf: imports only torch and tensordict.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Column(NamedTuple):
-    """What a column is: a letter per dimension, its dtype, who writes it, what it means."""
+    """A column: a letter per dimension, its dtype, who writes it, and its meaning."""
 
     shape: str
     dtype: torch.dtype
@@ -25,31 +25,33 @@ class Column(NamedTuple):
 I64, F32, BOOL = torch.int64, torch.float32, torch.bool
 
 TENSORS: dict[str, Column] = {
-    "prompt_ids": Column("BP", I64, "data", "prompt tokens, left padded; gone once the rollout has written input_ids"),
+    "prompt_ids": Column("BP", I64, "data", "prompt tokens, left padded; removed when the rollout writes input_ids"),
     "prompt_mask": Column("BP", BOOL, "data", "True on prompt tokens"),
     "group_id": Column("B", I64, "trainer", "samples of one prompt share it; unique within a batch"),
     "seed": Column("B", I64, "trainer", "sampling seed: a hash of (run, step, prompt, sample)"),
     "input_ids": Column("BT", I64, "rollout", "prompt and response"),
-    "attention_mask": Column("BT", BOOL, "rollout", "True on tokens that are no padding"),
+    "attention_mask": Column("BT", BOOL, "rollout", "True on tokens that are not padding"),
     "response_mask": Column("BR", BOOL, "rollout", "True on tokens the policy wrote, the closing EOS included"),
     "rollout_log_probs": Column("BR", F32, "rollout", "log-prob of each token under the sampler"),
     "policy_version": Column("B", I64, "rollout", "number of weight updates the sampler had received"),
     "scores": Column("B", F32, "rewards", "one score per sample"),
     "greedy_scores": Column(
-        "B", F32, "rewards", "score of the greedy response to the sample's prompt, where ReMax asks"
+        "B", F32, "rewards", "score of the greedy response to the sample's prompt, if ReMax asks for it"
     ),
     "model_scores": Column("B", F32, "reward", "the reward model's score of each sample"),
     "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
     "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
     "rollout_is_weights": Column(
-        "BR", F32, "trainer", "what the policy loss is multiplied by for the sampler's mismatch"
+        "BR", F32, "trainer", "factor of the policy loss that corrects the sampler's mismatch"
     ),
     "loss_mask": Column(
-        "BR", BOOL, "trainer", "the part of response_mask that the policy's loss counts, where tokens are rejected"
+        "BR", BOOL, "trainer", "the part of response_mask that the policy's loss counts, if tokens are rejected"
     ),
     "ref_log_probs": Column("BR", F32, "ref", "log-prob under the reference"),
     "values": Column("BR", F32, "critic", "value of the state in which each response token is chosen"),
-    "token_rewards": Column("BR", F32, "trainer", "score on the last response token, minus the KL penalty where asked"),
+    "token_rewards": Column(
+        "BR", F32, "trainer", "score on the last response token, minus the KL penalty if configured"
+    ),
     "advantages": Column("BR", F32, "algorithms", "advantage of each token"),
     "returns": Column("BR", F32, "algorithms", "regression target of the critic"),
 }
@@ -73,7 +75,7 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors with B rows, and B-long lists of what is no tensor.
+    """Tensors with B rows, and lists of length B for everything else.
 
     Args:
         tensors: a TensorDict of batch size (B,); keys and shapes as in TENSORS.
@@ -87,11 +89,11 @@ class Batch:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], info: dict[str, list[Any]] | None = None) -> "Batch":
-        """Checks the columns and wraps them. Raises BatchError."""
+        """Check the columns and wrap them. Raises BatchError."""
         rows = {name: tuple(tensor.shape[:1]) for name, tensor in tensors.items()}
         if len(set(rows.values())) != 1 or () in rows.values():
             raise BatchError(
-                f"got columns with these numbers of rows: {rows}; expected at least one column, all of one number"
+                f"got columns with these numbers of rows: {rows}; expected at least one column, all with the same number"
             )
         batch = cls(TensorDict(tensors, batch_size=[*rows.popitem()[1]]), dict(info or {}))
         batch.check()
@@ -115,7 +117,7 @@ class Batch:
         return f"written by {TENSORS[name].writer}" if name in TENSORS else "no column of that name exists"
 
     def check(self) -> None:
-        """Raises BatchError when a column is unknown or its shape or dtype is not what TENSORS says."""
+        """Raise BatchError if a column is unknown or differs from TENSORS in shape or dtype."""
         sizes: dict[str, int] = {"B": len(self)}
         for name, tensor in self.tensors.items():
             if name not in TENSORS:
@@ -136,19 +138,19 @@ class Batch:
                 raise BatchError(f"info {name!r} has {len(values)} entries, the batch {len(self)} rows")
 
     def with_(self, info: dict[str, list[Any]] | None = None, **tensors: Tensor) -> "Batch":
-        """A batch with these columns added or replaced; the other columns are shared, not copied."""
+        """Return a batch with these columns added or replaced; the other columns are shared, not copied."""
         return Batch.of({**dict(self.tensors.items()), **tensors}, {**self.info, **(info or {})})
 
     def select(self, *names: str) -> "Batch":
-        """Only these tensor columns and no info: what a worker needs to be sent."""
+        """Return only these tensor columns, without info: the part to send to a worker."""
         return Batch.of({name: self[name] for name in names})
 
     def drop(self, *names: str) -> "Batch":
-        """Without these tensor columns, present or not."""
+        """Return the batch without these tensor columns, which need not exist."""
         return Batch.of({k: v for k, v in self.tensors.items() if k not in names}, self.info)
 
     def rows(self, index: Sequence[int]) -> "Batch":
-        """The rows named, in that order; a row may be named more than once and `index` may be empty."""
+        """Return the named rows in that order; a row may be named several times, and `index` may be empty."""
         take = torch.as_tensor(list(index), dtype=torch.int64)
         tensors = {name: tensor[take] for name, tensor in self.tensors.items()}
         return Batch(
@@ -157,7 +159,7 @@ class Batch:
         )
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """Each column through `change`, which keeps rows and shape (a move to a device, say)."""
+        """Apply `change` to each column; it must keep rows and shape, as a move to a device does."""
         return Batch(TensorDict({k: change(v) for k, v in self.tensors.items()}, batch_size=[len(self)]), self.info)
 
     @property
@@ -166,19 +168,19 @@ class Batch:
         return int(self["response_mask"].shape[1])
 
     def responses(self) -> Tensor:
-        """Response tokens (B, R) int64."""
+        """Return the response tokens (B, R) int64."""
         return self["input_ids"][:, self["input_ids"].shape[1] - self.response_length :]
 
     def token_counts(self) -> list[int]:
-        """Tokens per row that are no padding, prompt and response together."""
+        """Return the number of tokens per row without padding, prompt and response together."""
         return [int(n) for n in self["attention_mask"].sum(dim=1).tolist()]
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """The rows of all batches, in order. Columns, widths and info keys must agree; empty batches are skipped.
+    """Join the rows of all batches in order. Columns, widths and info keys must agree; empty batches are skipped.
 
     Raises:
-        BatchError: nothing to join, or the batches differ in columns.
+        BatchError: there is nothing to join, or the batches differ in columns.
     """
     full = [b for b in batches if len(b)] or list(batches[:1])
     if not full:

@@ -1,4 +1,4 @@
-"""Rows from Parquet and JSONL files, with faults that name the file and the row."""
+"""Read rows from Parquet and JSONL files, with errors that name the file and the row."""
 
 import json
 from pathlib import Path
@@ -12,23 +12,23 @@ from rlx.errors import ExplainedError
 
 
 class DataError(ExplainedError, ValueError):
-    """A prompt file, or a row of it, is not what was expected."""
+    """A prompt file or one of its rows is not as expected."""
 
 
 class Rows(Protocol):
-    """Rows by position; `columns` are those of the file (JSONL: of its first row)."""
+    """Rows by index; `columns` are those of the file (JSONL: of its first row)."""
 
     columns: list[str]
 
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """The rows start..stop-1."""
+        """Return the rows start..stop-1."""
         ...
 
 
 class ParquetRows:
-    """A Parquet file held as an Arrow table; rows become Python objects when they are read."""
+    """A Parquet file as an Arrow table; rows become Python objects when they are read."""
 
     def __init__(self, path: Path):
         try:
@@ -41,12 +41,12 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """The rows start..stop-1."""
+        """Return the rows start..stop-1."""
         return list(self._table.slice(start, stop - start).to_pylist())
 
 
 class ListRows:
-    """Rows already in memory."""
+    """Rows in memory."""
 
     def __init__(self, rows: list[dict[str, Any]]):
         self._rows = rows
@@ -56,15 +56,15 @@ class ListRows:
         return len(self._rows)
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """The rows start..stop-1."""
+        """Return the rows start..stop-1."""
         return self._rows[start:stop]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file, blank lines skipped.
+    """Return the objects of a JSON Lines file, without blank lines.
 
     Raises:
-        DataError: names the line that is not a JSON object.
+        DataError: a line is no JSON object.
     """
     rows = []
     try:
@@ -88,7 +88,7 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
 
 
 def open_rows(file: str) -> Rows:
-    """The rows of a `.parquet` or `.jsonl` file.
+    """Open the rows of a `.parquet` or `.jsonl` file.
 
     Raises:
         DataError: the file is missing, empty, of another kind, or cannot be read.

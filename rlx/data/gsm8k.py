@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168): official rows into rows in verl's schema.
+"""Convert GSM8K's official rows to verl's schema (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168).
 
 python -m rlx.data.gsm8k --out DIR                              from the hub
 python -m rlx.data.gsm8k --train train.jsonl --test test.jsonl --out DIR
@@ -22,10 +22,10 @@ INSTRUCTION = "Work through this step by step. Then give the final answer alone 
 
 
 def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """An official row ({question, answer}) in verl's schema, with a chat prompt.
+    """Return an official row ({question, answer}) in verl's schema, with a chat prompt.
 
     Args:
-        row: `answer` is the worked solution, its last line `#### <number>`.
+        row: `answer` is the worked solution, whose last line is `#### <number>`.
         split: "train", "val" or "test", kept in extra_info.
         index: the row's number, kept there too.
 
@@ -51,7 +51,7 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def read_official(source: str, split: str) -> list[dict[str, Any]]:
-    """The official rows of a split.
+    """Return the official rows of a split.
 
     Args:
         source: a local JSONL file, or a data set's name on the Hugging Face hub.
@@ -75,10 +75,10 @@ def read_official(source: str, split: str) -> list[dict[str, Any]]:
 
 
 def convert(source: str, split: str, out: Path, console: Console) -> Path:
-    """Writes `out`/<split>.parquet from an official file or the hub.
+    """Write `out`/<split>.parquet from an official file or the hub.
 
     Raises:
-        DataError: names the source and the row at fault.
+        DataError: the source or one of its rows is faulty.
     """
     official = read_official(source, split)
     if not official:
@@ -97,7 +97,7 @@ def convert(source: str, split: str, out: Path, console: Console) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m rlx.data.gsm8k", description="Turn GSM8K into Parquet with chat prompts."
     )

@@ -1,4 +1,4 @@
-"""Prompts from files: read, checked and tokenised once at the start, handed out by index."""
+"""Prompts from files: read, checked and tokenised once at the start, then given out by index."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from rlx.data.files import DataError, ListRows, Rows, open_rows
 from rlx.user_code import DATASET, UserCodeError, load_callable
 
 INTERFACE = ("__len__", "batch", "report")
-"""What a data set of the user's own class must have."""
+"""The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
 BAR_FROM_ROWS = 20_000
 
@@ -25,7 +25,7 @@ Content: TypeAlias = str | list[dict[str, Any]]
 
 
 class Prompt(NamedTuple):
-    """A row, whatever file it came from; `content` is text, or chat messages {role, content}."""
+    """A row of any kind of file; `content` is text, or chat messages {role, content}."""
 
     content: Content
     data_source: str
@@ -37,19 +37,21 @@ class _File(NamedTuple):
     name: str
     rows: Rows
     to_prompt: Callable[[dict[str, Any], int], Prompt]
-    """From a row and its number; raises ValueError with what is wrong in the row."""
+    """Converts a row with its number; raises ValueError if the row is faulty."""
 
 
 class PromptDataset:
-    """The prompts of several files, one after the other.
+    """The prompts of several files in order.
 
     Args:
         files: Parquet or JSONL in verl's schema or GSM8K's own, or `builtin:arithmetic`.
         config: columns, lengths, truncation.
-        tokenizer: with a chat template where prompts are chats.
-        split: "train" or "val": which generated problems, and which max_samples.
+        tokenizer: with a chat template if prompts are chats.
+        split: "train" or "val"; decides on the generated problems and on max_samples.
 
-    `report` says what was dropped or cut, and is empty when nothing was. `data_sources` are those of the rows that are left.
+    Attributes:
+        report: how many prompts were dropped or cut; empty if none were.
+        data_sources: those of the remaining rows.
 
     Raises:
         DataError: names file, row, got, expected, remedy.
@@ -74,7 +76,7 @@ class PromptDataset:
         return len(self._kept)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The prompts at these positions, in this order.
+        """Return the prompts at these indices, in this order.
 
         Returns:
             prompt_ids (B, P) int64 and prompt_mask (B, P) bool, left padded to the longest of them; info data_source,
@@ -120,7 +122,7 @@ class PromptDataset:
         return _from_verl(gsm8k.to_row(row, self._split, number), "prompt", "data_source")
 
     def _locate(self, position: int) -> tuple[_File, int]:
-        """The file, and the row in it, of a position among the rows of all files."""
+        """Return the file of an index among the rows of all files, and the row in that file."""
         number = int(np.searchsorted(self._ends, position, side="right"))
         file = self._files[number]
         return file, position - int(self._ends[number]) + len(file.rows)
@@ -135,8 +137,7 @@ class PromptDataset:
         return prompts
 
     def _measure(self) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", list[str]]:
-        """Length in tokens and data source of each row that may be used; faults of rows show up here, before anything is
-        trained."""
+        """Return length in tokens and data source of each usable row, and find faulty rows before training begins."""
         most = {"train": self._config.train_max_samples, "val": self._config.val_max_samples}[self._split]
         room = int(self._ends[-1]) if most < 0 else min(most, int(self._ends[-1]))
         chunks, left = [], room
@@ -177,7 +178,7 @@ class PromptDataset:
     def _tokenise_of(self, file: _File, start: int, contents: list[Content]) -> list[list[int]]:
         try:
             return self._tokenise(contents)
-        except Exception:  # whatever a template or tokenizer raises: look for the row, else raise it as it is
+        except Exception:  # templates and tokenizers raise any kind of error; look for the row, else raise it as it is
             for row, content in enumerate(contents, start):
                 self._try_to_tokenise(file, row, content)
             raise
@@ -192,7 +193,7 @@ class PromptDataset:
             ) from fault
 
     def _tokenise(self, contents: list[Content]) -> list[list[int]]:
-        """Token ids of each prompt, uncut."""
+        """Return the token ids of each prompt, uncut."""
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
         of_chats, of_texts = iter(self._tokenise_chats(chats)), iter(self._tokenise_texts(texts))
@@ -207,7 +208,7 @@ class PromptDataset:
         return list(ids)
 
     def _tokenise_texts(self, texts: list[str]) -> list[list[int]]:
-        """Some tokenizers close every text with EOS, after which a model would have nothing to say."""
+        """Tokenise texts, without the EOS that some tokenizers add and after which a model would generate nothing."""
         ids = self._tokenizer(texts)["input_ids"] if texts else []
         end = self._tokenizer.eos_token_id
         return [tokens[:-1] if tokens and tokens[-1] == end else tokens for tokens in ids]
@@ -252,15 +253,15 @@ def _checked_content(content: Any, key: str) -> Content:
         raise ValueError(
             f"{key} is {content!r:.120}, expected text or a list of messages {{role: text, content: text}}"
         )
-    # Arrow fills the fields that other rows' messages have with None; templates would take them as given.
+    # Arrow sets fields that only other rows' messages have to None, and templates would use them.
     return [{name: value for name, value in message.items() if value is not None} for message in content]
 
 
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PromptDataset:
-    """The data set of a split, of the user's own class where data.custom_cls names one.
+    """Return the data set of a split, of the user's own class if data.custom_cls names one.
 
     Raises:
-        DataError: a file or a row is not what was expected.
+        DataError: a file or a row is not as expected.
         UserCodeError: the user's class cannot be loaded or lacks part of the interface.
     """
     files = {"train": config.train_files, "val": config.val_files}[split]

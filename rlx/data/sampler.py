@@ -1,4 +1,4 @@
-"""Which prompts come next: an order that depends on (seed, epoch) alone, and a position in it."""
+"""Choose the next prompts: an order that only depends on (seed, epoch), and a position in it."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from rlx.data.seeding import seed_for
 
 
 class PromptSampler:
-    """Endless batches of prompt indices, epoch after epoch; the driver owns it and saves it with a checkpoint.
+    """Endless batches of prompt indices, epoch after epoch. The driver owns it and saves it in checkpoints.
 
     Args:
         size: prompts in the data set.
-        batch_size: indices per batch; what is left at the end of an epoch is dropped.
-        shuffle: a fresh permutation each epoch; otherwise 0, 1, 2, …
+        batch_size: indices per batch; the rest at the end of an epoch is dropped.
+        shuffle: a fresh permutation in each epoch; otherwise 0, 1, 2, …
         seed: of the permutations.
 
     Raises:
@@ -24,8 +24,8 @@ class PromptSampler:
     def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int):
         if not 1 <= batch_size <= size:
             raise DataError(
-                f"data.train_batch_size is {batch_size}, but there are {size} prompts; expected 1 to {size}: "
-                "lower it, or data.gen_batch_size where that stands for it, or add prompts"
+                f"data.train_batch_size: got {batch_size} with {size} prompts, expected 1 to {size}: "
+                "lower it (or data.gen_batch_size if that is set), or add prompts"
             )
         self._size, self._batch_size, self._shuffle, self._seed = size, batch_size, shuffle, seed
         self._epoch, self._position = 0, 0
@@ -42,7 +42,7 @@ class PromptSampler:
         return self._epoch + (self._position + self._batch_size > self._size)
 
     def next(self) -> list[int]:
-        """The indices of the next batch, all different."""
+        """Return the indices of the next batch, all different."""
         if self._position + self._batch_size > self._size:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
@@ -51,11 +51,11 @@ class PromptSampler:
         return [int(index) for index in batch]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, in plain numbers, and what its order depends on."""
+        """Return the sampler's position in plain numbers, and the numbers that its order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues exactly where `state` was taken; the batch size may differ, the order may not.
+        """Continue exactly where `state` was taken; the batch size may differ, the order may not.
 
         Raises:
             DataError: the state comes from another data set, seed or kind of order.
@@ -75,6 +75,6 @@ class PromptSampler:
     def _order_of(self, epoch: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
         if not self._shuffle:
             return np.arange(self._size)
-        # Ranking raw PCG64 numbers: numpy keeps that stream the same in all versions, its permutations it may change.
+        # Sort by raw PCG64 numbers: numpy keeps that stream the same in all versions, but may change its permutations.
         keys = np.random.PCG64(seed_for("prompts", self._seed, epoch)).random_raw(self._size)
         return np.argsort(keys, kind="stable")

@@ -1,13 +1,13 @@
-"""Random seeds as hashes of what they are for, so that no process owns a random stream."""
+"""Random seeds as hashes of their purpose, so that no process owns a random stream."""
 
 import hashlib
 
 
 def seed_for(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that depends on `parts` alone: the same in every process, on every machine and version.
+    """Return a seed in [0, 2**63) that only depends on `parts`: the same in every process, machine and version.
 
     Args:
-        parts: what the seed is for, e.g. (run seed, step, prompt, sample); 5 and "5" differ, and so do ("ab",) and ("a", "b").
+        parts: the seed's purpose, e.g. (run seed, step, prompt, sample); 5 and "5" differ, and so do ("ab",) and ("a", "b").
 
     Returns:
         The upper 63 bits of a 64-bit BLAKE2b digest.

@@ -1,1 +1,1 @@
-"""Models and tokenizers of transformers, log-probs of tokens, LoRA."""
+"""Models and tokenizers of transformers, log-probs of tokens, attention over packed sequences, LoRA."""

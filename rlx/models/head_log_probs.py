@@ -1,12 +1,11 @@
-"""Log-probs of given tokens, and the entropy, from hidden states and the head's weight, of whose logits one chunk exists.
+"""Compute log-probs of given tokens, and the entropy, from hidden states and the head's weight, one chunk of logits at a time.
 
 Note [passes over logits]
-Beside three products (logits, gradients of the hidden states and of the weight) the whole cost is reading and writing
-logits. So what a chunk goes through is written as two functions, one for forward and one for backward, that a compiler
-makes into a pass or two each without an intermediate result: 4 to 8 bytes are moved for each logit in bf16 where separate
-operations move 40. What forward knows of a token (its largest logit, the logarithm of the sum, its entropy) it leaves
-to backward: 12 bytes a token. Where there is no compiler the same functions run on slices small enough that their intermediate
-results do not count.
+Besides three matrix products (logits, gradients of hidden states and of the weight) the whole cost is reading and writing
+logits. The work on a chunk is therefore written as two functions, one for forward and one for backward. A compiler turns each
+into one or two passes without intermediate results: they move 4 to 8 bytes per bf16 logit, where separate operations move 40.
+Forward saves 12 bytes per token for backward: the largest logit, the logarithm of the sum, the entropy. Without a compiler the
+same functions run on slices that are small enough for their intermediate results not to matter.
 
 Shape letters: N tokens, H width of the hidden states, V vocabulary.
 """
@@ -24,20 +23,20 @@ from rlx.models.log_probs import CHUNK_ELEMENTS, LOWEST_LOG_PROB, check_temperat
 
 logger = logging.getLogger(__name__)
 
-# Of a chunk's logits. Each chunk costs one pass over the sum of the weight's gradient, and all but the last one product more.
+# Logits of a chunk. Each chunk costs a pass over the sum of the weight's gradient, and all but the last also a second product.
 HEAD_CHUNK_BYTES = 3 << 30
-SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, where a product cannot be of a wider type than its factors
-ALIGNED = 256  # chunks are multiples of it long: kernels of products are much slower for odd lengths, and at odd places
+SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, if a product cannot be of a wider type than its factors
+ALIGNED = 256  # chunk lengths are multiples of it, because matrix products are much slower for odd lengths and offsets
 
 
 def head_log_probs(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """What `token_log_probs` gives for the logits hidden @ weight.T, of which one chunk exists at a time.
+    """Return what `token_log_probs` returns for the logits hidden @ weight.T, with only one chunk of logits in memory.
 
-    Logits are rounded to the type of `hidden`, as the head would round them; what follows is in fp32. Backward computes
-    the logits of all chunks but the last again. The gradient of a weight in bf16 or fp16 is the sum in fp32 of the
-    products of the chunks, rounded to its type like any other product.
+    Logits are rounded to the type of `hidden`, as the head rounds them; everything after that is in fp32. Backward computes
+    the logits of all chunks but the last again. The gradient of a bf16 or fp16 weight is the fp32 sum of the chunks' products,
+    rounded to its type like any other product.
 
     Args:
         hidden: (..., H) floating.
@@ -50,7 +49,7 @@ def head_log_probs(
         log_probs (...) and entropy (...) [nats] or None; fp64 for fp64, else fp32.
 
     Raises:
-        ValueError: shapes that do not fit, or a temperature that is not positive.
+        ValueError: shapes do not fit, or the temperature is not positive.
     """
     if hidden.shape[:-1] != ids.shape or weight.shape[1:] != hidden.shape[-1:]:
         raise ValueError(
@@ -67,10 +66,10 @@ def head_log_probs(
 
 @contextmanager
 def head_replaced(head: nn.Linear, ids: Tensor, temperature: float, with_entropy: bool) -> Iterator[None]:
-    """Inside, the head of a language model gives log-probs of `ids` (...), and the entropy, instead of logits.
+    """Make the head of a language model return log-probs of `ids` (...), and the entropy, instead of logits.
 
-    The head is still called within the model's forward, so whoever brings its weight there (FSDP, say) does as always.
-    Its result is (..., 1), with the entropy (..., 2).
+    The model's forward still calls the head, so FSDP, for example, gathers its weight as always. The result is (..., 1), or
+    (..., 2) with the entropy.
     """
 
     def forward(hidden: Tensor) -> Tensor:
@@ -81,13 +80,14 @@ def head_replaced(head: nn.Linear, ids: Tensor, temperature: float, with_entropy
     try:
         yield
     finally:
-        del head.forward  # the class's own is behind it
+        del head.forward  # uncovers the class's own
 
 
 def _read(logits: Tensor, ids: Tensor, temperature: Tensor, with_entropy: bool) -> tuple[Tensor, ...]:
-    """Of a chunk's logits (N, V), divided by the temperature: log-probs of `ids`, the largest, the logarithm of the sum, entropy.
+    """Read a chunk's logits (N, V): return log-probs of `ids`, the largest logit, the logarithm of the sum, and the entropy.
 
-    Each is (N,). The sum is that of exp(x - largest): with the two apart log-probs are exact where logits are large.
+    Logits are divided by the temperature first. Each result is (N,). The sum is that of exp(x - largest): keeping the two
+    apart makes log-probs exact for large logits.
     """
     scaled = logits.to(temperature.dtype) / temperature
     largest = scaled.amax(-1)
@@ -110,9 +110,9 @@ def _differentiate(
     log_sum: Tensor,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Put the gradient of a chunk's logits in their place.
+    """Overwrite a chunk's logits with their gradient.
 
-    d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H). Rounded once: the terms may all but cancel.
+    d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H). Rounded once, because the terms may nearly cancel.
     """
     every = logits.to(temperature.dtype) / temperature - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)
     probs = every.exp()
@@ -126,24 +126,24 @@ def _differentiate(
 
 
 class _NotCompiledError(Exception):
-    """What should have been compiled is run as it is."""
+    """A function that should be compiled ran uncompiled."""
 
 
 class _Pass:
-    """One of the two functions above: compiled where that can be, else slice by slice (Note [passes over logits])."""
+    """One of the two functions above, compiled if possible, else run slice by slice (Note [passes over logits])."""
 
     def __init__(
         self, function: Callable[..., tuple[Tensor, ...]], only_compiled: Callable[..., tuple[Tensor, ...]]
     ) -> None:
         self._function, self._only_compiled = function, only_compiled
-        # Made when first called: the compiler takes time to import.
+        # Compiled at the first call, because the compiler takes time to import.
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
         self._may_compile, self._has_compiled, self._has_warned = True, False, False
 
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        """Run it on a chunk; what is (N,) among the arguments is cut as logits are."""
+        """Run it on a chunk; arguments of shape (N,) are cut as the logits are."""
         if len(ids) and self._may_compile and _can_be_compiled_for(logits):
-            # Gradients may be expanded; for each kind of strides it would be compiled once more.
+            # Gradients may be expanded, and each kind of strides would be compiled separately.
             plain = [x.contiguous() if isinstance(x, Tensor) else x for x in (ids, *others)]
             try:
                 self._compiled = self._compiled or torch.compile(self._only_compiled, dynamic=True, fullgraph=True)
@@ -152,7 +152,7 @@ class _Pass:
                 return results
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
-            except Exception as error:  # whatever the compiler lacks, or here and now refuses
+            except Exception as error:  # anything that the compiler lacks or refuses here
                 self._may_compile = self._has_compiled or isinstance(error, _NotCompiledError)
                 self._warn(f"{type(error).__name__}: {error}".splitlines()[0])
         step = max(1, CHUNK_ELEMENTS // logits.shape[1])
@@ -170,11 +170,11 @@ class _Pass:
 
 
 def _can_be_compiled_for(logits: Tensor) -> bool:
-    """On a CPU slices stay in its caches, and compiling takes longer than a whole test."""
+    """On a CPU slices stay in the caches, and compiling takes longer than a whole test."""
     return logits.is_cuda
 
 
-# Two functions, for the compiler's limit of kinds counts by function.
+# Two functions, because the compiler limits the variants per function.
 def _read_compiled(*args: Any) -> tuple[Tensor, ...]:
     _require_compiler()
     return _read(*args)
@@ -186,7 +186,7 @@ def _differentiate_compiled(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _require_compiler() -> None:
-    # Under some modes and switches the compiler runs a function as it is, of which it may complain when all is written.
+    # In some modes the compiler runs a function uncompiled, and may complain after everything is written.
     if not torch.compiler.is_compiling():
         raise _NotCompiledError("the compiler is switched off, or a mode is on in which it does nothing")
 
@@ -195,7 +195,7 @@ _read_pass, _differentiate_pass = _Pass(_read, _read_compiled), _Pass(_different
 
 
 class _HeadLogProbs(torch.autograd.Function):
-    """Backward goes through the chunks from the last to the first, whose logits forward has left there."""
+    """Backward goes from the last chunk, whose logits forward has kept, to the first."""
 
     @staticmethod
     def forward(
@@ -215,7 +215,7 @@ class _HeadLogProbs(torch.autograd.Function):
                 all_tokens[chunk] = those
         log_probs, *for_backward = figures
         ctx.save_for_backward(hidden_NH, weight_VH, ids_N, *for_backward)
-        # No saved tensor: it is written to in backward, and offloading what is about to be used helps nobody.
+        # Not a saved tensor: backward writes to it, and offloading a tensor that is needed next gains nothing.
         ctx.logits = logits if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         return log_probs, for_backward[2] if with_entropy else None
@@ -225,7 +225,7 @@ class _HeadLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, ids_N, *figures = ctx.saved_tensors
         wide = ctx.temperature.dtype
-        logits, ctx.logits = ctx.logits, None  # with a retained graph the next backward finds none
+        logits, ctx.logits = ctx.logits, None  # a second backward over a retained graph finds none
         is_there = logits is not None
         if logits is None:
             logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), len(weight_VH))
@@ -252,9 +252,9 @@ class _HeadLogProbs(torch.autograd.Function):
 
 
 def _chunks(count: int, most: int) -> list[slice]:
-    """`count` tokens in chunks of at most so many, and at least one, all but the first of them as large as can be.
+    """Cut `count` tokens into at least one chunk of at most `most` tokens. All but the first are as large as possible.
 
-    Whoever keeps the last one, keeps a large one.
+    The last chunk, whose logits are kept, is therefore a large one.
     """
     most = max(1, most - most % ALIGNED if most > ALIGNED else most)
     starts = [0, *range(count % most or most, count, most)]
@@ -266,8 +266,8 @@ def _most_tokens(chunks: list[slice]) -> int:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """Adds a @ b in place, or puts it there. Where `total` is wider than they are, there is no second one of its size."""
-    beta = 0 if is_first else 1  # 0: what is there is not read
+    """Add a @ b in place, or write it if `is_first`. If `total` is wider than a and b, no second tensor of its size is made."""
+    beta = 0 if is_first else 1  # 0: the old contents are not read
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
     elif total.is_cuda and torch.version.hip is None:

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside the weights, and writing such a folder from plain tensors."""
+"""The parts of a Hugging Face folder besides the weights, and writing such a folder from plain tensors."""
 
 import copy
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Everything that a model folder holds but the weights.
+    """Everything in a model folder except the weights.
 
     Attributes:
-        head: what the model ends in.
-        config: its architecture.
-        generation: its sampling defaults and stop tokens; None for a value model.
-        tokenizer: None when the folder shall hold none.
+        head: the kind of output.
+        config: the architecture.
+        generation: sampling defaults and stop tokens; None for a value model.
+        tokenizer: None if the folder shall hold none.
     """
 
     head: Head
@@ -34,14 +34,14 @@ class ModelCard:
 
     @classmethod
     def of(cls, model: "PreTrainedModel", head: Head, tokenizer: "PreTrainedTokenizerBase | None") -> "ModelCard":
-        """The card of a loaded model."""
+        """Return the card of a loaded model."""
         config = copy.deepcopy(model.config)
-        config.use_cache = True  # training has no use for the key/value cache, whoever loads the folder has
+        config.use_cache = True  # training needs no key/value cache, but users of the folder do
         return cls(head, config, model.generation_config if head == "lm" else None, tokenizer)
 
     @classmethod
     def read(cls, folder: Path, head: Head, trust_remote_code: bool) -> "ModelCard":
-        """The card that `write` left. Raises ModelError when it cannot be read."""
+        """Read the card that `write` wrote. Raises ModelError if it cannot be read."""
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         generation = tokenizer = None
@@ -54,19 +54,19 @@ class ModelCard:
         return cls(head, config, generation, tokenizer)
 
     def write(self, folder: Path) -> None:
-        """Writes config, generation config and tokenizer, no weights."""
+        """Write config, generation config and tokenizer, but no weights."""
         self.config.save_pretrained(folder)
         for part in (self.generation, self.tokenizer):
             if part is not None:
                 part.save_pretrained(folder)
 
     def write_with_weights(self, folder: Path, weights: dict[str, Tensor], trust_remote_code: bool) -> None:
-        """Writes a folder that `from_pretrained` loads.
+        """Write a folder that `from_pretrained` loads.
 
         Args:
             folder: made if missing.
             weights: full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough.
-            trust_remote_code: the model's class may come with its folder.
+            trust_remote_code: allow the model's class to come with its folder.
         """
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 

@@ -1,4 +1,4 @@
-"""Fused norms, gated MLPs and rotary embeddings of liger-kernel in place of transformers' own."""
+"""Replace norms, gated MLPs and rotary embeddings of transformers by liger-kernel's fused ones."""
 
 import importlib
 import inspect
@@ -10,20 +10,20 @@ from rlx.models.loading import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What is computed here otherwise: log-probs come from the hidden states, in chunks.
+# Not needed here, because log-probs are computed from hidden states in chunks.
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 def apply_liger(model: "PreTrainedModel") -> None:
-    """Replaces, in place, what liger-kernel has fused kernels for; weights and their names stay.
+    """Replace modules by liger-kernel's fused kernels in place; weights and their names stay.
 
-    The rotary embedding and classes of the architecture are replaced for the whole process: that is how liger-kernel works.
+    liger-kernel replaces the rotary embedding and the classes of the architecture for the whole process.
 
     Args:
         model: of transformers, with its weights or on the meta device.
 
     Raises:
-        ModelError: liger-kernel is not there, or knows no such architecture.
+        ModelError: liger-kernel is missing, or does not know the architecture.
     """
     try:
         found, package = version("liger-kernel"), importlib.import_module("liger_kernel.transformers")

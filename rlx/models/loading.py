@@ -1,4 +1,4 @@
-"""Tokenizers and models from Hugging Face folders or hub names."""
+"""Load tokenizers and models from Hugging Face folders or hub names."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ from rlx.config.schema import TOKENIZER_FILES, ModelConfig
 from rlx.errors import ExplainedError, did_you_mean
 from rlx.models.value_class import NoValueClassError, ensure_value_class
 
-# transformers takes seconds to import: the driver needs a tokenizer only, and tools that only plan need nothing of it.
+# transformers takes seconds to import. The driver only needs a tokenizer, and tools that only plan need nothing of it.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,28 +31,28 @@ NOT_OVERRIDABLE = {
 DROPOUT = re.compile("dropout|pdrop")
 FRESH_HEAD_SCALE = 0.01
 Head = Literal["lm", "value", "score"]
-"""What a model ends in: next-token logits, one number per token, one number per sequence."""
+"""The output of a model: next-token logits, one number per token, or one number per sequence."""
 
 
 class ModelError(ExplainedError, ValueError):
-    """A model, its tokenizer or adapters cannot be had as configured."""
+    """A model, its tokenizer or its adapters cannot be loaded as configured."""
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model, with a pad token: its own, else its EOS token.
+    """Return the tokenizer of a model, with a pad token: its own, else its EOS token.
 
     Args:
         path: Hugging Face folder or hub name.
-        trust_remote_code: run code that the folder brings.
+        trust_remote_code: run code that comes with the folder.
 
     Raises:
-        ModelError: no tokenizer there, or one without EOS token.
+        ModelError: there is no tokenizer, or it has no EOS token.
     """
     from transformers import AutoTokenizer
 
     source = _source(path)
     folder = Path(source)
-    # transformers makes a tokenizer of one word from a folder that has none.
+    # transformers would make a tokenizer of one word from a folder without one.
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer beside the model"
@@ -69,16 +69,16 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
 
 
 def load_config(config: ModelConfig) -> "PreTrainedConfig":
-    """The model's own config.json with `override_config` applied, dropout off and no key/value cache.
+    """Return the model's own config.json with `override_config` applied, without dropout and key/value cache.
 
-    Every rate whose name holds `dropout` or `pdrop` becomes 0 unless overridden: with dropout the same tokens have other
-    log-probs at each forward, and the ratio of PPO would be noise.
+    Every rate whose name contains `dropout` or `pdrop` becomes 0 unless overridden. With dropout the same tokens would have
+    other log-probs at each forward, and PPO's ratio would be noise.
 
     Args:
         config: reads path, trust_remote_code, override_config.
 
     Raises:
-        ModelError: nothing loadable at the path, or an override that the model's config does not have or refuses.
+        ModelError: nothing can be loaded from the path, or the model's config lacks or refuses an override.
     """
     from transformers import AutoConfig
 
@@ -95,19 +95,18 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
 
 
 def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 0) -> "PreTrainedModel":
-    """A model on CPU in eval mode, all its weights from the checkpoint but a value head that the checkpoint lacks.
+    """Load a model on CPU in eval mode. All weights come from the checkpoint, except a value head that it lacks.
 
     Args:
         config: reads path, trust_remote_code, override_config, attn_implementation.
         head: `lm`: next-token logits (B, T, V). `value`: one number per token, logits (B, T, 1). `score`: one number
             per sequence, logits (B, 1).
         dtype: of all parameters.
-        seed: of a fresh value head, whose weights are the same wherever they are made. They are small, so that first
-            values are near 0, but not 0, so that the backbone learns from the first step. The caller's random state stays
-            as it was.
+        seed: of a fresh value head, whose weights are then the same on every machine. They are small, so that first values
+            are near 0, but not 0, so that the backbone learns from the first step. The caller's random state is unchanged.
 
     Raises:
-        ModelError: no such model, a checkpoint that lacks weights or has them in other shapes, a kernel that is not there.
+        ModelError: the model or its kernel does not exist, or the checkpoint lacks weights or has other shapes.
     """
     auto_class, loaded_config = class_and_config(config, head)
     with (
@@ -131,10 +130,10 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
 
 
 def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTrainedModel":
-    """What `load_model` gives, on the meta device: shapes without weights, for processes that receive them from another.
+    """Return the model of `load_model` on the meta device: shapes without weights, for processes that receive them later.
 
     Raises:
-        ModelError: no such model, or a kernel that is not there.
+        ModelError: the model or its kernel does not exist.
     """
     auto_class, loaded_config = class_and_config(config, head)
     with explained(f"{config.path} as {head} model"), torch.device("meta"):
@@ -148,10 +147,10 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
 
 
 def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedConfig"]:
-    """The auto class that makes the model, and its config; no weights are looked at.
+    """Return the auto class that makes the model, and the model's config; reads no weights.
 
     Raises:
-        ModelError: as `load_config`, or no head of that kind can be had for it, or it is none that gives one score.
+        ModelError: as `load_config`; or the model has no head of this kind, or not one with a single score.
     """
     from transformers import (
         AutoModelForCausalLM,
@@ -178,25 +177,25 @@ def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedC
 
 
 def rope_by_length(config: "PreTrainedConfig") -> str | None:
-    """The rope_type of a text model if its frequencies follow the longest sequence of a batch; else None."""
+    """Return the rope_type of a text model if its frequencies depend on the longest sequence of a batch, else None."""
     given = getattr(config, "rope_parameters", None) or {}
-    # Models with layers of several types have parameters for each type.
+    # Models with layers of several types have rope parameters per type.
     kinds = (str(each.get("rope_type")) for each in (given, *given.values()) if isinstance(each, dict))
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
 def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str | None:
-    """What keeps `size` of all processes from sharing each sequence (Ulysses); None if nothing does.
+    """Return why `size` of all processes cannot share each sequence (Ulysses), or None if they can.
 
     Args:
         size: processes that share a sequence.
         processes: all of the run.
-        config: of the text model that reads it.
+        config: of the text model.
     """
     if kind := rope_by_length(config):
         return (
-            f"ulysses_sequence_parallel_size is {size}, and the model's rope_type {kind}; expected one whose frequencies do "
-            "not depend on the longest sequence, of which each process has a part only: set "
+            f"ulysses_sequence_parallel_size: got {size} for a model with rope_type {kind}, expected 1: its frequencies depend "
+            "on the longest sequence, of which each process has only a part. Set "
             "ulysses_sequence_parallel_size=1"
         )
     heads = config.num_attention_heads
@@ -204,14 +203,14 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
     if common % size:
         allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
         return (
-            f"ulysses_sequence_parallel_size is {size}, with {processes} processes and {heads} attention heads; expected a "
+            f"ulysses_sequence_parallel_size: got {size} with {processes} processes and {heads} attention heads, expected a "
             f"divisor of both numbers: set it to {allowed}"
         )
     return None
 
 
 def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
-    """Refuses a model that does not give one number per sequence, or would not know where a padded one ends."""
+    """Refuse a model with more than one number per sequence, or without the pad token that marks a sequence's end."""
     if loaded.num_labels != 1:
         raise ModelError(
             f"{path}: got a model of {loaded.architectures} with {loaded.num_labels} labels, expected one for sequence "
@@ -220,33 +219,33 @@ def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
     if loaded.get_text_config().pad_token_id is None:
         raise ModelError(
             f"{path}: its config has no pad_token_id, so it would not find the end of a padded sequence; set it in "
-            "override_config, to the id that it was trained with"
+            "override_config to the id of its training"
         )
 
 
 def _source(path: str | None) -> str:
-    """A path or hub name as transformers takes it, or a ModelError that says why it cannot be one."""
+    """Return a path or hub name as transformers takes it; raise ModelError if it can be neither."""
     if path is None or path.startswith("builtin:"):
         raise ModelError(
-            f"model.path: got {path}, expected a Hugging Face folder or hub name; `builtin:tiny` has to be made and saved "
-            "first (rlx.models.tiny)"
+            f"model.path: got {path}, expected a Hugging Face folder or hub name; make and save `builtin:tiny` first "
+            "(rlx.models.tiny)"
         )
     folder = Path(path).expanduser()
     looks_local = path.startswith(("/", "~", ".")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
         raise ModelError(
-            f"model.path: {folder} is no folder; give a folder with config.json and weights, or a hub name"
+            f"model.path: got {folder}, which is no folder; expected a folder with config.json and weights, or a hub name"
         )
     return str(folder) if folder.is_dir() else path
 
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turns whatever transformers raises into a ModelError that says what was being loaded."""
+    """Turn any error of transformers into a ModelError that names what was being loaded."""
     try:
         yield
     except Exception as error:
-        # What transformers says in these needs no traceback.
+        # The messages of these errors need no traceback.
         cause = None if isinstance(error, ImportError | OSError | ValueError) else error
         reason = " ".join(str(error).split())
         raise ModelError(f"could not load {what}: {type(error).__name__}: {reason}") from cause
@@ -274,9 +273,9 @@ def _override(loaded: "PreTrainedConfig", name: str, value: Any, key: str) -> No
 
 @contextmanager
 def _load_report(show: bool) -> Iterator[None]:
-    """Keeps transformers' table of missing and unexpected weights off the log, and its progress bar off the terminal.
+    """Hide transformers' table of missing and unexpected weights from the log, and its progress bar from the terminal.
 
-    Of a value model the table says only what is meant: the language-model head unused, the value head fresh.
+    For a value model the table only shows what is intended: an unused language-model head and a fresh value head.
     """
     from transformers.utils import logging as hf_logging
 
@@ -296,12 +295,12 @@ def _load_report(show: bool) -> Iterator[None]:
 
 
 def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, Any], head: str) -> None:
-    """Refuses a model with weights that are not the checkpoint's, and tells of weights that were left out."""
+    """Refuse a model with weights that are not the checkpoint's, and warn of weights that it does not use."""
     backbone = f"{model.base_model_prefix}."
     if report["mismatched_keys"]:
         wrong = [f"{n}: {tuple(got)} instead of {tuple(want)}" for n, got, want in sorted(report["mismatched_keys"])]
         raise ModelError(
-            f"{path}: weights of other shapes than its config says: {_some(wrong)}; check model.override_config"
+            f"{path}: got weights of other shapes than the config has: {_some(wrong)}; check model.override_config"
         )
     missing = sorted(k for k in report["missing_keys"] if head != "value" or k.startswith(backbone))
     if missing:
@@ -312,7 +311,7 @@ def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, 
     if head == "value":
         unused = sorted(k for k in report["unexpected_keys"] if k.startswith(backbone))
         if unused:
-            logger.warning("%s: weights that %s does not use: %s", path, type(model).__name__, _some(unused))
+            logger.warning("%s: %s does not use the weights %s", path, type(model).__name__, _some(unused))
 
 
 def _some(names: list[str], limit: int = 4) -> str:
@@ -321,7 +320,7 @@ def _some(names: list[str], limit: int = 4) -> str:
 
 
 def _init_head(model: nn.Module, names: set[str], seed: int) -> None:
-    """Weights normal with deviation FRESH_HEAD_SCALE / sqrt(width), so that values start at about that size; biases 0."""
+    """Draw weights with deviation FRESH_HEAD_SCALE / sqrt(width), so that values start at about that size; biases are 0."""
     generator = torch.Generator().manual_seed(seed)
     for name in sorted(names):
         parameter = model.get_parameter(name)

@@ -1,6 +1,6 @@
-"""Log-probs of given tokens, and the entropy, from logits, in chunks.
+"""Compute log-probs of given tokens, and the entropy, from logits, in chunks.
 
-The gradient of the logits (in their own dtype) is all that is ever as large as they are. V stands for the vocabulary.
+Only the gradient of the logits (in their own dtype) is as large as they are. V is the size of the vocabulary.
 """
 
 import math
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 1 << 24  # 64 MiB in fp32; at most four such temporaries are alive at once
-# exp() of anything below is 0 in fp64 too. Finite, so that 0 times the log-prob of an impossible token is 0, not NaN.
+# exp() of anything lower is 0 in fp64 too. It is finite, so that 0 times the log-prob of an impossible token is 0, not NaN.
 LOWEST_LOG_PROB = -1e4
 
 
 def token_log_probs(
     logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `ids` under softmax(logits / temperature), and the entropy of that distribution.
+    """Return log-probs of `ids` under softmax(logits / temperature), and the entropy of that distribution.
 
-    Both carry gradients to `logits`. An entropy that goes into no loss costs nothing in backward. Views such as
-    `logits[:, a:b]` are read in place. A logit of -inf is an impossible token: log-prob -inf, no share in the entropy,
-    no gradient.
+    Both carry gradients to `logits`. An entropy that enters no loss costs nothing in backward. Views such as `logits[:, a:b]`
+    are read in place. A logit of -inf is an impossible token: its log-prob is -inf, and it has no share in the entropy and no
+    gradient.
 
     Args:
         logits: (..., V) floating.
@@ -35,7 +35,7 @@ def token_log_probs(
         log_probs (...) and entropy (...) [nats] or None; fp64 for fp64 logits, else fp32.
 
     Raises:
-        ValueError: shapes that do not fit, or a temperature that is not positive.
+        ValueError: shapes do not fit, or the temperature is not positive.
     """
     if logits.shape[:-1] != ids.shape or logits.dim() < 2:
         raise ValueError(
@@ -47,15 +47,15 @@ def token_log_probs(
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse what nothing can be divided by."""
+    """Raise ValueError for a temperature that logits cannot be divided by."""
     if not (
         temperature >= torch.finfo(torch.float32).tiny and math.isfinite(temperature)
-    ):  # less is 0 in fp32, or nearly
+    ):  # anything less is 0 or denormal in fp32
         raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
 
 
 def _chunks(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
-    """Indices that cut logits of this shape into pieces of at most CHUNK_ELEMENTS (or one token), without reshaping."""
+    """Yield indices that cut logits of this shape into pieces of at most CHUNK_ELEMENTS, or one token, without reshaping."""
     row_elements = math.prod(shape[1:])
     if len(shape) == 2 or row_elements <= CHUNK_ELEMENTS:
         step = max(1, CHUNK_ELEMENTS // max(1, row_elements))
@@ -82,7 +82,7 @@ def _finite(log_probs: Tensor) -> Tensor:
 
 
 def _figures(logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropy of a chunk."""
+    """Return log-probs and entropy of a chunk."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     every = _all_log_probs(logits, temperature, dtype)
     log_probs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
@@ -100,9 +100,9 @@ def _gradient(
     grad_entropy: Tensor | None,
     into: Tensor,
 ) -> None:
-    """Gradient of a chunk's logits, in their type: d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H).
+    """Write the gradient of a chunk's logits in their type: d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H).
 
-    It may take the place of the logits.
+    `into` may be the logits themselves.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     zero = torch.zeros(ids.shape, dtype=dtype, device=logits.device)
@@ -116,7 +116,7 @@ def _gradient(
         entropy = -(probs * every).sum(dim=-1, keepdim=True)
         slope = every.add_(entropy).mul_(-(grad_entropy / temperature).unsqueeze(-1)).sub_(own)
         slope_of_ids = slope.gather(-1, ids.unsqueeze(-1))
-    # Rounded once: the two terms of an id's entry may all but cancel.
+    # Rounded once, because the two terms of an id's entry may nearly cancel.
     of_ids = probs.gather(-1, ids.unsqueeze(-1)) * slope_of_ids + own
     torch.mul(probs, slope, out=into).scatter_(-1, ids.unsqueeze(-1), of_ids.to(logits.dtype))
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft inside a model, and the model's weights with the adapters merged in."""
+"""Put LoRA adapters of peft into a model, and merge adapters into the model's weights."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,29 +18,29 @@ ADAPTER = "default"
 
 
 class Adapter(NamedTuple):
-    """How one layer's adapter adds to its weight: weight += scale * B A, transposed where the layer stores (in, out)."""
+    """How to merge one layer's adapter: weight += scale * B A, transposed if the layer stores (in, out)."""
 
     scale: float
     transposed: bool
 
 
 def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> dict[str, Adapter]:
-    """Puts adapters into the model's linear layers, in place, and freezes all else but a value head.
+    """Put adapters into the model's linear layers in place, and freeze everything else except a value head.
 
-    The model computes what it did before, since each B starts at 0. An adapted layer `x` keeps its own weight as
-    `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank), all of
-    the dtype of the weight.
+    The model's outputs stay the same at first, because each B starts at 0. An adapted layer `x` keeps its own weight as
+    `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank), all in the
+    dtype of the weight.
 
     Args:
         model: a transformers model that is not yet sharded.
-        config: reads lora_rank, lora_alpha, target_modules. `all-linear` is every linear layer but the head.
-        seed: of the fresh adapters, which are the same wherever they are made. The caller's random state stays as it was.
+        config: reads lora_rank, lora_alpha, target_modules. `all-linear` is every linear layer except the head.
+        seed: of the fresh adapters, which are then the same on every machine. The caller's random state is unchanged.
 
     Returns:
         The adapted layers by name, for `merged_weights`.
 
     Raises:
-        ModelError: peft is missing, no rank, or a target that does not exist, is not linear, or is tied to another weight.
+        ModelError: peft is missing, the rank is 0, or a target does not exist, is not linear, or is tied to another weight.
 
     Source: arXiv:2106.09685, section 4.1.
     """
@@ -54,7 +54,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
     lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft finds out by itself, layer by layer
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
         torch.manual_seed(seed)
         inject_adapter_in_model(lora_config, model, ADAPTER)
     for name in head:
@@ -62,7 +62,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
     for layer in layers.values():
         for side in (layer.lora_A, layer.lora_B):
-            side.to(layer.get_base_layer().weight.dtype)  # peft sees to it, but not on the meta device
+            side.to(layer.get_base_layer().weight.dtype)  # peft does so except on the meta device
     return {name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out) for name, layer in layers.items()}
 
 
@@ -71,17 +71,17 @@ def merged_weights(
     adapters: Mapping[str, Adapter],
     gather: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without adapters that computes the same, one at a time.
+    """Yield the weights of the model without adapters that has the same outputs, one at a time.
 
     Args:
-        parameters: by their names in the adapted model: all of it, or any part that holds the adapters of its layers.
-        adapters: what `add_lora` returned.
-        gather: makes the full tensor of a parameter, from its shards say. It is called in the same order everywhere, once
-            for each parameter.
+        parameters: by their names in the adapted model: all of them, or any part that includes the adapters of its layers.
+        adapters: the result of `add_lora`.
+        gather: returns the full tensor of a parameter, for example from its shards. It is called once for each parameter, in
+            the same order on every process.
 
     Yields:
-        name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The product of the
-        adapter is taken and added in fp32 at least.
+        The name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The adapter's product
+        is computed and added in at least fp32.
     """
     parts = {f"{layer}.lora_{side}.{ADAPTER}.weight" for layer in adapters for side in "AB"}
     for name, parameter in parameters.items():
@@ -102,7 +102,7 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _value_head(model: "PreTrainedModel") -> list[str]:
-    """The modules beside the backbone of a value model; none for a language model, whose head is no new one."""
+    """Return the modules of a value model outside its backbone; none for a language model, whose head is not new."""
     if model.get_output_embeddings() is not None:
         return []
     beside = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
@@ -110,10 +110,10 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
 
 
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
-    """The full names of the modules that get adapters: all linear ones, or those whose names end as asked for.
+    """Return the full names of the modules that get adapters: all linear ones, or those whose names end as asked for.
 
     Args:
-        model: as for `add_lora`; one on the meta device will do.
+        model: as for `add_lora`; may be on the meta device.
         text: `all-linear`, or names joined by commas.
 
     Raises:
@@ -143,6 +143,6 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
             raise ModelError(f"target_modules: {name} is the value head, which is trained as a whole; leave it out")
         if sum(weight is modules[name].weight for weight in weights) > 1:
             raise ModelError(
-                f"target_modules: {name} shares its weight with another module; an adapter would part them"
+                f"target_modules: {name} shares its weight with another module; an adapter would make them differ"
             )
     return list(found)

@@ -1,6 +1,6 @@
-"""Causal attention over sequences that stand one behind the other in one row, without padding.
+"""Causal attention over packed sequences, which follow one another in one row without padding.
 
-`PACKED` is its name among transformers' attention implementations; a model that has it gets where the sequences begin as
+`PACKED` is its name among transformers' attention implementations. A model that uses it gets the starts of the sequences as
 the keyword arguments that transformers passes to variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their lengths
 on the host as `sequence_lengths`.
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 PACKED, TRIAL = "rlx_packed", "rlx_packed_trial"
 CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
-# From so many tokens a sequence on, on average, a call of attention for each is faster than the kernel for variable
-# lengths: that one is FlashAttention 2, while torch has cuDNN's kernels for the other on newer devices.
+# From this mean length on, one attention call per sequence is faster than the variable-length kernel: the kernel is
+# FlashAttention 2, while torch has cuDNN's kernels for single sequences on newer devices.
 LONG_TOKENS = 2048
-# What some models want done to the scores, by the names of transformers' arguments.
+# Features of some models that packed attention lacks, by the names of transformers' arguments.
 UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
 
 
 class Lengths:
-    """Tokens of each sequence, on the host. An object of its own, for a compiler would make each number part of its code.
+    """Tokens of each sequence, on the host, in an object that keeps a compiler from specialising its code on the numbers.
 
     Args:
         each: at least one, all at least 1.
@@ -46,10 +46,10 @@ class Lengths:
 
 
 def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
-    """What keeps a model's sequences from being packed, as far as its parts tell; None if nothing does.
+    """Return why a model's sequences cannot be packed, as far as its parts tell, or None.
 
-    Only attention may carry anything from one token to another, and it must be open to other implementations. What a
-    model asks of attention beyond its lengths is seen when it runs, by `use_packed_attention`.
+    Only attention may carry information between tokens, and it must accept other implementations. `use_packed_attention` runs
+    the model to see what else it asks of attention.
 
     Args:
         model: as it was loaded.
@@ -68,15 +68,15 @@ def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
 
 
 def use_packed_attention(model: "PreTrainedModel", attention: str, run: Callable[[], Any]) -> str | None:
-    """Gives a model the attention of this file, if that does what the model asks of attention.
+    """Give a model the attention of this file, if that supports everything the model asks of attention.
 
     Args:
         model: a transformers model.
-        attention: the implementation that it has and keeps otherwise.
-        run: calls the model with packed sequences, whichever; the process may be one of several that do so together.
+        attention: its implementation, which it keeps otherwise.
+        run: calls the model with some packed sequences; several processes may do so together.
 
     Returns:
-        What the model asks for that packed attention does not do; None if it has it now.
+        None if the model now has packed attention, else a feature that packed attention lacks.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -92,18 +92,18 @@ def use_packed_attention(model: "PreTrainedModel", attention: str, run: Callable
 
 
 class _Trial:
-    """Stands for attention and its masks while a model runs, and notes what the model asks of them."""
+    """Replaces attention and its masks while a model runs, and records what the model asks of them."""
 
     def __init__(self) -> None:
         self._refused: list[str] = []
-        self._windows: set[int | None] = set()  # that attention is told of
-        self._masked: set[int | None] = set()  # that masks are made for
+        self._windows: set[int | None] = set()  # passed to attention
+        self._masked: set[int | None] = set()  # passed to masks
         self._calls = 0
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, None]:
-        """What transformers calls in place of attention."""
+        """Run in place of attention."""
         self._calls += 1
         self._windows.add(given.get("sliding_window"))
         self._refused += _refused(module, attention_mask, given)
@@ -112,13 +112,13 @@ class _Trial:
         return _sequence(query, key, value, given.get("scaling"), None, 0.0).transpose(1, 2), None
 
     def mask(self, *, local_size: int | None = None, use_vmap: bool = False, **given: Any) -> None:
-        """What transformers calls to make a mask; with `use_vmap` it is one that the model has changed."""
+        """Run in place of a mask function; `use_vmap` is true for a mask that the model has changed."""
         self._masked.add(local_size)
         if use_vmap or "allow_is_bidirectional_skip" in given:
             self._refused.append("has masks of its own")
 
     def reason(self) -> str | None:
-        """What is not as packed attention has it."""
+        """Return what differs from packed attention, or None."""
         if not self._calls:
             return "its attention is its own"
         if self._masked - self._windows - {None}:
@@ -127,7 +127,7 @@ class _Trial:
 
 
 def _refused(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> list[str]:
-    """What a call of attention asks for that packed attention does not do."""
+    """Return what a call of attention asks for that packed attention lacks."""
     found = [what for name, what in UNKNOWN.items() if given.get(name) is not None]
     if attention_mask is not None:
         found.append("masks tokens")
@@ -137,7 +137,7 @@ def _refused(module: nn.Module, attention_mask: Tensor | None, given: dict[str, 
     return found
 
 
-@torch.compiler.disable  # for a compiler one opaque call: the loop depends on lengths, the kernel is compiled already
+@torch.compiler.disable  # opaque to a compiler: the loop depends on lengths, and the kernel is compiled already
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -148,25 +148,25 @@ def packed_attention(
     window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Each token attends to those of its own sequence that are not behind it.
+    """Return causal attention: each token attends to itself and the earlier tokens of its own sequence.
 
-    On CUDA in bf16 and fp16 several sequences shorter than `LONG_TOKENS` on average, and those longer than their window, go
-    through torch's kernel for variable lengths; all others go one at a time. No mask is larger than a window times two.
-
+    On CUDA in bf16 and fp16, torch's variable-length kernel computes several sequences that are shorter than `LONG_TOKENS` on
+    average, and sequences longer than their window. All others are computed one at a time. No mask is larger than a window
+    times two windows.
     Args:
         query: (1, H, N, D).
-        key, value: (1, H or a divisor of it, N, D), of value another D.
-        starts: (S + 1,) int32, where the sequences begin, and N.
+        key, value: (1, H or a divisor of it, N, D); D of value may differ.
+        starts: (S + 1,) int32, the first token of each sequence, and N.
         lengths: of the S sequences.
         scaling: of the scores; None: D ** -0.5.
-        window: how many tokens are attended to, the own one included; None: all.
+        window: number of tokens to attend to, including the token itself; None: all.
         dropout: rate on the weights.
 
     Returns:
         (1, N, H, D of value).
     """
     tensors = (query, key, value)
-    # Makes it one function to whoever watches torch's functions, whichever kernel it takes.
+    # Lets observers of torch functions see one function, whichever kernel it uses.
     if has_torch_function(tensors):
         rest = (starts, lengths, scaling, window, dropout)
         result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
@@ -179,7 +179,7 @@ def packed_attention(
         return _by_kernel(query, key, value, starts, longest, scaling, window)
     if len(lengths.each) == 1:
         return _sequence(query, key, value, scaling, window, dropout).transpose(1, 2)
-    # Cut at once: backward joins the pieces at once, where slices would each fill a gradient of the whole.
+    # Split once, so that backward joins the pieces once; slices would each fill a gradient of the whole.
     pieces = zip(*(x.split(lengths.each, dim=2) for x in tensors), strict=True)
     return torch.cat([_sequence(*piece, scaling, window, dropout).transpose(1, 2) for piece in pieces], dim=1)
 
@@ -202,7 +202,7 @@ def _by_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.12 it is always enabled
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.12 it was always enabled
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     result: Tensor = varlen_attn(*rows, starts, starts, longest, longest, **options)
@@ -212,7 +212,7 @@ def _by_kernel(
 def _sequence(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
-    """Causal attention within each row (B, H, T, D), in blocks where the rows are longer than the window."""
+    """Return causal attention within each row (B, H, T, D), in blocks if rows are longer than the window."""
     length = query.shape[2]
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     if window is None or length <= window:
@@ -242,10 +242,11 @@ def _attention(
     sequence_group: dist.ProcessGroup | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; without lengths each row is one sequence. A group's processes hold parts of one row."""
+    """Run for transformers. Without lengths each row is one sequence. The processes of a group hold parts of one row."""
     if refused := _refused(module, attention_mask, more):
         raise ValueError(
-            f"{type(module).__name__} {', '.join(refused)}: packed attention cannot do that; set model.use_remove_padding=False"
+            f"{type(module).__name__} {', '.join(refused)}, which packed attention does not support; set "
+            "model.use_remove_padding=False"
         )
     if cu_seq_lens_q is None:
         return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2), None

@@ -1,5 +1,6 @@
-"""Sequence parallelism by exchanging heads for tokens (Ulysses): each process holds a part of a row's tokens, and inside
-attention all of the tokens for a part of the heads.
+"""Sequence parallelism by exchanging heads for tokens (Ulysses).
+
+Each process holds a part of a row's tokens, and inside attention all tokens for a part of the heads.
 
 Shape letters: P processes of a group, H heads, N tokens of the row, D width of a head. Source: DeepSpeed-Ulysses,
 arXiv:2309.14509, section 3.
@@ -14,11 +15,11 @@ from torch import Tensor
 
 
 def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gives part of the heads away for the other processes' tokens; all of the group call it together.
+    """Send heads to the other processes of the group in exchange for their tokens; all processes call it together.
 
     Args:
-        x: (1, H, N / P, D), this process's tokens. Where P does not divide H, as it may be with keys and values that several
-            query heads share, each head is repeated up to the least common multiple.
+        x: (1, H, N / P, D), this process's tokens. If P does not divide H, as with keys and values that several query heads
+            share, each head is repeated up to the least common multiple.
         group: its processes hold neighbouring parts of the row, in the order of their ranks.
 
     Returns:
@@ -32,7 +33,7 @@ def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: all heads of this process's own tokens.
+    """Reverse the exchange: return all heads of this process's own tokens.
 
     Args:
         x: (1, N, H / P, D), all tokens of a part of the heads.
@@ -46,15 +47,15 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the group of what each process knows, 0 elsewhere; in backward each keeps the gradient of its own.
+    """Return the sum of x over the group, where each process has 0 outside its own part; backward returns the own part.
 
-    Every process of the group must go on to compute the same from the sum.
+    Every process of the group must continue with the same computation on the sum.
     """
     return _Joined.apply(x, group)
 
 
 class _ToEach(torch.autograd.Function):
-    """Part p of dimension 0 goes to process p, whose own part comes back in its place."""
+    """Sends part p of dimension 0 to process p, and receives that process's part in its place."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

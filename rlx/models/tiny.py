@@ -1,4 +1,4 @@
-"""A small transformer over bytes, made here: what `builtin:tiny` stands for."""
+"""Make `builtin:tiny`, a small transformer over bytes."""
 
 import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
@@ -6,7 +6,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from rlx.config.schema import TinyModelConfig
 
 ROLES = ("system", "user", "assistant")
-# One token per role, nothing between messages: with bytes as tokens every character of a template costs compute.
+# One token per role and nothing between messages, because with bytes as tokens every character of a template costs compute.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role not in ['system', 'user', 'assistant'] -%}"
@@ -21,13 +21,13 @@ MAX_POSITIONS = 4096
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """ByT5's byte tokenizer with one token per chat role and a chat template."""
+    """Return ByT5's byte tokenizer with one token per chat role and a chat template."""
     markers = [f"<|{role}|>" for role in ROLES]
     return ByT5Tokenizer(extra_ids=0, additional_special_tokens=markers, chat_template=CHAT_TEMPLATE)
 
 
 def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
-    """The model's config, for this tokenizer."""
+    """Return the model's config for this tokenizer."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -45,9 +45,9 @@ def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
-    """A Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer.
+    """Return a Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer.
 
-    The weights depend on `config` alone; the caller's random state stays as it was.
+    The weights only depend on `config`; the caller's random state is unchanged.
     """
     tokenizer = make_tiny_tokenizer()
     model_config = make_tiny_config(config, tokenizer)

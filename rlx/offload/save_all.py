@@ -73,14 +73,14 @@ class SaveAllCall(LayerCall):
     """A layer call, or a part of a region, whose saved tensors are offloaded.
 
     Args:
-        engine: the session that offloads them.
+        session: the session that offloads them.
         layer: that is called.
         device_type: tensors on other types of device are not offloaded.
         fixed: addresses of storages that are never offloaded, see Note [tensors that `save="all"` never offloads].
     """
 
-    def __init__(self, engine: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
-        super().__init__(engine, layer)
+    def __init__(self, session: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
+        super().__init__(session, layer)
         self._device_type = device_type
         self._fixed = fixed
         self.offloaded_bytes = 0
@@ -90,7 +90,7 @@ class SaveAllCall(LayerCall):
         if is_parameter(tensor) or storage_address(tensor) in self._fixed:
             return KeptTensor(tensor)
         if self._can_offload(tensor):
-            offloaded = self.engine.offload(tensor, self)
+            offloaded = self.session.offload(tensor, self)
             if offloaded is not None:
                 self.offloaded_bytes += offloaded.nbytes
                 return OffloadedTensor(self, offloaded, tensor)
@@ -100,18 +100,18 @@ class SaveAllCall(LayerCall):
     def begin_unpack(self) -> None:
         """Fetch the calls before this one, when backward enters this call."""
         if self.begin_backward():
-            layers = self.engine.options.prefetch_layers
+            layers = self.session.options.prefetch_layers
             self.prefetch(1 if layers is None else layers)
 
     def _can_offload(self, tensor: Tensor) -> bool:
         # Tangents that are all zeros may have no storage.
         if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
             return False
-        return span_length(tensor) >= (self.engine.options.min_bytes or 1)
+        return span_length(tensor) >= (self.session.options.min_bytes or 1)
 
 
 def run_save_all(
-    engine: OffloadSession, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    session: OffloadSession, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Run a layer's forward and offload the tensors that it saves for backward.
 
@@ -127,7 +127,7 @@ def run_save_all(
     constant = {storage_address(tensor) for tensor in arguments if not tensor.requires_grad}
     constant -= {storage_address(tensor) for tensor in arguments if tensor.requires_grad}
     fixed = frozenset(constant.union(map(storage_address, own)) - {0})
-    call = SaveAllCall(engine, layer, accelerators.pop() if accelerators else "cpu", fixed)
+    call = SaveAllCall(session, layer, accelerators.pop() if accelerators else "cpu", fixed)
     with saved_tensors_hooks(call.pack, unpack):
         return forward(*args, **kwargs)
 
@@ -135,18 +135,18 @@ def run_save_all(
 class RegionHooks:
     """The pack hook of a region of code without layers. It begins a new layer call every `STRETCH_BYTES`."""
 
-    def __init__(self, engine: OffloadSession) -> None:
-        self._engine = engine
+    def __init__(self, session: OffloadSession) -> None:
+        self._session = session
         accelerator = torch.accelerator.current_accelerator()
         self._device_type = accelerator.type if accelerator is not None else "cpu"
         self._layer = Layer(0, "region")
-        engine.layers.append(self._layer)
+        session.layers.append(self._layer)
         self._call: weakref.ref[SaveAllCall] | None = None
 
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         """The pack hook."""
         call = self._call() if self._call is not None else None
         if call is None or call.offloaded_bytes >= STRETCH_BYTES:
-            call = SaveAllCall(self._engine, self._layer, self._device_type, frozenset())
+            call = SaveAllCall(self._session, self._layer, self._device_type, frozenset())
             self._call = weakref.ref(call)
         return call.pack(tensor)

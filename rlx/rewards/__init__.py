@@ -1,1 +1,1 @@
-"""Reward functions, built in and the user's own, and who calls them."""
+"""Reward functions, built in and the user's own, and the processes that call them."""

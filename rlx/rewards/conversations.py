@@ -1,4 +1,4 @@
-"""What a reward model reads of a batch: prompts and responses as its own tokenizer writes them."""
+"""Write a batch's prompts and responses in the tokens of a reward model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ class ConversationError(ExplainedError, ValueError):
 class Conversations:
     """Turns samples into the sequences of a reward model.
 
-    With one vocabulary and chat template for both models these are the policy's own tokens. Otherwise the prompt's messages
-    and the response's text, without special tokens, go through the reward model's chat template; a prompt of plain text is
-    only followed by the response.
+    If both models have the same vocabulary and chat template, these are the policy's own tokens. Otherwise the prompt's
+    messages and the response's text, without special tokens, go through the reward model's chat template. A prompt of plain
+    text is simply followed by the response.
 
     Args:
         policy: tokenizer of the policy.
@@ -32,20 +32,20 @@ class Conversations:
         self.same = policy.get_vocab() == judge.get_vocab() and policy.chat_template == judge.chat_template
 
     def of(self, batch: Batch) -> Batch:
-        """Sequences to score, row by row: input_ids, attention_mask, response_mask.
+        """Return the sequences to score, row by row: input_ids, attention_mask, response_mask.
 
         Args:
             batch: with these columns, and info raw_prompt and response_text.
 
         Raises:
-            ConversationError: a chat, and the reward model's tokenizer has no chat template or does not take it; a data set of
-                the user's that gives no raw_prompt.
+            ConversationError: the reward model's tokenizer has no chat template or refuses a chat, or a user's data set gives no
+                raw_prompt.
         """
         if self.same:
             return batch.select(*SEQUENCE)
         if "raw_prompt" not in batch.info:
             raise ConversationError(
-                "the reward model has another tokenizer than the policy and reads the prompts' messages, but the data set "
+                "the reward model has another tokenizer than the policy and needs the prompts' messages, but the data set "
                 "gives no info raw_prompt (text, or a list of messages, for each row); let its batch() give them"
             )
         ids = [self._tokens(*each) for each in zip(batch.info["raw_prompt"], batch.info["response_text"], strict=True)]
@@ -54,7 +54,7 @@ class Conversations:
         mask_BT = torch.arange(width) >= width - lengths[:, None]
         ids_BT = torch.zeros(mask_BT.shape, dtype=torch.int64)
         ids_BT[mask_BT] = torch.tensor([token for own in ids for token in own])
-        # The whole is one sequence; which part of it is the response makes no difference to its score.
+        # The whole sequence is scored, so any part of it may count as the response.
         return Batch.of({"input_ids": ids_BT, "attention_mask": mask_BT, "response_mask": mask_BT[:, -1:]})
 
     def _tokens(self, prompt: str | list[dict[str, Any]], response: str) -> list[int]:
@@ -63,7 +63,7 @@ class Conversations:
         messages = [*prompt, {"role": "assistant", "content": response}]
         try:
             return list(self._judge.apply_chat_template(messages, tokenize=True, return_dict=False))
-        except Exception as fault:  # whatever a template raises
+        except Exception as fault:  # templates raise any kind of error
             raise ConversationError(
                 f"the reward model's tokenizer does not take a chat ({type(fault).__name__}: {fault}); expected a chat template "
                 "for these roles; save one with the tokenizer, or use prompts of plain text"

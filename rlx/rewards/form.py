@@ -1,4 +1,4 @@
-"""The form of a response: whether it is laid out as asked, whatever it says."""
+"""Score the form of a response, regardless of its contents."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ FORM_PATTERNS = {
     "hashes": r".*####[ \t]*\S[^\n#]*\s*",
     "boxed": r".*\\boxed\{\s*[^\s}].*\}.*",
 }
-"""Regular expressions by the names that `reward.format` knows."""
+"""Regular expressions by the names in `reward.format`."""
 
 
 def compute_score(
@@ -18,11 +18,11 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     form: str = "hashes",
 ) -> float:
-    """1.0 when the whole response matches, else 0.0.
+    """Return 1.0 if the whole response matches, else 0.0.
 
     Args:
-        data_source, ground_truth, extra_info: not used; part of the signature all reward functions share.
+        data_source, ground_truth, extra_info: not used; part of the signature of all reward functions.
         solution_str: the response.
-        form: one of FORMS, or a regular expression, in which `.` stands for line ends too.
+        form: a name in FORM_PATTERNS, or a regular expression in which `.` also matches line ends.
     """
     return float(re.fullmatch(FORM_PATTERNS.get(form, form), solution_str, re.DOTALL) is not None)

@@ -1,6 +1,6 @@
-"""A reward function, as the driver names it and a reward process loads it, and what a call of it answers.
+"""A reward function as the driver names it and a reward process loads it, and the outcome of a call.
 
-Every reward process starts with this module, so it imports next to nothing.
+Every reward process starts with this module, so it imports very little.
 """
 
 import importlib
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 KEY = "custom_reward_function"
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""The parameters of a function that scores one sample, and of one that scores a list of them; all passed by name."""
+"""The parameters of a function that scores one sample, and of one that scores a list; all are passed by name."""
 
 LARGEST_SCORE = 3.4e38
-"""Scores become fp32."""
+"""Scores are stored in fp32."""
 LONGEST_TEXT = 10_000
-"""Of what is said of a failure [characters]; what a function says may be of any length."""
+"""Longest description of a failure that is kept [characters]; a function's message may have any length."""
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
 
 
 class Loadable(Protocol):
-    """What a reward process can try to load: it comes to it pickled."""
+    """Something that a reward process can load; it is sent there pickled."""
 
     @property
     def source(self) -> str:
-        """Whose import it is, in messages."""
+        """Path of the file to import, for messages."""
         ...
 
     def load(self) -> Callable[..., Any]:
-        """Imports it. Raises UserCodeError."""
+        """Import it. Raises UserCodeError."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """What a reward process calls.
+    """A reward function that a process loads and calls.
 
     Args:
-        source: path of a Python file of the user's, or a module of rlx.
+        source: path of a user's Python file, or a module of rlx.
         name: in it.
         limit_s: longest call [seconds].
         batched: one call scores a list of samples.
@@ -65,14 +65,14 @@ class Function:
 
     @property
     def is_own(self) -> bool:
-        """Whether the user wrote it."""
+        """Whether it is a user's function."""
         return self.source.endswith(".py")
 
     def load(self) -> Callable[..., Any]:
-        """The function itself, with its file imported.
+        """Import the file and return the function.
 
         Raises:
-            UserCodeError: the file is missing or fails to import, has no such name, or it cannot be called as a reward.
+            UserCodeError: the file is missing, fails to import, lacks the name, or the name cannot be called as a reward.
         """
         if not self.is_own:
             module = importlib.import_module(self.source)
@@ -99,7 +99,7 @@ class Function:
 
 
 def own_function(reward: "RewardConfig", custom: "CustomRewardConfig") -> Function | None:
-    """The function that the user wrote; None where there is none."""
+    """Return the user's function, or None if there is none."""
     if custom.path is None:
         return None
     path = str(Path(custom.path).expanduser().absolute())
@@ -107,7 +107,7 @@ def own_function(reward: "RewardConfig", custom: "CustomRewardConfig") -> Functi
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives something to await, an object's call too."""
+    """Whether a call returns an awaitable, also for an object with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -115,13 +115,13 @@ Numbers = dict[str, float]
 
 
 class Outcome(NamedTuple):
-    """How a call ended.
+    """The end of a call.
 
     Args:
-        answers: of each of its samples the numbers reported, `score` among them, or what is wrong with the report.
-        kind: why there are none: the call raised (or returned nothing like a list), took too long, or its process ended.
+        answers: for each sample the numbers reported, `score` among them, or a message if the report is wrong.
+        kind: why there are none: the call raised (or returned no list), took too long, or ended its process.
         fault: the same in words.
-        traceback: of what was raised.
+        traceback: of the error that was raised.
     """
 
     answers: list[Numbers | str]
@@ -131,13 +131,13 @@ class Outcome(NamedTuple):
 
 
 def raised(fault: BaseException) -> Outcome:
-    """The outcome of a call that raised."""
+    """Return the outcome of a call that raised."""
     what = f"raised {type(fault).__name__}: {fault}"
     return Outcome([], "error", what[:LONGEST_TEXT], "".join(traceback.format_exception(fault))[-LONGEST_TEXT:])
 
 
 def outcome_of(function: Function, result: Any, samples: int) -> Outcome:
-    """What a call returned, reduced to numbers: text, lists and objects stay in the process."""
+    """Reduce a call's result to numbers; text, lists and objects stay in the process."""
     if not function.batched:
         return Outcome([_numbers(result)])
     if isinstance(result, str | dict) or not hasattr(result, "__len__") or len(result) != samples:
@@ -155,6 +155,6 @@ def _numbers(result: Any) -> Numbers | str:
 
 
 def _scalars(report: dict[Any, Any]) -> dict[Any, Any]:
-    """Scalars of numpy and torch, and arrays of one number, as plain ones; this process may have imported neither."""
+    """Convert scalars of numpy and torch, and arrays of one number, to plain ones; this process may have imported neither."""
     is_one = {name: math.prod(getattr(value, "shape", (2,))) == 1 for name, value in report.items()}
     return {name: value.item() if is_one[name] else value for name, value in report.items()}

@@ -1,4 +1,4 @@
-"""GSM8K's rule: the number after the last `####` is compared with the reference."""
+"""Score by GSM8K's rule: compare the number after the last `####` with the reference."""
 
 import re
 from decimal import Decimal
@@ -6,16 +6,16 @@ from typing import Any
 
 SOURCES = ("openai/gsm8k", "rlx/arithmetic")
 TAIL_CHARACTERS = 300
-"""The answer must stand this close to the end, as in verl's rule for GSM8K."""
+"""The answer must be this close to the end, as in verl's rule for GSM8K."""
 
 _NUMBER = r"(?P<minus>-?)[ \t]*\$?[ \t]*(?P<minus_after>-?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-# What follows must not continue the number or an expression: in `3/4` and `3+4` no 3 was answered.
+# The next characters must not continue the number or an expression: `3/4` and `3+4` do not answer 3.
 _ANSWER = re.compile(r"####[ \t]*" + _NUMBER + r"(?![0-9]|\.[0-9]|[ \t]*[-+*/^=][ \t]*[0-9])")
 _WHOLE = re.compile(r"\s*" + _NUMBER + r"\s*%?\.?\s*")
 
 
 def extract_answer(solution: str) -> Decimal | None:
-    """The number after the last `####` in the last 300 characters; `$`, `%`, commas and a full stop do not count."""
+    """Return the number after the last `####` in the last 300 characters; ignore `$`, `%`, commas and a full stop."""
     matches = list(_ANSWER.finditer(solution[-TAIL_CHARACTERS:]))
     return _value(matches[-1]) if matches else None
 
@@ -32,10 +32,10 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     format_score: float = 0.0,
 ) -> float:
-    """1.0 for the right number, `format_score` for another number in the right form, else 0.0.
+    """Return 1.0 for the right number, `format_score` for another number in the right form, else 0.0.
 
     Args:
-        data_source: not used; part of the signature all reward functions share.
+        data_source: not used; part of the signature of all reward functions.
         solution_str: the response.
         ground_truth: a number, or text that is one ("1,200", "$18").
         extra_info: not used.

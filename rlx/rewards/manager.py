@@ -1,4 +1,4 @@
-"""Scores for a batch of responses: each sample goes to the reward function of its data source."""
+"""Score a batch of responses: each sample goes to the reward function of its data source."""
 
 import json
 import logging
@@ -32,45 +32,49 @@ MATH_LIMIT_S = 5.0
 POOL_FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
 SMALLEST_PART = 8
-"""A list that fails is asked again in halves; while no part of it has been answered, down to this share of it."""
+"""A failing list is divided in halves, down to this share of it as long as no part of it has been answered."""
 SCORED_INFO = ("data_source", "response_text", "ground_truth", "extra_info")
-"""What of a batch's info becomes the arguments SINGLE of a reward function."""
+"""The entries of a batch's info that become the arguments SINGLE of a reward function."""
 
 Sample = dict[str, Any]
 
 
 class RewardError(ExplainedError, ValueError):
-    """A reward function failed, or no function is known for a data source."""
+    """A reward function failed, or a data source has none."""
 
 
 class Scores(NamedTuple):
-    """One score per sample, and what else the reward functions reported.
+    """One score per sample, and the other numbers that reward functions report.
 
     Args:
         scores: (B,) fp32.
-        extra: B-long lists by name; NaN for a sample whose function reported no such number.
+        extra: lists of length B by name; NaN for a sample whose function did not report the number.
     """
 
     scores: Tensor
     extra: dict[str, list[float]]
 
     def right(self) -> Tensor:
-        """(B,) fp64: which answers are right, by the function's own `acc` where it gives one, else a score of 1 or more."""
+        """Return 1 for right answers (B,) fp64: by the function's own `acc` if it gives one, else for scores of 1 or more."""
         by_score_B = (self.scores >= 1.0).double()
         own_B = torch.tensor(self.extra.get("acc", [math.nan] * len(self.scores)), dtype=torch.float64)
         return torch.where(own_B.isnan(), by_score_B, own_B)
 
 
 class RewardModel(NamedTuple):
-    """A model whose scores come to the manager: what it reads, and what the functions' score is multiplied by and added
-    with; by 0 they are not asked."""
+    """A model that scores responses, too.
+
+    Args:
+        conversations: writes its input.
+        rule_weight: factor of the functions' score, which is added to the model's; with 0 the functions are not called.
+    """
 
     conversations: Conversations
     rule_weight: float
 
 
 class Failure(NamedTuple):
-    """Why a sample has no score: error, timeout or crash of its function, in words, and what was raised."""
+    """The reason why a sample has no score: error, timeout or crash of its function, in words, with the traceback."""
 
     kind: str
     function: Function
@@ -82,12 +86,12 @@ Report = Numbers | Failure
 
 
 class RewardManager:
-    """Knows the reward function of each data source; a context that ends the processes in which they run.
+    """Scores samples with the reward function of each data source. A context that ends the reward processes.
 
     Args:
         reward: options of the built-in functions and of the processes.
-        custom: with a path, that function scores every sample, or those of the data sources that it names.
-        model: one that scores too.
+        custom: if it has a path, that function scores every sample, or those of the data sources that it names.
+        model: a model that scores, too.
 
     Raises:
         UserCodeError: the user's function cannot be loaded.
@@ -102,7 +106,7 @@ class RewardManager:
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
         grade_maths = Function(MATHS, "compute_score", min(MATH_LIMIT_S, limit_s))
         self._known = dict.fromkeys(gsm8k.SOURCES, grade_number) | dict.fromkeys(MATH_SOURCES, grade_maths)
-        # A rule that always takes microseconds is called in this process.
+        # A rule that always takes microseconds runs in this process.
         self._here: dict[Function, Callable[..., Any]] = {grade_number: gsm8k.compute_score}
         self._form = self._all = None
         self._taken: Counter[str] = Counter()
@@ -121,10 +125,10 @@ class RewardManager:
         self._pool.close()
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
-        """Sees before the first sample comes that each of these data sources has a reward function.
+        """Check that each of these data sources has a reward function, before the first sample comes.
 
         Raises:
-            RewardError: some have none; names them all.
+            RewardError: names all that have none.
         """
         asks_none = self._model is not None and self._model.rule_weight == 0
         unknown = [] if asks_none or self._all is not None else sorted(set(data_sources) - self._known.keys())
@@ -132,25 +136,26 @@ class RewardManager:
             raise RewardError(self._no_function_for(unknown))
 
     def sequences(self, batch: Batch) -> Batch:
-        """What the reward model reads of the batch. Raises ConversationError."""
+        """Return the reward model's input for the batch. Raises ConversationError."""
         assert self._model is not None, "only called with a reward model"
         return self._model.conversations.of(batch)
 
     def score(self, batch: Batch, dump_dir: str | Path, model_scores: Tensor | None = None) -> Scores:
-        """Scores every sample, in order.
+        """Score every sample, in order.
 
         Args:
             batch: with info response_text, data_source, ground_truth, extra_info.
-            dump_dir: where the sample that made a reward function fail is kept; made when needed.
-            model_scores: (B,) of the reward model, where there is one.
+            dump_dir: folder for a copy of a sample whose reward function failed; made when needed.
+            model_scores: (B,) of the reward model, if there is one.
 
         Returns:
-            The functions' scores, or with a model: model + rule_weight * function, with both as numbers in `extra`, and `acc`
-            by the function's score alone.
+            The functions' scores. With a model: model + rule_weight * function, with both numbers in `extra`, and `acc` from the
+            function's score alone.
 
         Raises:
-            RewardError: a model's score is no finite number; unknown data source; a function that failed and `reward.on_error` or `reward.on_crash` says stop, or
-                that failed for all samples: names the sample, the function and the file with a copy of the sample.
+            RewardError: a model's score is not finite; a data source is unknown; or a function failed, and `reward.on_error` or
+                `reward.on_crash` says stop or it failed for all samples. Then the message names the sample, the function and
+                the file with a copy of the sample.
         """
         if model_scores is None or self._model is None:
             return self._by_function(batch, Path(dump_dir))
@@ -184,11 +189,11 @@ class RewardManager:
         return Scores(torch.tensor([report["score"] for report in numbers], dtype=torch.float32), extra)
 
     def usage(self) -> dict[str, float]:
-        """What scoring took since the last call.
+        """Return the cost of scoring since the last call.
 
         Returns:
-            reward/errors, reward/timeouts, reward/crashes: samples that scored 0 because their call raised, took too long
-            or ended its process; reward/retries: calls that were sent again; reward/processes: those that ended in a call.
+            reward/errors, reward/timeouts, reward/crashes: samples that scored 0 because their call raised, took too long or
+            ended its process; reward/retries: calls that were sent again; reward/processes: processes that ended in a call.
         """
         taken, self._taken = self._taken, Counter()
         return {f"reward/{name}": float(taken[name]) for name in POOL_FIGURES}
@@ -208,7 +213,7 @@ class RewardManager:
         )
 
     def _ask(self, samples: list[Sample], functions: list[Function]) -> list[Report]:
-        """What each sample's function says of it."""
+        """Return the report of each sample's function."""
         rows_of: dict[Function, list[int]] = {}
         for row, function in enumerate(functions):
             rows_of.setdefault(function, []).append(row)
@@ -226,9 +231,9 @@ class RewardManager:
         return [reports[row] for row in range(len(samples))]
 
     def _reports_of(self, calls: list[tuple[list[int], Call]]) -> dict[int, Report]:
-        """What calls say of their rows. A list that fails is asked again in halves, if what fails is to score 0."""
+        """Return the reports of calls by row. A failing list is divided in halves if failures are to score 0."""
         reports: dict[int, Report] = {}
-        answered: set[Function] = set()  # at least in part
+        answered: set[Function] = set()  # at least for a part of their lists
         smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls}
         while calls:
             asked, calls = calls, []
@@ -255,7 +260,7 @@ class RewardManager:
         return outcomes
 
     def _stops_at(self, kind: str) -> bool:
-        """Whether the run is to stop at an error, a timeout or a crash."""
+        """Whether the run stops at an error, a timeout or a crash."""
         return (self._config.on_error if kind == "error" else self._config.on_crash) == "stop"
 
     def _call_here(self, function: Function, sample: Sample) -> Report:
@@ -266,7 +271,7 @@ class RewardManager:
         return _reports(function, outcome, 1)[0]
 
     def _with_form(self, report: Report, form: Report) -> Report:
-        """The report with what the form earns, and an `acc` that does not count it."""
+        """Return the report with the score of the form added, and an `acc` that does not count the form."""
         if isinstance(report, Failure) or isinstance(form, Failure):
             return report if isinstance(report, Failure) else form
         right, formed = float(report["score"] >= 1.0), form["score"]
@@ -274,7 +279,7 @@ class RewardManager:
         return {"acc": right} | report | {"score": score, "format": formed}
 
     def _judge(self, failures: dict[int, Failure], samples: list[Sample], dump_dir: Path) -> None:
-        """Stops the run where it is configured so, or where there is no score at all; else says what scores 0."""
+        """Stop the run if it is so configured or no sample has a score; else warn of the samples that score 0."""
         stopping = [row for row, failure in failures.items() if self._stops_at(failure.kind)]
         row = (stopping or list(failures))[0]
         failure, sample = failures[row], samples[row]
@@ -300,7 +305,7 @@ class RewardManager:
 
 
 def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
-    """A list's call as two."""
+    """Divide a list's call in two."""
     middle, found = len(rows) // 2, []
     for part in (slice(None, middle), slice(middle, None)):
         lists = {name: values[part] for name, values in call.arguments.items()}
@@ -309,7 +314,7 @@ def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
 
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:
-    """Of each sample of a call."""
+    """Return the report of each sample of a call."""
     if outcome.kind:
         is_fixed = function.source == MATHS and function.limit_s == MATH_LIMIT_S
         whose = "math-verify's limit, which reward.timeout_s does not raise" if is_fixed else "reward.timeout_s"

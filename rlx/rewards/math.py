@@ -1,7 +1,7 @@
-"""Mathematical answers, boxed or plain, compared by math-verify.
+"""Score mathematical answers, boxed or plain, with math-verify.
 
-What a model writes can keep math-verify busy for hours, so rlx calls this in reward processes only; math-verify's own
-timeouts, which need the main thread and end no computation in C, are switched off.
+A response can keep math-verify busy for hours, so rlx only calls this in reward processes. math-verify's own timeouts are off:
+they need the main thread and cannot end a computation in C.
 """
 
 import logging
@@ -13,29 +13,29 @@ from math_verify import parse, verify
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 when the boxed (else the plain) expression equals the reference, else 0.0.
+    """Return 1.0 if the boxed (else the plain) expression equals the reference, else 0.0.
 
-    Of several boxes the last line's count; several on that line are a set.
+    Of several boxes those on the last line count; several on that line form a set.
 
     Args:
-        data_source: not used; part of the signature all reward functions share.
+        data_source: not used; part of the signature of all reward functions.
         solution_str: the response.
         ground_truth: LaTeX or plain text of the expression, without `\\boxed`.
         extra_info: not used.
 
     Raises:
-        ValueError: the ground truth cannot be read as mathematics.
+        ValueError: the ground truth is no expression that math-verify can read.
     """
     gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"ground_truth is {str(ground_truth)!r}, expected an expression that math-verify can read")
-    # math-verify joins the boxes of all steps into one set; the answer is what the last line with a box, or what follows, says.
+    # math-verify would join the boxes of all steps into one set; the answer begins at the last line with a box.
     line_start = solution_str.rfind("\n", 0, max(0, solution_str.rfind("\\boxed"))) + 1
     answer = parse(solution_str[line_start:], parsing_timeout=None)
     return float(verify(gold, answer, timeout_seconds=None))
 
 
-# It warns of every expression that it cannot read, and of absent timeouts.
+# It warns of every expression that it cannot read, and of missing timeouts.
 for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-compute_score("", "\\boxed{1}", "1")  # loads the rest of the libraries, which the first call need not wait for then
+compute_score("", "\\boxed{1}", "1")  # loads the rest of the libraries before the first call needs them

@@ -1,15 +1,15 @@
-"""Processes in which reward functions run, so that none can stop or hang the run.
+"""Processes for reward functions, so that no function can stop or hang the run.
 
-Of its own and no library's: `concurrent.futures` gives a whole pool up when one process dies, `multiprocessing` runs the
-driver's main module again in each, and neither, nor a library above them, ends a process that a killed driver left
-inside C code, or calls async functions side by side.
+rlx has its own pool, because `concurrent.futures` gives up a whole pool when one process dies, and `multiprocessing` runs the
+driver's main module again in each process. Neither of them, nor a library above them, ends a process that hangs in C code after
+its driver was killed, or runs async functions concurrently.
 
-Note [who ends a call in time]: the driver alone. A process says something at least every FLUSH_S while calls end, so one
-that has been silent for a call's limit and SLACK_S hangs in a call, in C code or not, and is killed with all processes
-that it has started. Which call it was is not known where several had been sent: see Note [once more].
+Note [who ends a call in time]: only the driver. A process sends a message at least every FLUSH_S while calls end. If it is
+silent for a call's limit plus SLACK_S, it hangs in a call, in C code or not, and is killed with all processes it started. If
+several calls had been sent, it is not known which one hung: see Note [once more].
 
-Note [once more]: the calls that a process had not answered when it ended are sent again, each alone. If it was one, it is
-to blame: when it took too long it is lost, when it ended the process it is sent once more and lost the second time.
+Note [once more]: calls without an outcome when their process ended are sent again, each alone. A call that was alone is to
+blame. If it took too long it is lost; if it ended the process it is sent once more, and lost the second time.
 """
 
 import contextlib
@@ -31,26 +31,26 @@ from rlx.rewards.process import OUT_OF_MEMORY
 from rlx.user_code import UserCodeError
 
 LOAD_LIMIT_S = 300.0
-"""Longest import of a function's file."""
+"""Longest import of a function's file [s]."""
 SLACK_S = 1.0
-"""Above FLUSH_S, and above what a busy machine may delay a message."""
+"""More than FLUSH_S, and more than a busy machine may delay a message."""
 MESSAGES_PER_PROCESS = 4
-"""Calls of one process are sent in about so many messages, so that all processes end together."""
+"""Calls of one process are sent in about this many messages, so that all processes end together."""
 CALLS_PER_MESSAGE = 256
 HOPELESS = 4
-"""Calls lost, in each process, before the first one is answered: then the others are not tried."""
+"""If this many calls per process are lost before the first one is answered, the others are not tried."""
 
 
 class InProcess(Exception):
-    """What happened in a reward process; its text is the traceback there."""
+    """An error in a reward process; its text is the traceback there."""
 
 
 class NotSendable(TypeError):
-    """Arguments of a call that cannot go to another process."""
+    """Arguments of a call cannot be sent to another process."""
 
 
 class Call(NamedTuple):
-    """One call of a function: its arguments by name, and how many samples they are."""
+    """One call of a function: its arguments by name, and the number of samples in them."""
 
     function: Function
     arguments: dict[str, Any]
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What it took to get the outcomes: calls sent again, and processes that ended in a call, by themselves or killed."""
+    """The cost of the outcomes: calls sent again, and processes that ended in a call, by themselves or killed."""
 
     retries: int = 0
     processes: int = 0
@@ -68,13 +68,13 @@ class _Process:
     """One reward process.
 
     Attributes:
-        connection: what is waited on.
+        connection: to wait on.
         deadline: when it has been silent for too long.
-        unanswered: places of the calls that it was sent, among those of the run.
+        unanswered: indices in the run of the calls that it was sent and has not answered.
     """
 
     def __init__(self, memory_bytes: int, at_once: int):
-        # The same import path as ours, however we came by it. Processes share the cores, so each takes one.
+        # With the driver's import path, wherever it comes from. Processes share the cores, so each uses one thread.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self.connection, theirs = Pipe()
@@ -83,10 +83,10 @@ class _Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlx.rewards.process", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what functions print is no output of the driver's
+                stdout=2,  # the driver's output must not contain what functions print
                 env=environment,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is the driver's to handle; and what a function starts can be ended too
+                start_new_session=True,  # the driver handles Ctrl-C, and processes that a function starts can be killed too
             )
         self._loaded: set[Loadable] = set()
         self._sent: list[int] = []
@@ -94,13 +94,13 @@ class _Process:
         self.deadline = math.inf
 
     def load(self, function: Loadable) -> None:
-        """Asks for a function's import."""
+        """Request a function's import."""
         self._loading = function
         self.deadline = time.monotonic() + LOAD_LIMIT_S
         self._send((id(function), function))
 
     def loading(self) -> tuple[bool, UserCodeError | None, str]:
-        """The answer to `load`. Raises EOFError or OSError where the process ended, TimeoutError where it takes too long."""
+        """Return the reply to `load`. Raises EOFError or OSError if the process ended, TimeoutError if it takes too long."""
         if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
             raise TimeoutError
         answer: tuple[bool, UserCodeError | None, str] = self.connection.recv()
@@ -109,7 +109,7 @@ class _Process:
         return answer
 
     def begin(self, places: list[int], function: Function, samples: list[int], payload: bytes) -> None:
-        """Sends the calls at these places, once their function is loaded."""
+        """Send the calls at these indices, after loading their function."""
         self._sent, self.unanswered = places, set(places)
         self._calls, self._function = (id(function), samples, payload), function
         if function in self._loaded:
@@ -118,10 +118,10 @@ class _Process:
             self.load(function)
 
     def receive(self) -> list[tuple[int, Outcome]]:
-        """Outcomes by their places in the run; none where it has only loaded the function.
+        """Return outcomes by their indices in the run; none if the process has only loaded the function.
 
         Raises:
-            EOFError, OSError: it has ended.
+            EOFError, OSError: the process has ended.
         """
         if self._function not in self._loaded:
             _, fault, traceback = self.loading()
@@ -141,11 +141,11 @@ class _Process:
         self._send(self._calls)
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended, as the next thing received will say
+        with contextlib.suppress(ConnectionError):  # it has ended, and the next `receive` raises
             self.connection.send(message)
 
     def end(self) -> str:
-        """Kills it and all that it has started. How it had ended before that, if it had."""
+        """Kill it and everything it started; return how it had ended before that, if it had."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -157,12 +157,12 @@ class _Process:
 
 
 class ProcessPool:
-    """Calls reward functions in processes; a context. Processes start when they are needed and stay.
+    """Calls reward functions in processes. A context; processes start when they are needed and are reused.
 
     Args:
-        size: processes.
-        memory_limit_gb: what each may allocate [10^9 bytes]; None: anything.
-        at_once: calls of an async function that each process runs at a time.
+        size: largest number of processes.
+        memory_limit_gb: memory that each may allocate [10^9 bytes]; None: no limit.
+        at_once: calls of an async function that each process runs concurrently.
     """
 
     def __init__(self, size: int, memory_limit_gb: float | None, at_once: int):
@@ -178,12 +178,12 @@ class ProcessPool:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes. A later call starts new ones."""
+        """End the processes. A later call starts new ones."""
         while self._idle:
             self._idle.pop().end()
 
     def check(self, function: Loadable) -> None:
-        """Loads a function, or what else a user wrote, in one process, so that what is wrong with it shows before the first call.
+        """Load a function, or other code of a user, in one process, so that errors show before the first call.
 
         Raises:
             UserCodeError: it cannot be loaded.
@@ -206,10 +206,10 @@ class ProcessPool:
             raise fault from (InProcess(f"\n{traceback}") if traceback else None)
 
     def run(self, calls: Sequence[Call]) -> tuple[list[Outcome], Counts]:
-        """The outcome of each call, in order. See Note [who ends a call in time] and Note [once more].
+        """Return the outcome of each call, in order. See Note [who ends a call in time] and Note [once more].
 
         Raises:
-            NotSendable: arguments that pickle does not take.
+            NotSendable: pickle refuses the arguments.
         """
         run = _Run(self, calls, deque(self._cut(calls)))
         try:
@@ -220,21 +220,21 @@ class ProcessPool:
         return [run.outcomes[place] for place in range(len(calls))], Counts(run.retries, run.processes)
 
     def take(self) -> _Process:
-        """A process that has nothing to do."""
+        """Return an idle process, or a new one."""
         return self._idle.pop() if self._idle else _Process(*self._options)
 
     def give(self, process: _Process) -> None:
-        """Takes it back."""
+        """Return a process to the idle ones."""
         self._idle.append(process)
 
     def _cut(self, calls: Sequence[Call]) -> list[list[int]]:
-        """The places of the calls that are sent together."""
+        """Return the indices of the calls that are sent together."""
         places: dict[Function, list[int]] = {}
         for place, call in enumerate(calls):
             places.setdefault(call.function, []).append(place)
         parts = []
         for function, own in places.items():
-            # Calls of an async function wait for each other only in their process.
+            # Concurrent calls of an async function must be in one process.
             messages = self.size if function in self._async else self.size * MESSAGES_PER_PROCESS
             most = len(own) if function in self._async else CALLS_PER_MESSAGE
             length = min(most, -(-len(own) // messages))
@@ -243,7 +243,7 @@ class ProcessPool:
 
 
 class _Run:
-    """The calls of one batch on their way: those that wait, those in processes, and the outcomes so far by place."""
+    """The calls of one batch: those that wait, those in processes, and the outcomes so far by index."""
 
     def __init__(self, pool: ProcessPool, calls: Sequence[Call], waiting: deque[list[int]]):
         self._pool, self._calls, self._waiting = pool, calls, waiting
@@ -254,7 +254,7 @@ class _Run:
         self._answered = False
 
     def to_the_end(self) -> None:
-        """Until each call has its outcome."""
+        """Run until each call has its outcome."""
         while self._waiting or self.busy:
             while self._waiting and len(self.busy) < self._pool.size:
                 self._start(self._waiting.popleft())
@@ -275,7 +275,7 @@ class _Run:
         process.begin(places, chosen[0].function, [call.samples for call in chosen], payload)
 
     def _listen(self) -> None:
-        """Takes what the processes say until one says something or has been silent for too long."""
+        """Receive outcomes until a process sends one or has been silent for too long."""
         by_connection = {process.connection: process for process in self.busy}
         deadline = min(process.deadline for process in self.busy)
         for connection in wait(list(by_connection), max(0.0, deadline - time.monotonic())):
@@ -299,7 +299,7 @@ class _Run:
             self._pool.give(process)
 
     def _lose(self, process: _Process, outcome: Outcome) -> None:
-        """A process has ended: which call is to blame is known, or found out one by one."""
+        """Handle the end of a process: blame a call that was alone, else send the calls again one by one."""
         self.processes += 1
         alone = len(process.unanswered) == 1
         for place in sorted(process.unanswered):

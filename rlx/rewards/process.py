@@ -1,7 +1,7 @@
-"""A reward process: calls reward functions, ends with the driver. Started by `rlx.rewards.pool`.
+"""A reward process: calls reward functions and ends with the driver. `rlx.rewards.pool` starts it.
 
-Messages from the driver: (number, Function) to load one, or what else is Loadable, answered by (is it async, UserCodeError or None, traceback); and
-(number, samples of each call, pickled arguments of the calls), answered by lists of (place of the call, Outcome).
+Messages from the driver: (number, Loadable) to load a function, answered by (is it async, UserCodeError or None, traceback); and
+(number, samples of each call, pickled arguments of the calls), answered by lists of (index of the call, Outcome).
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from rlx.rewards.function import Function, Outcome, is_async, outcome_of, raised
 from rlx.user_code import UserCodeError
 
 FLUSH_S = 0.01
-"""Answers wait at most so long for others to travel with them, unless the next call takes longer."""
+"""Outcomes wait at most this long to be sent together with others, unless the next call takes longer [s]."""
 OUT_OF_MEMORY = 97
-"""Exit code after a MemoryError: what the function has left behind goes with the process."""
+"""Exit code after a MemoryError, because memory that the function still holds is freed with the process."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Has the system kill this process when the driver's thread that started it ends, also inside C code."""
+    """Let the system kill this process when the driver's thread that started it ends, even in C code."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the driver has already ended
         os._exit(0)
 
 
 class Answers:
-    """Collects outcomes and sends them, some at a time."""
+    """Collects outcomes and sends several at a time."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
@@ -44,20 +44,20 @@ class Answers:
         self._sent = time.monotonic()
 
     def add(self, place: int, outcome: Outcome) -> None:
-        """The outcome of the call at this place."""
+        """Add the outcome of the call at this index."""
         self._waiting.append((place, outcome))
         if time.monotonic() - self._sent > FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what waits."""
+        """Send the collected outcomes."""
         if self._waiting:
             self._connection.send(self._waiting)
         self._waiting, self._sent = [], time.monotonic()
 
 
 def failed(fault: BaseException) -> Outcome:
-    """The outcome of a call that raised; without memory the process ends."""
+    """Return the outcome of a call that raised; end the process if memory ran out."""
     if isinstance(fault, MemoryError):
         os._exit(OUT_OF_MEMORY)
     return raised(fault)
@@ -71,7 +71,7 @@ async def call_all(
     at_once: int,
     to: Answers,
 ) -> None:
-    """Calls an async function on all of these, at most `at_once` at a time."""
+    """Call an async function with all of these arguments, at most `at_once` calls concurrently."""
     room = asyncio.Semaphore(at_once)
 
     async def one(place: int, arguments: dict[str, Any]) -> None:
@@ -87,11 +87,11 @@ async def call_all(
 
 
 class Process:
-    """What the driver asks of this process.
+    """Handles the driver's requests.
 
     Args:
         connection: to the driver.
-        at_once: calls of an async function that may run at a time.
+        at_once: calls of an async function that may run concurrently.
     """
 
     def __init__(self, connection: Connection, at_once: int):
@@ -99,8 +99,8 @@ class Process:
         self._functions: dict[int, tuple[Function, Callable[..., Any]]] = {}
 
     def serve(self) -> None:
-        """Answers until the driver closes the connection."""
-        # One event loop for all calls: what a function keeps between them, such as a session, belongs to its loop.
+        """Handle requests until the driver closes the connection."""
+        # One event loop for all calls, because objects that a function keeps, such as a session, belong to a loop.
         with asyncio.Runner() as runner:
             while True:
                 try:
@@ -126,7 +126,7 @@ class Process:
         answers = Answers(self._connection)
         try:
             calls = pickle.loads(payload)
-        except Exception as fault:  # an object whose class this process cannot import
+        except Exception as fault:  # for example an object whose class this process cannot import
             for place in range(len(samples)):
                 answers.add(place, failed(fault))
             calls = []
@@ -136,14 +136,14 @@ class Process:
             for place, arguments in enumerate(calls):
                 try:
                     outcome = outcome_of(spec, function(**arguments, **spec.options), samples[place])
-                except BaseException as fault:  # sys.exit() too
+                except BaseException as fault:  # includes sys.exit()
                     outcome = failed(fault)
                 answers.add(place, outcome)
         answers.flush()
 
 
 def main() -> None:
-    """Takes as arguments the connection's descriptor, the driver's process id, bytes of memory (0: any), calls at once."""
+    """Run with the arguments: descriptor of the connection, the driver's process id, bytes of memory (0: any), calls at once."""
     descriptor, parent, memory_bytes, at_once = map(int, sys.argv[1:])
     end_with(parent)
     if memory_bytes:
@@ -151,7 +151,7 @@ def main() -> None:
         limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
     Process(Connection(descriptor), at_once).serve()
-    os._exit(0)  # whatever threads the functions have left running
+    os._exit(0)  # even if functions have left threads running
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the user sees at the console: the bar, one row per step, notices, generations, the summary.
+"""The console of a run: the bar, one row per step, notices, generations, the summary.
 
-On a terminal a bar with the current phase stays at the bottom and the rows scroll above it. Elsewhere (a pipe, CI, the
-log of a Ray job) the same rows come as plain lines without control characters.
+On a terminal a bar with the current phase stays at the bottom and rows scroll above it. Elsewhere (a pipe, CI, the log of a Ray
+job) the same rows are plain lines without control characters.
 """
 
 import logging
@@ -28,10 +28,10 @@ from rlx.trainer.tracking import METRICS_FILE
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
-MEMORY_CHANGE = 0.05  # a smaller share is noise: caches of libraries, files that are read
-STEPS_PER_MEAN = 5  # the summary compares means over so many steps: the reward of a single batch is noise
+MEMORY_CHANGE = 0.05  # smaller shares are noise: caches of libraries, files that are read
+STEPS_PER_MEAN = 5  # the summary compares means over this many steps, because the reward of one batch is noise
 
-# The phases of a step in the order of the road, with the names that fit a row.
+# The phases of a step in their order, with labels that fit a row.
 PHASE_LABELS = {
     "rollout": "roll",
     "reward": "rew",
@@ -48,7 +48,7 @@ PHASE_LABELS = {
 
 
 def number(value: float, width: int) -> str:
-    """A float with at most three decimals, fewer where it would not fit; tiny ones as 1.2e-05 where that fits."""
+    """Format a float with at most three decimals, fewer if it would not fit; tiny ones as 1.2e-05 if that fits."""
     if value != 0 and abs(value) < 0.0005 and width >= len("-1.2e-05"):
         return f"{value:.1e}"
     for decimals in (3, 2, 1, 0):
@@ -59,7 +59,7 @@ def number(value: float, width: int) -> str:
 
 
 def count(value: float) -> str:
-    """A quantity without a fixed scale in five characters: 4.3, 9950, 12.3k, 123k, 4.5M."""
+    """Format a quantity without a fixed scale in five characters: 4.3, 9950, 12.3k, 123k, 4.5M."""
     if abs(value) < 10:
         return f"{value:.1f}"
     if abs(value) < 10_000 or not math.isfinite(value):
@@ -69,7 +69,7 @@ def count(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """A duration for people: 7.3s, 2m05s, 3h07m."""
+    """Format a duration for people: 7.3s, 2m05s, 3h07m."""
     if value < 60:
         return f"{value:.1f}s"
     minutes, rest = divmod(round(value), 60)
@@ -81,10 +81,10 @@ class ProgressColumn(NamedTuple):
 
     Args:
         title: in the header.
-        metrics: what it shows: the first of these that a step has, else "-".
+        metrics: the column shows the first of these that a step has, else "-".
         width: in characters.
-        form: of the number.
-        drop: the column with the highest goes first where the terminal is narrow.
+        form: formats the number.
+        drop: on a narrow terminal the column with the highest number goes first.
     """
 
     title: str
@@ -94,8 +94,8 @@ class ProgressColumn(NamedTuple):
     drop: int
 
 
-# KL is that to the reference where the run has one, else that between the policy before and after the step; mism is how
-# far the sampler's log-probs are from the trainer's.
+# KL is the KL to the reference if the run has one, else the KL between the policy before and after the step; mism is the mean
+# difference between the sampler's and the trainer's log-probs.
 PROGRESS_COLUMNS = (
     ProgressColumn("reward", ("reward/mean",), 6, partial(number, width=6), 0),
     ProgressColumn("acc", ("reward/accuracy",), 6, "{:.1%}".format, 1),
@@ -114,7 +114,7 @@ PROGRESS_COLUMNS = (
 
 
 def printable(text: str, encoding: str) -> str:
-    """`text` with control characters (a model may write any) and what the stream cannot encode shown as escapes."""
+    """Return `text` with escapes for control characters, which a model may write, and for what the stream cannot encode."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -135,12 +135,12 @@ class StepTable:
         return self.step_width + sum(column.width + 1 for column in columns)
 
     def header(self) -> str:
-        """The titles."""
+        """Return the titles."""
         cells = ["step".rjust(self.step_width), *(column.title.rjust(column.width) for column in self.columns)]
         return " ".join(cells) + ("  seconds by phase" if self.phase_width >= len("seconds by phase") else "")
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
-        """One step; a metric that is missing shows as "-"."""
+        """Return the row of one step; a missing metric shows as "-"."""
         cells = [f"{step}/{self.total_steps}".rjust(self.step_width)]
         for column in self.columns:
             value = next((metrics[name] for name in column.metrics if name in metrics), None)
@@ -148,7 +148,7 @@ class StepTable:
         return (" ".join(cells) + "  " + self._phases(metrics)).rstrip()
 
     def _phases(self, metrics: Mapping[str, float]) -> str:
-        """The longest phases that fit, in the order of the road."""
+        """Return the longest phases that fit, in the order of the step."""
         spent = {k.removeprefix("timing_s/"): v for k, v in metrics.items() if k.startswith("timing_s/")}
         spent.pop("step", None)
         order = [*PHASE_LABELS, *(name for name in spent if name not in PHASE_LABELS)]
@@ -164,16 +164,16 @@ class StepTable:
 
 
 class MemoryTable:
-    """The lines under a row that say how much memory was in use before and after each phase.
+    """The lines under a row that show the memory in use before and after each phase.
 
-    They come with a header and whenever a figure has changed: as long as none come, a step needs what the one before did.
+    They appear with a header and whenever a figure has changed. As long as none appear, steps need equal memory.
     """
 
     def __init__(self) -> None:
         self._shown: dict[str, float] = {}
 
     def lines(self, metrics: Mapping[str, float], width: int, with_header: bool) -> list[str]:
-        """Cells like `roll 3.20>61.0` in the order of the road, in lines of `width` characters; none if nothing is new."""
+        """Return cells like `roll 3.20>61.0` in the order of the step, in lines of `width` characters; none if nothing is new."""
         figures = {name: metrics[name] for phase in PHASE_LABELS for name in self._names(phase) if name in metrics}
         if not with_header and all(self._is_known(name, value) for name, value in figures.items()):
             return []
@@ -197,30 +197,30 @@ class MemoryTable:
 
 
 class _NoticeHandler(logging.Handler):
-    """Shows what rlx logs, in workers too, where the bar does not overwrite it."""
+    """Shows log records of rlx, also those of workers, above the bar."""
 
     def __init__(self, progress: "Progress") -> None:
         super().__init__(logging.INFO)
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Warnings as notices, the rest as plain lines."""
+        """Show warnings as notices and the rest as plain lines."""
         show = self._progress.notice if record.levelno >= logging.WARNING else self._progress.remark
         show(record.getMessage())
 
 
 class Progress:
-    """The console of one run. Inside `with progress:` the bar stands; rows, notices and summary may come at any time.
+    """The console of one run. Inside `with progress:` the bar is visible; rows, notices and summary may come at any time.
 
     Args:
-        total_steps: steps of the whole run, those before a resume included.
-        console: False leaves out the row of each step; bar, notices and summary stay.
+        total_steps: steps of the whole run, including those before a resume.
+        console: False omits the row of each step; bar, notices and summary stay.
         stream: where to write; None: standard output.
     """
 
     def __init__(self, total_steps: int, console: bool = True, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
-        # Asked of the stream itself: rich also listens to FORCE_COLOR, which CI systems set for their log files.
+        # Ask the stream itself: rich also follows FORCE_COLOR, which CI systems set for their log files.
         self._live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
         plain: dict[str, Any] = {"width": PLAIN_WIDTH, "force_terminal": False, "color_system": None}
         self._console = Console(file=stream, highlight=False, markup=False, **({} if self._live else plain))
@@ -236,7 +236,7 @@ class Progress:
             console=self._console,
             transient=True,
             disable=not self._live,
-            speed_estimate_period=3600.0,  # rich's 30 s would forget steps longer than that and show no estimate
+            speed_estimate_period=3600.0,  # rich's 30 s would forget longer steps and show no estimate
         )
         self._task = self._bar.add_task("start", total=total_steps)
         self._started = time.perf_counter()
@@ -264,9 +264,13 @@ class Progress:
 
     @contextmanager
     def step(self, number: int) -> Iterator[dict[str, float]]:
-        """One step, from 1. Yields a dict that holds, once the step has ended, the seconds of each phase as
-        `timing_s/<phase>` and of the whole as `timing_s/step`."""
-        if self._first_step is None:  # bar and estimate count from here, not from the start-up or a resumed run's steps
+        """Time one step, counted from 1.
+
+        Yields a dict. After the step it holds the seconds of each phase as `timing_s/<phase>` and of all as `timing_s/step`.
+        """
+        if (
+            self._first_step is None
+        ):  # bar and estimate start here, without the start-up and a resumed run's earlier steps
             self._first_step, self._first_step_began = number, time.perf_counter()
             self._bar.reset(self._task, completed=number - 1)
         self._step = number
@@ -280,7 +284,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show `name` beside the bar; the seconds inside count for the step around."""
+        """Show `name` next to the bar; the seconds inside count for the step."""
         began = time.perf_counter()
         self._bar.update(self._task, description=name)
         try:
@@ -292,11 +296,11 @@ class Progress:
             self._seconds[name] += time.perf_counter() - began
 
     def row(self, metrics: Mapping[str, float], step: int) -> None:
-        """One row of the table, and a line of held-out results where `metrics` has them.
+        """Show one row of the table, and a line of held-out results if `metrics` has them.
 
         Args:
-            metrics: names as in COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`, `val/accuracy`,
-                `val/reward`.
+            metrics: names as in PROGRESS_COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`,
+                `val/accuracy`, `val/reward`.
             step: number of the step; 0 for a validation before training.
         """
         if "reward/mean" in metrics:
@@ -324,11 +328,11 @@ class Progress:
             self._line(line, "dim")
 
     def notice(self, text: str) -> None:
-        """A remark that the user should read, above the bar."""
+        """Show a line that the user should read."""
         self._line(f"! {text}", "yellow")
 
     def remark(self, text: str) -> None:
-        """A line for information, above the bar."""
+        """Show a line for information."""
         self._line(text, "dim")
 
     def generations(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -339,11 +343,11 @@ class Progress:
     def summary(
         self, first_validation: Mapping[str, float], last_validation: Mapping[str, float], folder: Path, picture: Path
     ) -> None:
-        """The closing panel: what was reached, how long it took, where things lie.
+        """Show the closing panel: results, duration, and where the files are.
 
         Args:
             first_validation, last_validation: metrics with `val/accuracy`; the same object after a single validation, empty
-                where nothing was validated.
+                without one.
             folder: of the run.
             picture: the report.
         """

@@ -1,6 +1,6 @@
-"""Draws `report.png` from `metrics.jsonl`: reward, accuracy, KL and entropy, phase times, gradient norm, response length.
+"""Draw `report.png` from `metrics.jsonl`: reward, accuracy, KL and entropy, phase times, gradient norm, response length.
 
-`python -m rlx.trainer.report RUN_DIR` draws it anew, also while the run goes on.
+`python -m rlx.trainer.report RUN_DIR` draws it again, also during the run.
 """
 
 import argparse
@@ -34,8 +34,8 @@ PHASE_COLORS = {
     "validate": "#c8324a",
     "checkpoint": "#52606d",
 }
-SMOOTH_FROM_STEPS = 24  # below that a smoothed line says no more than the points
-MOST_BARS = 120  # that can be told apart; of more steps means are drawn
+SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line shows no more than the points
+MOST_BARS = 120  # that can be told apart; with more steps means are drawn
 DPI = 130
 
 Series = tuple[list[int], list[float]]
@@ -47,9 +47,9 @@ class ReportError(ExplainedError, ValueError):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Metrics by step, in order. Nulls are left out, and so is a last line that is still being written.
+    """Return metrics by step, in order, without nulls and without a last line that is still being written.
 
-    Where the steps go back, a run was resumed from there: what had been written beyond is replaced.
+    If the steps go back, a run was resumed there, and its rows replace those written beyond.
 
     Raises:
         ReportError: a line is no JSON object with a `step`.
@@ -74,7 +74,7 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
     """Draw the picture of a run and return `out_png`. Panels without numbers say so.
 
     Args:
-        metrics_jsonl: what the JSONL logger wrote.
+        metrics_jsonl: the file of the JSONL logger.
         out_png: the picture; replaced if it exists.
         title: first line; None: the last two parts of the run's folder.
 
@@ -98,7 +98,7 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
 
 
 def _headline(metrics: Metrics) -> str:
-    """Before -> after, in one line."""
+    """Return the change from first to last in one line."""
     _, accuracy = _series(metrics, "val/accuracy")
     _, reward = _series(metrics, "reward/mean")
     parts = []
@@ -121,7 +121,7 @@ def _series(metrics: Metrics, name: str) -> Series:
 
 
 def style(axes: Axes) -> None:
-    """Light grid, no frame."""
+    """Draw a light grid without a frame."""
     axes.set_facecolor("white")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -138,7 +138,7 @@ def _title(axes: Axes, text: str) -> None:
 
 
 def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
-    """The points, and over them their running mean once there are many."""
+    """Draw the points, and their running mean over them if there are many."""
     steps, values = series
     if not steps:
         return
@@ -150,14 +150,14 @@ def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
 
 
 def _held_out(axes: Axes, series: Series) -> None:
-    """Its points, while they can be told apart, and the line between them."""
+    """Draw the line and, as long as they can be told apart, its points."""
     marker = "o" if len(series[0]) <= 30 else ""
     if series[0]:
         axes.plot(*series, color=ORANGE, linewidth=1.8, marker=marker, markersize=5, label="held-out")
 
 
 def _right(axes: Axes) -> Axes:
-    """A second vertical axis."""
+    """Return a second vertical axis."""
     right = axes.twinx()
     style(right)
     right.grid(visible=False)
@@ -165,7 +165,7 @@ def _right(axes: Axes) -> Axes:
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """Mean over a window of a tenth of the run around each point, shorter at the ends."""
+    """Return means over a window of a tenth of the run around each point, shorter at the ends."""
     reach = max(1, len(values) // 20)
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
@@ -227,7 +227,7 @@ def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
 
 
 def _phase_times(axes: Axes, metrics: Metrics) -> None:
-    """Seconds of each phase, stacked; what takes less than a hundredth of the time goes into the rest."""
+    """Draw the seconds of each phase, stacked; phases below a hundredth of the time go into the rest."""
     _title(axes, "Seconds per step")
     rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
@@ -284,12 +284,12 @@ def _response_length(axes: Axes, metrics: Metrics) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m rlx.trainer.report", description="Draw report.png of a run.")
     parser.add_argument("run_dir", type=Path, help="the run's folder, which holds metrics.jsonl")
     run_dir: Path = parser.parse_args().run_dir
     if not (run_dir / METRICS_FILE).is_file():
-        parser.error(f"{run_dir} holds no {METRICS_FILE}; name the folder of a run made with `jsonl` in trainer.logger")
+        parser.error(f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger")
     try:
         write_report(run_dir / METRICS_FILE, run_dir / "report.png")
     except ReportError as error:

@@ -1,4 +1,4 @@
-"""One run from a checked configuration to its report: what `rlx.main_ppo` calls."""
+"""One run from a checked configuration to its report; `rlx.main_ppo` calls it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,17 +21,17 @@ from rlx.workers.worker import Worker
 
 
 def run(config: PPOConfig, yaml: str) -> Path:
-    """Trains as configured and returns the folder of the run.
+    """Train as configured and return the folder of the run.
 
     Args:
         config: composed and checked.
         yaml: the same as text, kept in the run's folder.
 
     Raises:
-        what `prepare` raises; RewardError, WorkerFailure: each says what to do about it.
+        Exception: the errors of `prepare`; RewardError or WorkerFailure. Each names its remedy.
     """
-    # The warm start and the folder come after all that can fail for a mistake in the command: it costs no time, and a run
-    # that never began leaves no folder.
+    # Mistakes in the command show in `prepare`, so the warm start and the folder come after it: a mistake costs no time, and a
+    # run that never began leaves no folder.
     prepared = prepare(config)
     with prepared.rewards:
         return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared)
@@ -66,19 +66,19 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
 
 
 def start_workers(config: PPOConfig) -> WorkerGroup:
-    """The processes of the run, each hosting every role that the run needs."""
+    """Start the processes of the run; each hosts every role that the run needs."""
     trainer = config.trainer
     device = accelerator() if trainer.device == "auto" else trainer.device
-    pool = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
-    # The processes of a tensor-parallel group generate the same samples, those of a sequence-parallel one get the same rows.
+    placement = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
+    # A tensor-parallel group of processes generates the same samples, and a sequence-parallel one gets the same rows.
     together = {role.name: role.together for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    meshes = {role: Mesh.of(len(pool.slots), ranks) for role, ranks in together.items()}
-    return WorkerGroup(pool, Worker, config, roles_of(config), meshes=meshes)
+    meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
+    return WorkerGroup(placement, Worker, config, roles_of(config), meshes=meshes)
 
 
 def with_models(config: PPOConfig) -> PPOConfig:
-    """The configuration as workers take it: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
+    """Return the configuration for workers: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
     policy, critic, judge = config.actor_rollout_ref, critic_settings(config), config.reward_model
     loss = replace(policy.actor.policy_loss, path=absolute(policy.actor.policy_loss.path))
     policy_path = str(warm_start(config)) if policy.model.path == TINY else absolute(policy.model.path)
@@ -94,7 +94,7 @@ def with_models(config: PPOConfig) -> PPOConfig:
 
 
 def located(model: ModelConfig, path: str | None) -> ModelConfig:
-    """The model at `path`, and the folder that its activations may go to by its path from the root."""
+    """Return the model at `path`, with an absolute path of the folder for offloaded activations."""
     offload = model.activation_offload
     if offload.directory is not None:
         offload = replace(offload, directory=str(Path(offload.directory).expanduser().absolute()))
@@ -102,15 +102,15 @@ def located(model: ModelConfig, path: str | None) -> ModelConfig:
 
 
 def absolute(path: str | None) -> str | None:
-    """A folder's path from the root, as workers run in folders of their own; a hub name as it is."""
+    """Return a folder's absolute path, because workers run in folders of their own; a hub name is returned as it is."""
     folder = Path(path or "").expanduser()
     return str(folder.absolute()) if path and folder.exists() else path
 
 
 def with_steps(config: PPOConfig, sampler: PromptSampler) -> PPOConfig:
-    """The configuration with the numbers of steps set, which the optimizers' schedules need.
+    """Return the configuration with the numbers of steps set, which the optimizers' schedules need.
 
-    Without a critic there is none to warm up: the actor would wait for nothing.
+    Without a critic the warm-up of the critic is 0, because the actor would wait for nothing.
     """
     steps = config.trainer.total_training_steps or sampler.batches_per_epoch * config.trainer.total_epochs
     warmup = config.trainer.critic_warmup if has_critic(config) else 0

@@ -1,4 +1,4 @@
-"""What a run needs before it starts anything: read, loaded and tried here, and all that is wrong with it said at once."""
+"""Load and check all that a run needs before it starts anything, and report all faults at once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,8 +13,8 @@ from rlx.config.schema.roles import TINY, has_reward_model, is_tiny, sharded_rol
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.errors import ExplainedError
-from rlx.models.foresight import faults_of
 from rlx.models.loading import Head, ModelError, load_tokenizer
+from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
-"""What the roles' models end in; the reference's is the actor's."""
+"""The heads of the roles' models; the reference has the actor's."""
 T = TypeVar("T")
 
 
 class StartError(ExplainedError, ValueError):
-    """Several things are wrong."""
+    """Several faults were found."""
 
 
 class Prepared(NamedTuple):
-    """What the driver has when nothing is wrong.
+    """The parts of the driver, if there are no faults.
 
     Args:
-        checkpoint: what the run goes on from; None: it starts anew.
+        checkpoint: the run continues from it; None: it starts anew.
         tokenizer: of the policy.
         train, val: the prompts.
-        sampler: which of `train` come next.
-        rewards: who scores; a context.
+        sampler: chooses the next prompts of `train`.
+        rewards: scores responses; a context.
     """
 
     checkpoint: Path | None
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     rewards: RewardManager
 
     def notices(self, config: PPOConfig) -> list[str]:
-        """What of the prompts was dropped or cut, and a reward function of which no prompt makes use."""
+        """Return which prompts were dropped or cut, and which reward functions no prompt uses."""
         found = [report for report in (self.train.report, self.val.report) if report]
         sources = _sources(self.train, self.val)
         unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
@@ -64,13 +64,13 @@ class Prepared(NamedTuple):
 
 
 class _Trials:
-    """Runs the parts of the start, and keeps what they raise."""
+    """Runs the parts of the start and collects their errors."""
 
     def __init__(self) -> None:
         self.faults: list[ExplainedError] = []
 
     def __call__(self, part: Callable[..., T], *arguments: Any) -> T | None:
-        """What the part gives; None if it fails."""
+        """Return the part's result, or None if it fails."""
         try:
             return part(*arguments)
         except ExplainedError as fault:
@@ -78,7 +78,7 @@ class _Trials:
             return None
 
     def end(self) -> None:
-        """Raises what was kept: one fault as it is, several as StartError, caused by the first cause there is."""
+        """Raise the collected errors: one as it is, several as a StartError with the first known cause."""
         if len(self.faults) == 1:
             raise self.faults[0]
         if self.faults:
@@ -88,14 +88,14 @@ class _Trials:
 
 
 def prepare(config: PPOConfig) -> Prepared:
-    """All of a run that may be wrong and needs no worker: it comes before the warm start, the run's folder and Ray.
+    """Do everything that may fail and needs no worker, before the warm start, the run's folder and Ray.
 
     Args:
         config: composed and checked.
 
     Raises:
-        ClusterError, ResumeError, ModelError, DataError, UserCodeError, RewardError: the one thing that is wrong.
-        StartError: several are.
+        ClusterError, ResumeError, ModelError, DataError, UserCodeError, RewardError: the only fault.
+        StartError: there are several.
     """
     trial = _Trials()
     trial(check_options, config)
@@ -119,22 +119,22 @@ def prepare(config: PPOConfig) -> Prepared:
 
 
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer of the policy, which that of `builtin:tiny` is before its warm start too."""
+    """Return the tokenizer of the policy; that of `builtin:tiny` exists before its warm start too."""
     model = config.actor_rollout_ref.model
     return make_tiny_tokenizer() if is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
 
 
 def prompts_at_once(config: PPOConfig) -> int:
-    """Prompts per generation in training."""
+    """Return the number of prompts per generation in training."""
     filtered = config.algorithm.filter_groups.enable and config.data.gen_batch_size
     return filtered or config.data.train_batch_size
 
 
 def _sampler(config: PPOConfig, size: int, checkpoint: Path | None) -> PromptSampler:
-    drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation draws none, however few there are
+    drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation may have few training prompts
     sampler = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
     if checkpoint is not None:
-        sampler.load_state_dict(read_driver_state(checkpoint).sampler)  # DataError where it went through other prompts
+        sampler.load_state_dict(read_driver_state(checkpoint).sampler)  # DataError if it was made for other prompts
     return sampler
 
 
@@ -154,7 +154,7 @@ def _checkpoint(config: PPOConfig) -> Path | None:
 
 
 def _faults_of_models(config: PPOConfig) -> Iterator[str]:
-    """By role; a critic that is built in has the policy's shape, and the reference is the policy."""
+    """Yield faults by role. A built-in critic has the policy's shape, and the reference is the policy."""
     policy, roles, count = config.actor_rollout_ref.model, sharded_roles(config), processes(config)
     for role in roles:
         if role.name in HEADS:
@@ -164,6 +164,6 @@ def _faults_of_models(config: PPOConfig) -> Iterator[str]:
 
 
 def _sources(*prompts: PromptDataset | None) -> frozenset[str] | None:
-    """The data sources of the prompts; None if they are not known, as a user's class may make its own."""
+    """Return the data sources of the prompts, or None if a user's class makes its own, which are not known."""
     known = [each.data_sources for each in prompts if type(each) is PromptDataset]
     return frozenset().union(*known) if len(known) == len(prompts) else None

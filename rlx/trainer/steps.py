@@ -1,6 +1,6 @@
 """The driver's own arithmetic: seeds, shares, mini-batches, advantages, numbers of a step.
 
-Pure functions from batches to batches; no worker is called here. Shape letters as in `rlx/data/batch.py`.
+Pure functions from batches to batches that call no worker. Shape letters as in `rlx/data/batch.py`.
 """
 
 import math
@@ -17,22 +17,22 @@ from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
 
-# Where attention takes as long as all else: a layer of width d computes 24 d^2 per token and 2 d L in causal attention over
-# L tokens; d is that of a model with about 7B parameters.
+# With this length attention takes as long as everything else: a layer of width d computes 24 d^2 per token, and 2 d L in causal
+# attention over L tokens; d is that of a model with about 7B parameters.
 QUADRATIC_TOKENS = 12 * 4096
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
-    """Each prompt `samples` times in a row, with its group and the seed of each sample.
+    """Repeat each prompt `samples` times in a row, with its group and a seed per sample.
 
     Args:
         prompts: one row per prompt.
         samples: responses per prompt.
-        run_seed, purpose, step: what the sampling seeds are hashed from, beside the prompt's place and the sample's.
-        first: place of the first prompt, where the step has drawn others before.
+        run_seed, purpose, step: hashed into the sampling seeds, with the indices of prompt and sample.
+        first: index of the first prompt if the step has drawn others before.
 
     Returns:
-        A batch of len(prompts) * samples rows with group_id and seed written.
+        A batch of len(prompts) * samples rows with group_id and seed.
     """
     index = [p for p in range(len(prompts)) for _ in range(samples)]
     seeds = [seed_for(run_seed, purpose, step, first + p, s) for p in range(len(prompts)) for s in range(samples)]
@@ -40,7 +40,7 @@ def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int,
 
 
 def balance(batch: Batch, parts: int) -> Batch:
-    """Rows reordered so that contiguous shares take about the same time, with the row counts that a plain cut gives them.
+    """Reorder rows so that contiguous shares take about the same time; shares have as many rows as a plain cut gives.
 
     A row of L tokens counts L * (1 + L / QUADRATIC_TOKENS).
     """
@@ -50,13 +50,13 @@ def balance(batch: Batch, parts: int) -> Batch:
 
 
 def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:
-    """The batch, cut by whole prompts, once per epoch.
+    """Yield the batch cut by whole prompts, once per epoch.
 
     Args:
         batch: with group_id.
         prompts: prompts per mini-batch; divides the number of prompts in the batch.
         epochs: passes over the batch.
-        seed: shuffles the prompts of every epoch; None keeps their order.
+        seed: shuffles the prompts in every epoch; None keeps their order.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(batch["group_id"].tolist()):
@@ -72,10 +72,10 @@ def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> I
 
 
 def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Batch, float | None]:
-    """Writes token_rewards: the score, less `kl_coef` times the KL to the reference where asked.
+    """Write token_rewards: the score, less `kl_coef` times the KL to the reference if configured.
 
     Returns:
-        The batch, and the mean over samples of the per-token mean KL, or None where KL is not in the reward.
+        The batch, and the mean over samples of the per-token mean KL, or None if KL is not in the reward.
     """
     mask = batch["response_mask"]
     if not algorithm.use_kl_in_reward:
@@ -86,19 +86,19 @@ def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tup
 
 
 def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Writes advantages, and returns where there is a critic."""
+    """Write advantages, and returns if there is a critic."""
     return batch.with_(**ESTIMATORS[algorithm.adv_estimator](batch, algorithm))
 
 
 def zero_advantage_share(batch: Batch) -> float:
-    """Share of prompts that teach nothing: no token of any of their samples has an advantage."""
+    """Return the share of prompts that teach nothing, because no token of their samples has an advantage."""
     groups, of_row = batch["group_id"].unique(return_inverse=True)
     taught = of_row[(batch["advantages"] != 0).any(dim=1)].unique()
     return 1 - len(taught) / len(groups)
 
 
 def describe(batch: Batch) -> dict[str, float]:
-    """Numbers of a finished batch for the step table and the trackers."""
+    """Return the metrics of a finished batch."""
     mask = batch["response_mask"]
     lengths = mask.sum(dim=1).float()
     numbers = {
@@ -125,14 +125,14 @@ def describe(batch: Batch) -> dict[str, float]:
 
 
 def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What a step took, from what each process took: bytes are summed, times and rates averaged over the processes.
+    """Sum bytes and average times and rates over the processes.
 
     Args:
         usage: of each process, as `Worker.usage` names it.
 
     Returns:
-        perf/offload/<role>/<figure> where a role offloads; perf/offloaded_mb and perf/stall_ms, of all roles together;
-        perf/peak_memory_gb, of the process that took most.
+        perf/offload/<role>/<figure> for roles that offload; perf/offloaded_mb and perf/stall_ms of all roles together;
+        perf/peak_memory_gb of the process with the highest peak.
     """
     found: dict[str, float] = {}
     for name in usage[0]:
@@ -147,16 +147,16 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def finite_mean(values: Sequence[float]) -> float:
-    """Mean of the finite ones among the values; NaN where there are none."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 def masked_mean(x_BR: Tensor, mask_BR: Tensor) -> float:
-    """Mean over the tokens of the mask; 0 where there are none."""
+    """Return the mean over the tokens of the mask; 0 if it is empty."""
     return ((x_BR * mask_BR).sum() / mask_BR.sum().clamp(min=1)).item()
 
 
 def masked_variance(x_BR: Tensor, mask_BR: Tensor) -> float:
-    """Biased variance over the tokens of the mask."""
+    """Return the biased variance over the tokens of the mask."""
     return masked_mean((x_BR - masked_mean(x_BR, mask_BR)) ** 2, mask_BR)

@@ -1,4 +1,4 @@
-"""Where metrics go beside the console: a JSONL file, tensorboard, wandb, each behind one small protocol."""
+"""Loggers of metrics: a JSONL file, tensorboard, wandb, each behind one small protocol."""
 
 import json
 import math
@@ -20,7 +20,7 @@ class TrackingError(ExplainedError, ValueError):
 
 
 class Logger(Protocol):
-    """A place that keeps metrics."""
+    """A store of metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep the metrics of one step."""
@@ -29,12 +29,14 @@ class Logger(Protocol):
         """Keep some generations of the validation at `step`; each row maps a name to its value."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write everything that is not written yet."""
 
 
 class JsonlLogger:
-    """`metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics; NaN and infinity, which
-    JSON lacks, become null. Generations are left out: the dump of the validation holds them all."""
+    """Writes `metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics.
+
+    NaN and infinity become null, because JSON lacks them. Generations are left out: the dump of the validation holds them all.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / METRICS_FILE
@@ -50,7 +52,7 @@ class JsonlLogger:
         self._file.flush()
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Nothing: see the class."""
+        """Do nothing, see the class."""
 
     def close(self) -> None:
         """Close the file."""
@@ -58,7 +60,7 @@ class JsonlLogger:
 
 
 class TensorboardLogger:
-    """Event files in `tensorboard/`. After a resume, what the former run wrote beyond `resume_step` is hidden."""
+    """Writes event files in `tensorboard/`. After a resume it hides what the former run wrote beyond `resume_step`."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -67,13 +69,13 @@ class TensorboardLogger:
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One scalar per metric."""
+        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """One text per generation."""
+        """Write one text per generation."""
         for index, row in enumerate(rows):
             text = "\n\n".join(f"**{name}**\n\n{_indented(str(value))}" for name, value in row.items())
             self._writer.add_text(f"val/generation_{index}", text, step)
@@ -84,7 +86,7 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """A wandb run with the configuration. Its id is kept in the run's folder, so that a resumed run continues it."""
+    """Continues a wandb run with the configuration; its id is kept in the run's folder for a resumed run."""
 
     def __init__(self, run_dir: Path, config_yaml: str, project: str, experiment: str) -> None:
         import wandb
@@ -96,17 +98,17 @@ class WandbLogger:
         self._run = wandb.init(
             project=project, name=experiment, dir=str(run_dir), config=config, id=run_id, resume="allow"
         )
-        # wandb's own step may only grow, and a resumed run repeats some: the steps are an axis of their own.
+        # wandb's own step may only grow, but a resumed run repeats steps, so steps are an axis of their own.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         id_file.write_text(self._run.id, encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One history row."""
+        """Write one history row."""
         self._run.log({"step": step, **metrics})
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """One table per validation."""
+        """Write one table per validation."""
         if rows:
             names = list(rows[0])
             table = self._wandb.Table(columns=names, data=[[str(row.get(name)) for name in names] for row in rows])
@@ -118,12 +120,13 @@ class WandbLogger:
 
 
 class Tracker:
-    """Sends metrics to every logger the user asked for, and always to `metrics.jsonl`, which the report is drawn from.
-    A context that closes them.
+    """Sends metrics to every logger that the user asked for, and always to `metrics.jsonl` for the report.
+
+    A context that closes the loggers.
 
     Args:
-        loggers: as `trainer.logger`; `console` is the progress display's and skipped here.
-        run_dir: folder of the run; it must exist. What lies there is appended to.
+        loggers: as `trainer.logger`; `console` is skipped, because `Progress` handles it.
+        run_dir: folder of the run; it must exist. Existing files are appended to.
         config_yaml: the whole configuration, for loggers that keep it.
         project: wandb's project.
         experiment: wandb's name of the run.
@@ -161,12 +164,12 @@ class Tracker:
         self._until_closed.close()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send one step's metrics to all."""
+        """Send one step's metrics to all loggers."""
         for logger in self._loggers:
             logger.log(metrics, step)
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send some generations of a validation to all."""
+        """Send some generations of a validation to all loggers."""
         for logger in self._loggers:
             logger.generations(rows, step)
 
@@ -182,12 +185,12 @@ def _start(name: str, make: Callable[[], Logger]) -> Logger:
         ) from None
     except Exception as error:
         raise TrackingError(
-            f"logger {name} cannot start ({type(error).__name__}: {error}); mend that, {remedy}"
+            f"logger {name} cannot start ({type(error).__name__}: {error}); fix that, {remedy}"
         ) from error
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line without its end: the run that wrote it was killed in the middle."""
+    """Cut off an incomplete last line of a run that was killed while writing it."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
@@ -196,5 +199,5 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _indented(text: str) -> str:
-    """Markdown that shows `text` as it is."""
+    """Return Markdown that shows `text` verbatim."""
     return "\n".join("    " + line for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Scoring the policy on held-out prompts, and keeping what it wrote. Shape letters: B samples, P prompts, N samples of each."""
+"""Score the policy on held-out prompts and keep its responses. Shape letters: B samples, P prompts, N samples per prompt."""
 
 import json
 import math
@@ -15,15 +15,17 @@ from rlx.rewards.manager import Scores
 
 
 def chunks(size: int, step: int | None) -> Iterator[list[int]]:
-    """0..size-1 in order, `step` at a time; all at once for None."""
+    """Yield 0..size-1 in order, `step` at a time; all at once for None."""
     step = step or max(size, 1)
     for first in range(0, size, step):
         yield list(range(first, min(first + step, size)))
 
 
 def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
-    """Validation metrics: accuracy, reward, length, accuracy by data source where there are several, and the means of
-    what else the reward functions reported as `val/extra/...`, where no name of theirs can hide one of these."""
+    """Return validation metrics: accuracy, reward, length, and accuracy by data source if there are several.
+
+    Other numbers that reward functions report become `val/extra/...`, so that no name of theirs can hide one of these.
+    """
     lengths = batch["response_mask"].sum(dim=1).float()
     right = scores.right()
     metrics = extras(scores, "val") | {
@@ -39,25 +41,26 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
 
 
 def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]:
-    """What several samples of each prompt tell, by data source; nothing for one sample.
+    """Return metrics over several samples of each prompt, by data source; nothing for one sample.
 
-    Of the accuracy `acc` (see Scores.right) and of the score `reward`, with n = `samples`, means over the prompts of
+    They are computed for the accuracy `acc` (see Scores.right) and the score `reward`. With n = `samples` they are means over
+    the prompts of
 
         mean@n       the mean of a prompt's samples
-        std@n        their standard deviation, that of the n themselves (divided by n, not n - 1)
+        std@n        their standard deviation, of the n themselves (divided by n, not n - 1)
         best@k/mean  the expected best of k samples, for k = 2, 4, ... below n and for n: see `best_of`
 
-    as `<section>/<data source>/<acc or reward>/<name>`. The section is `val-core` for mean@n and best@n/mean of `acc` where a
-    reward function reports one, else of `reward`; the rest is `val-aux`.
+    named `<section>/<data source>/<acc or reward>/<name>`. The section is `val-core` for mean@n and best@n/mean of `acc` if a
+    reward function reports it, else of `reward`; for the rest it is `val-aux`.
 
     Args:
         batch: samples of a prompt in a row, with info data_source.
         scores: of its rows.
         samples: n, the same for every prompt.
 
-    Source: names and sections as in verl-project/verl@018f23b, which draws the k samples a thousand times with replacement,
-    so that its best@k is a little lower and its best@n is not the best of all n. Its worst@k, the deviations of its draws,
-    and maj@k, which needs an answer as text where rlx keeps numbers, are left out.
+    Source: names and sections as in verl-project/verl@018f23b. verl draws the k samples a thousand times with replacement, so
+    its best@k is a little lower and its best@n is not the best of all n. Left out are its worst@k, the deviations of its draws,
+    and maj@k, which needs answers as text, where rlx keeps numbers.
     """
     if samples == 1:
         return {}
@@ -78,9 +81,10 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
 
 
 def best_of(values_PN: Tensor, k: int) -> Tensor:
-    """The mean of the largest value over all choices of k of a row's n values: unbiased for the expected best of k samples.
+    """Return the mean of the largest value over all choices of k of a row's n values.
 
-    With x_1 <= ... <= x_n it is the sum over i of C(i - 1, k - 1) / C(n, k) x_i, as x_i is the largest of so many choices.
+    It is unbiased for the expected best of k samples. With x_1 <= ... <= x_n it is the sum over i of
+    C(i - 1, k - 1) / C(n, k) x_i, because x_i is the largest of that many choices.
 
     Args:
         values_PN: (P, n) float.
@@ -104,7 +108,7 @@ def _rows_by_source(batch: Batch) -> dict[str, list[int]]:
 
 
 def extras(scores: Scores, prefix: str) -> dict[str, float]:
-    """Means of what the reward functions reported beside the score, over the samples that have it."""
+    """Return means of the numbers that reward functions report with the score, over the samples that have them."""
     return {
         f"{prefix}/extra/{name}": torch.tensor(values, dtype=torch.float64).nanmean().item()
         for name, values in scores.extra.items()
@@ -112,7 +116,7 @@ def extras(scores: Scores, prefix: str) -> dict[str, float]:
 
 
 def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
-    """One readable record per sample; numbers that JSON has no words for (a missing one is NaN) are None."""
+    """Return one readable record per sample; NaN (a missing number) and infinity, which JSON lacks, become None."""
     return [
         {
             **{name: values[i] if math.isfinite(values[i]) else None for name, values in scores.extra.items()},
@@ -127,7 +131,7 @@ def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
 
 
 def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
-    """Writes <folder>/<step>.jsonl, one record a line."""
+    """Write <folder>/<step>.jsonl, one record per line."""
     folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)

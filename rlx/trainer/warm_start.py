@@ -1,4 +1,4 @@
-"""The supervised start of `builtin:tiny`: enough skill that reinforcement learning has something to reinforce.
+"""Train `builtin:tiny` by imitation until it has enough skill for reinforcement learning.
 
 Shape letters: B rows, T tokens.
 """
@@ -34,7 +34,7 @@ from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request, Sampling
 
 HELD_OUT = 512
-"""Problems that only measure accuracy; neither training nor validation of the run that follows sees them."""
+"""Problems that only measure accuracy; they are in neither split of the run that follows."""
 MAX_ANSWER_TOKENS = 64
 WARM_UP_STEPS = 50
 BETAS = (0.9, 0.98)
@@ -43,7 +43,7 @@ IGNORED = -100
 
 
 class Example(NamedTuple):
-    """A problem as tokens, and the answer that is right."""
+    """A problem as tokens, and its right answer."""
 
     prompt_ids: tuple[int, ...]
     solution_ids: tuple[int, ...]
@@ -51,25 +51,24 @@ class Example(NamedTuple):
 
 
 def warm_start(config: PPOConfig) -> Path:
-    """The folder of the warm-started tiny model and its tokenizer; made once, reused afterwards.
+    """Return the folder of the warm-started tiny model and its tokenizer, which is made once and then reused.
 
-    The model learns the training problems of `builtin:arithmetic` by imitation, on this process's accelerator if it has
-    one and `trainer.device` does not forbid it, until its greedy accuracy on problems of neither split reaches
-    `warm_start.target_accuracy`. The folder's name is a hash of all that decides its contents, and
-    the folder appears only when it is complete.
+    The model learns the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on problems of neither
+    split reaches `warm_start.target_accuracy`. It trains on this process's accelerator, if there is one and `trainer.device`
+    allows it. The folder's name is a hash of everything that decides its contents. The folder appears only when it is complete.
 
     Args:
         config: reads actor_rollout_ref.model.tiny, data.arithmetic, warm_start and trainer.device.
 
     Raises:
-        ValueError: the generator cannot make so many problems.
+        ValueError: the generator cannot make that many problems.
         OSError: the cache directory cannot be written.
     """
     folder = warm_starts_folder(config) / f"warm_start_{_fingerprint(config)}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made first: a folder that cannot be written must not cost a training.
+    # Made first, so that a folder that cannot be written costs no training.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}_", dir=folder.parent))
     try:
         model, tokenizer = rlx.models.tiny.make_tiny(config.actor_rollout_ref.model.tiny)
@@ -93,7 +92,7 @@ def _device(config: PPOConfig) -> torch.device:
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
-    """Renames; where another process was faster, its folder stays: both hold the same."""
+    """Rename the folder. If another process was faster, its folder stays, with the same contents."""
     unfinished.chmod(0o755)
     try:
         os.rename(unfinished, folder)
@@ -104,7 +103,7 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread for a model this small: more gain little, and lose much where other processes want the cores."""
+    """Use one thread for a small model: more gain little, and lose much if other processes need the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -115,7 +114,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _silent_save() -> Iterator[None]:
-    """Keeps transformers' bar over the files it writes off the terminal."""
+    """Hide transformers' progress bar over the files it writes."""
     had_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -126,7 +125,7 @@ def _silent_save() -> Iterator[None]:
 
 
 def _fingerprint(config: PPOConfig) -> str:
-    """Sixteen hexadecimal digits that change with model, task, training, their code, the device and torch's version."""
+    """Return sixteen hexadecimal digits that depend on model, task, training, their code, the device and torch's version."""
     training = {key: value for key, value in asdict(config.warm_start).items() if key != "cache_dir"}
     code = [inspect.getsource(module) for module in (rlx.models.tiny, arithmetic, inspect.getmodule(_Training))]
     parts = [
@@ -141,7 +140,7 @@ def _fingerprint(config: PPOConfig) -> str:
 
 
 class _Training:
-    """One supervised training. Everything random comes from generators seeded by the model's seed."""
+    """One supervised training. All random numbers come from generators seeded by the model's seed."""
 
     def __init__(
         self, config: PPOConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device
@@ -155,7 +154,7 @@ class _Training:
         self._speaker = tokenizer.convert_tokens_to_ids("<|assistant|>")
 
     def run(self) -> tuple[float, int]:
-        """Trains until the target or the last step; returns (accuracy, steps taken)."""
+        """Train until the target or the last step; return (accuracy, steps taken)."""
         settings, accuracy, step = self._settings, 0.0, 0
         batches = self._batches()
         with _progress_bar() as bar:
@@ -171,7 +170,7 @@ class _Training:
         return accuracy, step
 
     def _batches(self) -> Iterator[tuple[list[Example], list[Example]]]:
-        """Endless pairs: problems to solve, each once per pass, and problems whose solution alone is learned."""
+        """Yield endless pairs: problems to solve, each once per pass, and problems of which only the solution is learned."""
         rng = random.Random(seed_for("warm start", self._seed))
         size = min(self._settings.batch_size, len(self._train))
         while True:
@@ -180,20 +179,20 @@ class _Training:
                 yield order[start : start + size], rng.choices(self._train, k=SOLUTIONS_PER_PROBLEM * size)
 
     def _step(self, batch: tuple[list[Example], list[Example]], step: int) -> float:
-        """One optimizer step; returns the loss per token of the solutions."""
+        """Take one optimizer step; return the loss per token of the solutions."""
         problems, solutions = batch
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.lr * min(1.0, step / WARM_UP_STEPS)
         self._optimizer.zero_grad()
         loss = self._backward([(example.prompt_ids, example.solution_ids) for example in problems])
-        # Arithmetic is learned from the working alone as well, at a fraction of the cost: questions are most of the tokens.
+        # Solutions alone teach arithmetic too, at a fraction of the cost, because most tokens belong to the questions.
         self._backward([((self._speaker,), example.solution_ids) for example in solutions])
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         return loss
 
     def _backward(self, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:
-        """Adds the gradient of the mean loss over the tokens of the second parts."""
+        """Add the gradient of the mean loss over the tokens of the second parts, and return that loss."""
         ids_BT, labels_BT = (x.to(self._device) for x in _padded(rows))
         logits = self._model(input_ids=ids_BT, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
@@ -203,7 +202,7 @@ class _Training:
         return loss.item()
 
     def _accuracy(self) -> float:
-        """Share of the held-out problems that greedy decoding solves."""
+        """Return the share of the held-out problems that greedy decoding solves."""
         self._rollout.update_weights(self._model.state_dict().items(), version=0)
         greedy = Sampling(MAX_ANSWER_TOKENS, temperature=0.0, stop_token_ids=(self._tokenizer.eos_token_id,))
         completions = self._rollout.generate([Request(example.prompt_ids, 0, greedy) for example in self._held_out])
@@ -216,7 +215,7 @@ class _Training:
 
 
 def _examples(config: ArithmeticConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
-    """The training problems, and further ones of the training split that no training run is given."""
+    """Return the training problems, and further ones of the training split that no training run gets."""
     rows = arithmetic.make_problems(replace(config, train_size=config.train_size + HELD_OUT), "train")
     examples = [_example(row, tokenizer) for row in rows]
     return examples[: config.train_size], examples[config.train_size :]
@@ -229,7 +228,7 @@ def _example(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Example
 
 
 def _padded(rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Tensor, Tensor]:
-    """Ids and labels (B, T), padded on the right; labels are IGNORED but on the second parts."""
+    """Return ids and labels (B, T), right padded; labels are IGNORED outside the second parts."""
     width = max(len(given) + len(wanted) for given, wanted in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORED)
@@ -248,5 +247,5 @@ def _progress_bar() -> Progress:
         TextColumn("loss {task.fields[loss]:.3f}"),
         TextColumn("accuracy {task.fields[accuracy]:.1%}"),
         TimeElapsedColumn(),
-        console=Console(force_terminal=sys.stdout.isatty()),  # FORCE_COLOR is set for log files, too
+        console=Console(force_terminal=sys.stdout.isatty()),  # FORCE_COLOR is set for log files too
     )

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.aggregation import MODES, denominator, token_weights
+from rlx.algorithms.aggregation import AGGREGATION_MODES, denominator, token_weights
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss, vanilla
 from rlx.config.schema import LOSS_MODES
 
@@ -79,6 +79,15 @@ def test_policy_losses_stay_finite_far_from_the_sampler(name, dtype, distance, a
     loss.sum().backward()
     assert loss.dtype == dtype and all(s.dtype == dtype and not s.requires_grad for s in stats.values())
     assert all(x.isfinite().all() for x in (loss, log_probs.grad, *stats.values()))
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_sequence_whose_ratio_is_cut_off_has_no_gradient(advantage):
+    """GSPO's mean log-ratio of the first row is 25, beyond the limit of 20; that of the second is 0."""
+    log_probs = torch.tensor([[20.0, 30.0], [1.0, -1.0]], requires_grad=True)
+    zeros = torch.zeros(2, 2)
+    POLICY_LOSSES["gspo"](log_probs, zeros, zeros + advantage, zeros == 0, SETTINGS)[0].sum().backward()
+    assert log_probs.grad.tolist() == [[0, 0], [-advantage, -advantage]]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -196,7 +205,7 @@ def test_where_the_policy_has_not_moved_every_loss_has_the_policy_gradient(name)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@given(seed=st.integers(0, 9999), mode=st.sampled_from(MODES), cuts=st.sets(st.integers(1, 5)))
+@given(seed=st.integers(0, 9999), mode=st.sampled_from(AGGREGATION_MODES), cuts=st.sets(st.integers(1, 5)))
 def test_the_gradient_of_a_mini_batch_does_not_depend_on_its_cut_order_and_padding(name, seed, mode, cuts):
     """Whole, and in parts of reordered rows, each padded on both sides with numbers that must not be read."""
     source = torch.Generator().manual_seed(seed)

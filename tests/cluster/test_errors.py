@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 
-from rlx.cluster.errors import Place, RankFault, WorkerFailure, death_of, fault_of, first_cause
+from rlx.cluster.errors import RankFault, WorkerFailure, WorkerLocation, death_of, fault_of, first_cause
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
 RAY_REPORT = """The actor died unexpectedly before finishing this task.
@@ -46,7 +46,7 @@ def test_the_first_cause_is_the_earliest_that_is_no_collectives():
 def test_last_line_names_rank_node_call_and_cause_on_one_line():
     fault = fault_of(1, caught(ValueError("two\nlines")))
     others = tuple(RankFault(rank, "collective", "connection closed") for rank in range(2, 9))
-    failure = WorkerFailure("actor", "update", fault, Place(1, "n", "10.0.0.7", 42), others)
+    failure = WorkerFailure("actor", "update", fault, WorkerLocation(1, "n", "10.0.0.7", 42), others)
     lines = str(failure).splitlines()
     assert lines[-1] == "rank 1 (pid 42 on 10.0.0.7), actor.update: ValueError: two lines"
     assert any("test_errors.py" in line for line in lines), "the worker's traceback is shown"
@@ -62,14 +62,16 @@ def test_death_is_told_in_rays_words_without_its_ballast():
 def test_standard_error_of_a_dead_worker_is_shown(tmp_path):
     log = tmp_path / "worker.err"
     log.write_text(":job_id:01\n" + "\n".join(f"line {i}" for i in range(50)))
-    text = str(WorkerFailure("a", "b", death_of(0, RAY_REPORT), Place(0, "n", "ip", 1, log=str(log))))
+    text = str(WorkerFailure("a", "b", death_of(0, RAY_REPORT), WorkerLocation(0, "n", "ip", 1, log=str(log))))
     assert "line 49" in text and "line 5\n" not in text and ":job_id:" not in text
-    elsewhere = Place(0, "n", "ip", 1, log="/on/another/node.err")
+    elsewhere = WorkerLocation(0, "n", "ip", 1, log="/on/another/node.err")
     assert "/on/another/node.err" in str(WorkerFailure("a", "b", death_of(0, RAY_REPORT), elsewhere))
 
 
 def test_failure_survives_pickling():
-    failure = WorkerFailure("actor", "update", fault_of(1, caught(ValueError("bad"))), Place(1, "n", "10.0.0.7", 42))
+    failure = WorkerFailure(
+        "actor", "update", fault_of(1, caught(ValueError("bad"))), WorkerLocation(1, "n", "10.0.0.7", 42)
+    )
     again = pickle.loads(pickle.dumps(failure))
     assert (again.role, again.method, again.rank, again.cause) == ("actor", "update", 1, "ValueError: bad")
     assert str(again) == str(failure)

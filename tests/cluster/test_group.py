@@ -83,7 +83,9 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
     failure = caught.value
     assert (failure.rank, failure.role, failure.method) == (1, "actor", "reduce")
     last_line = str(failure).splitlines()[-1]
-    assert last_line.startswith(f"rank 1 (pid {failure.place.pid} on {failure.place.node_ip}), actor.reduce: {cause}")
+    assert last_line.startswith(
+        f"rank 1 (pid {failure.location.pid} on {failure.location.node_ip}), actor.reduce: {cause}"
+    )
     with pytest.raises(RuntimeError, match="closed or has failed"):
         group.broadcast("actor", "add", 1, 2)
 

@@ -49,7 +49,7 @@ def test_order_never_changes():
 
 @pytest.mark.parametrize("batch_size", [0, 6])
 def test_batch_that_does_not_fit(batch_size):
-    with pytest.raises(DataError, match=rf"train_batch_size is {batch_size}, but there are 5 prompts"):
+    with pytest.raises(DataError, match=rf"train_batch_size: got {batch_size} with 5 prompts"):
         PromptSampler(5, batch_size, True, 0)
 
 

@@ -168,7 +168,7 @@ def _bert(config, is_decoder=True, padding=1):
 
 @pytest.mark.usefixtures("one_process")
 def test_a_group_that_divides_not_all_names_the_sizes_that_do():
-    with pytest.raises(ValueError, match=r"is 2, with 1 processes and 4 attention heads; .* set it to 1$"):
+    with pytest.raises(ValueError, match=r"got 2 with 1 processes and 4 attention heads, .* set it to 1$"):
         SequenceGroup(2, hf.Qwen2Config(**SHAPE))
 
 
@@ -201,7 +201,7 @@ BY_LENGTH = {
 @pytest.mark.parametrize("name", BY_LENGTH)
 def test_frequencies_that_follow_the_longest_sequence_are_told_and_not_shared(name, tmp_path, caplog):
     config, kind = BY_LENGTH[name](), name.split(",")[0]
-    with pytest.raises(ValueError, match=rf"rope_type {kind}; .* set ulysses_sequence_parallel_size=1$"):
+    with pytest.raises(ValueError, match=rf"rope_type {kind}, .* Set ulysses_sequence_parallel_size=1$"):
         SequenceGroup(1, config)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     make_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, seed=0, trains=False)
@@ -228,7 +228,7 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
         assert not forward.packs and not forward.packs
     assert model.config._attn_implementation == before
     (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.forward"]
-    assert "rows are padded, since" in message and reason in message
+    assert "rows are padded because" in message and reason in message
 
 
 LOOKS_AHEAD = {
@@ -247,8 +247,17 @@ def test_a_model_that_looks_ahead_is_refused(name, batch):
     make, distribution = LOOKS_AHEAD[name]
     model = made(make)
     for attention in ("sdpa", None):
-        with pytest.raises(ModelError, match=r"depends on the tokens behind it, .* is_decoder=true"):
+        with pytest.raises(ModelError, match=r"depends on later tokens, .* is_decoder=true"):
             said(Forward(model, model, torch.device("cpu"), attention), batch, distribution)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_configuration_without_padding_is_read(batch):
+    config = hf.CodeGenConfig(vocab_size=VOCAB, n_positions=32, n_ctx=32, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+    assert not hasattr(config, "pad_token_id")
+    model = made(lambda: hf.CodeGenForCausalLM(config), attention="eager")
+    forward = Forward(model, model, torch.device("cpu"), None)
+    assert said(forward, batch, Distribution(1.0, with_entropy=False))[1].norm() > 0
 
 
 def test_randomness_in_training_is_not_taken_for_looking_ahead(batch):
@@ -261,7 +270,17 @@ def test_randomness_in_training_is_not_taken_for_looking_ahead(batch):
     assert forward.packs and model.training and model.transformer.h[0].mlp.dropout.training
 
 
+class Halving(hf.Qwen2ForCausalLM):
+    """Changes its logits in place after the head."""
+
+    def forward(self, logits_to_keep=0, **kwargs):
+        output = super().forward(logits_to_keep=logits_to_keep, **kwargs)
+        output.logits.mul_(0.5)
+        return output
+
+
 READS_LOGITS = {
+    "in_place": lambda: Halving(hf.Qwen2Config(**SHAPE)),
     "roberta": OTHER_MODELS["roberta"][0],
     "trocr": lambda: hf.TrOCRForCausalLM(  # gives the logits of all tokens, whichever it is asked for
         hf.TrOCRConfig(vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48)
@@ -279,7 +298,7 @@ def test_a_model_whose_head_cannot_be_replaced_is_read_by_its_logits(name, batch
     with caplog.at_level(logging.WARNING):
         forward = Forward(model, model, torch.device("cpu"), "sdpa")
         figures, gradient = said(forward, batch, Distribution(0.7, with_entropy=True))
-    assert "log-probs are taken from logits" in caplog.text
+    assert "log-probs are computed from logits" in caplog.text
     lengths = row_lengths(batch)
     expected = []
     for row in [2, 0, 3, 1]:

@@ -263,7 +263,7 @@ def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting(gpu, larg
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
-        with pytest.raises(HandOverError, match=r"model_parameters: no device memory for 0\.0. GB.*host memory"):
+        with pytest.raises(HandOverError, match=r"model_parameters: no device memory to fetch 0\.0. GB.*host memory"):
             trained.to_device()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

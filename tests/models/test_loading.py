@@ -214,7 +214,7 @@ def test_weights_left_out_are_told(folders, caplog):
     config = ModelConfig(path=folders["llama"], override_config={"num_hidden_layers": 1})
     with caplog.at_level(logging.WARNING, logger="rlx"):
         load_model(config, "value", torch.float32)
-    assert "does not use: model.layers.1." in caplog.text and "REPORT" not in caplog.text
+    assert "does not use the weights model.layers.1." in caplog.text and "REPORT" not in caplog.text
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -233,7 +233,7 @@ def test_skeleton_is_the_model_without_weights(folder, head):
 
 
 def test_model_errors(folders, tmp_path):
-    with pytest.raises(ModelError, match=f"model.path: {tmp_path}/gone is no folder"):
+    with pytest.raises(ModelError, match=f"model.path: got {tmp_path}/gone, which is no folder"):
         load_model(ModelConfig(path=f"{tmp_path}/gone"), "lm", torch.float32)
     with pytest.raises(ModelError, match="could not load the config of") as caught:
         load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)

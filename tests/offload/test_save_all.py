@@ -230,7 +230,7 @@ def test_a_retained_graph_keeps_no_copy_on_the_device(enable, toys):
     handle = enable(model, False)
     loss = toys.step(model)
     loss.backward(retain_graph=True)
-    calls = [found for found in gc.get_objects() if type(found) is SaveAllCall and found.engine is handle.engine]
+    calls = [found for found in gc.get_objects() if type(found) is SaveAllCall and found.session is handle.session]
     loaded = [any(offloaded()._fetched is not None for offloaded in call.offloaded) for call in calls]
     assert sorted(loaded) == [False, False, False, True]  # the first layer, which backward reached last
     assert handle.stats().held_bytes > 0

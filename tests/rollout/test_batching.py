@@ -56,7 +56,7 @@ def test_shares_of_a_batch_join_to_the_whole(batch, make_model, make_rollout):
 
 def test_bad_input_is_named(batch, make_model, make_rollout):
     rollout = make_rollout(make_model())
-    with pytest.raises(ValueError, match="max_tokens is 8, but responses are at most 7"):
+    with pytest.raises(ValueError, match="max_tokens: got 8, expected at most 7"):
         generate_batch(rollout, batch, SAMPLING, PAD, 7)
     with pytest.raises(BatchError, match="seed"):
         generate_batch(rollout, batch.drop("seed"), SAMPLING, PAD, 8)

@@ -58,9 +58,7 @@ def test_auto_takes_the_newest_finished_one_and_starts_anew_without_any(tmp_path
     assert ck.starting_checkpoint(config) == newest
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("elsewhere", "global_step_N"), ("global_step_7", "driver.json is missing")]
-)
+@pytest.mark.parametrize(("name", "words"), [("elsewhere", "global_step_N"), ("global_step_7", "without driver.json")])
 def test_a_path_that_is_no_finished_checkpoint_is_refused(tmp_path, name, words):
     (tmp_path / name).mkdir()
     config = config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / name))
@@ -123,7 +121,7 @@ def test_a_checkpoint_has_what_the_run_goes_on_from(tmp_path):
     ck.require_parts(with_rank(grpo, 4), adapted)
     with pytest.raises(ck.ResumeError) as caught:
         ck.require_parts(ppo, adapted)
-    assert "its actor has adapters of LoRA and actor_rollout_ref.model.lora_rank=0" in str(caught.value)
+    assert "its actor has LoRA adapters, but actor_rollout_ref.model.lora_rank=0" in str(caught.value)
     assert "its critic holds ['optimizer'] without the model" in str(caught.value)
-    with pytest.raises(ck.ResumeError, match=r"its actor has no adapters of LoRA and .*lora_rank=4"):
+    with pytest.raises(ck.ResumeError, match=r"its actor has no LoRA adapters, but .*lora_rank=4"):
         ck.require_parts(with_rank(grpo, 4), alone)

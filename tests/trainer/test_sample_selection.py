@@ -80,7 +80,7 @@ def test_what_was_found_is_counted_and_cut_to_what_is_wanted():
     numbers = {"generations": 3.0, "kept_share": 0.5, "accuracy": 5 / 12}
     assert found.metrics() == {f"filter_groups/{name}": pytest.approx(value) for name, value in numbers.items()}
     message = str(found.error(step=7))
-    assert "step 7: algorithm.filter_groups kept 3 of 6 prompts" in message and "after 3 generations; 41.7%" in message
+    assert "step 7: algorithm.filter_groups kept 3 of 6 prompts" in message and "after 3 generations. 41.7%" in message
 
 
 def test_long_responses_lose_part_of_their_score():

@@ -86,7 +86,7 @@ def test_a_single_fault_is_raised_as_it_is(config, rows):
 
 def test_more_processes_than_heads_share_no_sequence(config):
     shared = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.use_kl_loss=True")
-    told = r"^actor_rollout_ref\.model: ulysses_sequence_parallel_size is 8, with 8 processes and 4 attention heads"
+    told = r"^actor_rollout_ref\.model: ulysses_sequence_parallel_size: got 8 with 8 processes and 4 attention heads"
     for role in ("actor", "ref"):
         with pytest.raises(ModelError, match=told):
             prepare(config(*shared, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size=8"))

@@ -10,7 +10,7 @@ import torch
 
 from rlx.offload.api import enable_activation_offloading
 from rlx.offload.autotune.pass_profile import planned
-from rlx.offload.autotune.profile_files import to_json
+from rlx.offload.autotune.profile_cache import to_json
 from rlx.offload.benchmark.device import clock, name_of
 from rlx.offload.benchmark.measured_plan import MeasuredCosts
 from rlx.offload.benchmark.models import VOCABULARY, Case, build

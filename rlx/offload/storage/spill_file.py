@@ -25,11 +25,11 @@ from torch import Tensor
 
 from rlx.offload.storage.copy_streams import PendingTasks
 from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Extent, RangeAllocator, growth_bytes, page_aligned
+from rlx.offload.storage.staging import READER_THREADS
 
 logger = logging.getLogger("rlx.offload")
 
 WRITER_THREADS = 4
-READER_THREADS = 8
 
 
 class DiskError(OSError):

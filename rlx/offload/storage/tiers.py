@@ -34,27 +34,11 @@ from torch import Tensor
 from rlx.offload.storage.arena import Account, Block, HostArena, as_bytes, host_arena
 from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer, PendingTasks
 from rlx.offload.storage.pages import Pages
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Extent
-from rlx.offload.storage.spill_file import READER_THREADS, DiskError, ExtentFile, extent_files
+from rlx.offload.storage.ranges import Extent
+from rlx.offload.storage.spill_file import DiskError, ExtentFile, extent_files
+from rlx.offload.storage.staging import WRITE_BUFFERS, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
-
-MAX_CHUNK_BYTES = 16 << 20
-WRITE_BUFFERS = 16
-MIN_STAGING_BYTES = (WRITE_BUFFERS + READER_THREADS) * PAGE_ALIGN_BYTES
-
-
-def chunk_bytes(max_staging_bytes: int | None) -> int:
-    """Return the size of a staging buffer such that all fit into `max_staging_bytes`; 0 if that is too little [bytes]."""
-    if max_staging_bytes is None:
-        return MAX_CHUNK_BYTES
-    share = max_staging_bytes // (WRITE_BUFFERS + READER_THREADS)
-    return min(MAX_CHUNK_BYTES, share - share % PAGE_ALIGN_BYTES)
-
-
-def staging_bytes(chunk_bytes: int) -> int:
-    """Return the size of all staging buffers together [bytes]."""
-    return chunk_bytes * (WRITE_BUFFERS + READER_THREADS)
 
 
 class Allocation(Protocol):

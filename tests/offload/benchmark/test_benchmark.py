@@ -152,6 +152,7 @@ def test_no_round_begins_after_the_time_is_up(run_benchmark):
     assert 1 <= len(rows_of(results)["plain"]["step_s"]) < 1000000
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_layers(run_benchmark):
     _, results = run_benchmark(*TINY, "--modes", "checkpointing,boundary", "--gpus", "2")
     rows = rows_of(results)
@@ -172,6 +173,7 @@ def test_the_disk_tier(run_benchmark, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_overhead_runs(tmp_path, capsys):
     assert main(["--overhead", "--rounds", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

@@ -14,8 +14,9 @@ from rlx.offload import OffloadOptions, host_arena, offload_activations, trim
 from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
 from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, page_aligned
 from rlx.offload.storage.spill_file import extent_file
+from rlx.offload.storage.staging import MIN_STAGING_BYTES
 from rlx.offload.storage.stats import Counters, Timeline
-from rlx.offload.storage.tiers import MIN_STAGING_BYTES, DiskTier, StagingBuffers
+from rlx.offload.storage.tiers import DiskTier, StagingBuffers
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
 MIB = 1 << 20

@@ -71,6 +71,7 @@ def child(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_folder_and_one_that_is_killed(child, tmp_path):
     killed, other = child(), child()
     assert (killed.stdout.readline(), other.stdout.readline()) == ("forward\n", "forward\n")
