@@ -16,10 +16,10 @@ from rlx.offload.benchmark.measured_plan import MeasuredCosts
 from rlx.offload.benchmark.models import VOCABULARY, Case, build
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.storage.stats import measured_rate
 from rlx.offload.tiling.tiling import enable_tiling
 
 _PASSES = 10  # at most: one warms up, mostly one is measured, and the next finds the result
-_TIMED_BYTES = 1 << 24  # copies of fewer bytes do not show the link's rate
 
 
 def measure_layers(
@@ -79,7 +79,7 @@ def _measure(
     gc.collect()
     of_layer = {index: planned(kind).cost for kind in measurement.kinds for index in kind.members}
     of_kind = {kinds[index]: of_layer[index] for index in range(count)}  # the last one of each
-    link = stats.copied_bytes / stats.copy_ms * 1e3 if stats.copied_bytes >= _TIMED_BYTES and stats.copy_ms else None
+    link = measured_rate(stats.copied_bytes, stats.copy_ms)
     figures = {
         "device": name_of(device),
         "layers": count,
