@@ -23,7 +23,7 @@ _MORE_PASSES = 8  # at most, for a mode that measures layers in several passes
 
 
 class BenchmarkPlan(NamedTuple):
-    """What a benchmark measures, and how often.
+    """Modes, device and number of steps of a benchmark.
 
     Args:
         shape: configuration of the model.

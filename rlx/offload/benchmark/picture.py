@@ -1,4 +1,4 @@
-"""A picture of a case: device memory over one step of each mode, and what a step costs."""
+"""A picture of a case: device memory over one step of each mode, and step times."""
 
 from __future__ import annotations
 

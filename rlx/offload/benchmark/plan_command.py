@@ -161,7 +161,8 @@ def _scenario(given: argparse.Namespace) -> Scenario:
         parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in scenario.memory_parts.items())
         raise ValueError(
             f"{given.model} leaves no room for activations on {given.gpus} x {given.hardware} of "
-            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or set what the states take with --states-gb"
+            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, "
+            "or set the size of the states with --states-gb"
         )
     return scenario
 

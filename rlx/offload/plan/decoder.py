@@ -66,7 +66,7 @@ class Decoder:
         return replace(self, tied=True)
 
     def adapters(self, rank: int) -> int:
-        """Return the number of weights of LoRA adapters on all linear maps of the layers; experts, whose weights are one tensor, get none."""
+        """Return the number of weights of LoRA adapters on all linear maps; experts, whose weights are one tensor, get none."""
         q, kv, d = self.heads * self.head_width, self.kv_heads * self.head_width, self.width
         dense = [self.shared_width if is_sparse else self.mlp_width for is_sparse in self.sparse]
         return rank * sum(2 * (d + q) + 2 * (d + kv) + 3 * (d + width) * bool(width) for width in dense)

@@ -73,7 +73,8 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable
     out_s, in_s = _link_seconds(costs, plan, budget)
     forward_s = found.forward_s + budget.turnaround_s  # the turnaround counts as forward, for copies go on in it
     yield (
-        f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, {in_s / (found.step_s - forward_s):.0%} of backward; "
+        f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, "
+        f"{in_s / (found.step_s - forward_s):.0%} of backward; "
         f"fetched {_fetched(costs, plan)}"
     )
     host = "no limit" if budget.host_bytes is None else _gb(budget.host_bytes)

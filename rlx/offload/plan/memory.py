@@ -181,7 +181,9 @@ def state_bytes(
     summed_in: int | None = None,
     is_resharded: bool = True,
 ) -> StateBytes:
-    """Return the memory of n weights of b bytes over N accelerators: n b / N for weights and gradients each, twice for the optimizer.
+    """Return the memory of n weights of b bytes over N accelerators.
+
+    Weights and gradients take n b / N each, the optimizer twice that.
 
     Args:
         decoder, gpus, weight_bytes: they give n, N and b.

@@ -5,7 +5,7 @@ results of one tile exist at a time. The idea is that of Arctic long sequence tr
 returns the gradients of the weights to autograd instead of summing them up itself, so that it needs no support from FSDP. And it
 stops recomputing a tile after the last operation whose result the tile's backward needs.
 
-Note [what a tiled call keeps]
+Note [tensors that a tiled call keeps]
 Input and weights are saved before anything is computed. If the call is in a layer that is recomputed, and nothing after it needs
 its output, the layer's recomputation ends there and does not run the module. Forward builds the graph of each tile, on aliases
 of the weights, so that hooks of the weights see one gradient each. The graph saves numbers in place of tensors. When backward
@@ -238,7 +238,7 @@ class TiledCall:
 
 
 class _TiledFunction(torch.autograd.Function):
-    """Saves input and weights and returns the output, not yet filled: see Note [what a tiled call keeps]."""
+    """Saves input and weights and returns the output, not yet filled: see Note [tensors that a tiled call keeps]."""
 
     @staticmethod
     def forward(ctx: Any, call: TiledCall, dtype: torch.dtype, hidden: Tensor, *weights: Tensor) -> Tensor:

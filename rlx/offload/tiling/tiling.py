@@ -238,13 +238,13 @@ def _norms(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str,
     inside = {module for layer in layers for module in layer.modules()}
     ids = set(map(id, layers))
     lists = {module for module in model.modules() if any(id(child) in ids for child in module.children())}
-    beside = {
+    siblings = {
         child for module in model.modules() if not lists.isdisjoint(module.children()) for child in module.children()
     }
     for name, module in model.named_modules():
         parameters = list(module.parameters())
         is_norm = parameters and all(p.dim() == 1 for p in parameters) and not any(True for _ in module.children())
-        if is_norm and module in inside | beside and not isinstance(module, _FUSED) and _takes_one(module):
+        if is_norm and module in inside | siblings and not isinstance(module, _FUSED) and _takes_one(module):
             yield name, module
 
 
