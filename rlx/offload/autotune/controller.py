@@ -43,13 +43,13 @@ from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.runtime.session import Layer, OffloadSession
 from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
+from rlx.offload.storage.stats import measured_rate
 
 logger = logging.getLogger("rlx.offload")
 
 BUCKET_RATIO = 1.25  # the longest over the shortest length that share a plan
 MARGIN = 0.05  # of device memory that a plan leaves free
 LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
-_TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
 
 
 class Inputs(NamedTuple):
@@ -300,10 +300,10 @@ class PlanController:
         stats, options = self._session.stats(per_layer=False), self._session.options
         budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
         return Limits(
-            link_bytes_per_s=_rate(stats.copied_bytes, stats.copy_ms),
+            link_bytes_per_s=measured_rate(stats.copied_bytes, stats.copy_ms),
             device_bytes=budget,
             host_bytes=options.host_bytes,
-            disk_bytes_per_s=_rate(stats.disk_bytes, stats.disk_ms),
+            disk_bytes_per_s=measured_rate(stats.disk_bytes, stats.disk_ms),
         )
 
     def _budget(self, ranks: Sequence[Limits]) -> Budget:
@@ -357,10 +357,6 @@ def _inputs_of(tensors: Sequence[Tensor]) -> Inputs:
         {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
         {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
     )
-
-
-def _rate(nbytes: int, ms: float) -> float | None:
-    return nbytes / ms * 1e3 if nbytes >= _TIMED_BYTES and ms else None
 
 
 def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
