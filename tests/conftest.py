@@ -49,11 +49,61 @@ def collect_garbage_from_now_on() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two tests run at a time, one side begins with those of rank processes and of vLLM, the other with those of Ray.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="run the quick half only: see `quick_half` in tests/conftest.py"
+    )
 
-    So each side starts such processes once, what takes longest comes first, and no two engines of vLLM start at once, which
-    on CPU take the same names in shared memory. Each side begins with one half of the list.
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        quick = quick_half(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+        items[:] = [item for item in items if item in quick]
+    items[:] = in_order_of_running(items)
+
+
+def quick_half(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that `make test` runs; `make test ALL=1`, and pytest without `--quick`, run them all.
+
+    Two rules decide. A test or a case that is marked `slow` is left out. Of the other cases of a test with several
+    parameters, as few remain as have each value of each parameter at least once. For example 588 cases of 4 saving modes,
+    3 freezings and 49 attention modules become 49. A test with one parameter, such as a table, keeps all its cases.
+
+    A test that draws examples draws fewer where the option is set: see the fixture `quick`.
+    """
+    quick: set[pytest.Item] = set()
+    cases_of_function: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            continue
+        if hasattr(item, "callspec"):
+            cases_of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        else:
+            quick.add(item)
+    for cases in cases_of_function.values():
+        quick.update(cover(cases))
+    return quick
+
+
+def cover(cases: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield cases until each value of each parameter has come, first the cases that bring most new values."""
+    values = {case: set(enumerate(case.callspec._idlist)) for case in cases}
+    for new in range(max(map(len, values.values())), 0, -1):
+        for case in cases:
+            if len(values[case]) >= new:
+                yield case
+                brought = set(values[case])
+                for other in cases:
+                    values[other] -= brought
+
+
+def in_order_of_running(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests so that, where two run at a time, one process begins with ranks and vLLM, the other with Ray.
+
+    So each process starts ranks or Ray once, the longest tests come first, and no two engines of vLLM start at once, which
+    on CPU take the same names in shared memory. Each process begins with one half of the list.
     """
 
     def of_ranks(item: pytest.Item) -> bool:
@@ -69,7 +119,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rays = [item for item in items if of_ray(item) and not of_ranks(item)]
     rest = [item for item in items if not (of_ranks(item) or of_ray(item))]
     first = max(0, len(items) // 2 - len(ranks))
-    items[:] = [*ranks, *rest[:first], *rays, *rest[first:]]
+    return [*ranks, *rest[:first], *rays, *rest[first:]]
 
 
 class Ranks:
@@ -123,6 +173,12 @@ def started(*arguments: str) -> Iterator[subprocess.Popen]:
     yield process
     process.stdin.close()
     process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def quick(request: pytest.FixtureRequest) -> bool:
+    """Whether only the quick half runs: then tests that draw examples draw fewer."""
+    return request.config.getoption("quick")
 
 
 @pytest.fixture(scope="session")

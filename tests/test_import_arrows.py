@@ -1,8 +1,13 @@
-"""Imports go along the arrows of docs/architecture.md, wherever in a file they stand, and never in a circle."""
+"""Imports go along the arrows of docs/architecture.md, wherever in a file they stand, and never in a circle.
+
+`python tests/test_import_arrows.py rlx/offload` prints the rooms of a folder, their floors and the arrows between them.
+"""
 
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -43,12 +48,12 @@ LEAVES = {
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
-# Parts that may import one package of another part.
-MAY_IMPORT_OF = {"config": {"rlx.offload.plan"}}
+# Parts that may import some modules of another part.
+MAY_IMPORT_OF = {"config": {"rlx.offload.plan", "rlx.offload.runtime.options"}}
 
 # What these may import at all beside the standard library.
 ONLY = {
-    "rlx.config.schema": {"rlx.config.schema"},
+    "rlx.config.schema": {"rlx.config.schema", "rlx.offload.runtime.options"},
     "rlx.config.compose": {
         "hydra",
         "omegaconf",
@@ -57,11 +62,20 @@ ONLY = {
         "rlx.config.schema",
         "rlx.errors",
     },
-    "rlx.config.forecast": {"rlx.config.forecast", "rlx.config.machine", "rlx.config.schema", "rlx.offload.plan"},
+    "rlx.config.forecast": {
+        "rlx.config.forecast",
+        "rlx.config.machine",
+        "rlx.config.schema",
+        "rlx.offload.plan",
+        "rlx.offload.runtime.options",
+    },
     "rlx.config.vllm_range": set(),
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),
     "rlx.offload.plan": {"rlx.offload.plan"},
+    "rlx.offload.runtime.options": {"rlx.offload.storage.staging"},
+    "rlx.offload.storage.staging": {"rlx.offload.storage.ranges"},
+    "rlx.offload.storage.ranges": set(),
     "rlx.data.batch": {"torch", "tensordict"},
     "rlx.errors": set(),
     "rlx.user_code": {"rlx.errors"},
@@ -71,7 +85,6 @@ ONLY = {
 # The offloading engine's command-line tools load these when they run, not when they are imported.
 LATE = {
     "rlx.offload": {"transformers", "matplotlib", "trl"},
-    "rlx.offload.plan": {"transformers", "rlx.offload.benchmark.layer_costs"},
     "rlx.config.forecast": {"huggingface_hub"},
 }
 # The parts that a library belongs to.
@@ -177,7 +190,8 @@ def misplaced_libraries(imports: list[Import]) -> list[str]:
             wrong.append(str(found))
         for module, allowed in ONLY.items():
             late = LATE.get(module, set()) if found.late else set()
-            if within(found.importer, {module}) and not within(found.name, allowed | late):
+            is_inside = within(found.importer, {module}) and found.importer != f"{module}.__main__"
+            if is_inside and not within(found.name, allowed | late):
                 wrong.append(str(found))
     return wrong
 
@@ -195,6 +209,66 @@ def circle(imports: list[Import]) -> list[str]:
     return []
 
 
+class Rooms(NamedTuple):
+    """A folder as a house: its files and subfolders are rooms, and an arrow goes from a room to one that it imports.
+
+    `arrows` gives the number of import statements of each arrow, `back` the arrows that run back up, and `floors` the
+    rooms from the bottom up: a room is one floor above the highest room that it imports by the other arrows.
+    """
+
+    arrows: dict[tuple[str, str], int]
+    back: set[tuple[str, str]]
+    floors: list[list[str]]
+
+    def __str__(self) -> str:
+        text = [
+            f"{floor:2}  {room:18} -> {', '.join(sorted(b for a, b in self.arrows if a == room)) or 'nothing'}"
+            for floor in range(len(self.floors), 0, -1)
+            for room in self.floors[floor - 1]
+        ]
+        back = "".join(f"\n    {a} -> {b}" for a, b in sorted(self.back))
+        counts = f"{sum(map(len, self.floors))} rooms on {len(self.floors)} floors"
+        return "\n".join([*text, f"{counts}, {len(self.arrows)} arrows, {len(self.back)} back up{back}"])
+
+
+def rooms(folder: str, imports: list[Import], modules: Iterable[str]) -> Rooms:
+    """The rooms of a package, given by its dotted name. The arrows that run back up are few, and of few imports."""
+
+    def room_of(module: str) -> str:
+        return module.removeprefix(folder).split(".")[1] if module != folder else "__init__"
+
+    inside = [found for found in imports if within(found.importer, {folder}) and within(found.name, {folder})]
+    arrows = Counter((room_of(found.importer), room_of(found.name)) for found in inside)
+    arrows = Counter({arrow: count for arrow, count in arrows.items() if arrow[0] != arrow[1]})
+    back: set[tuple[str, str]] = set()
+    while tied := in_circles(arrows.keys() - back):
+        back.add(min(sorted(tied), key=lambda arrow: (len(in_circles(tied - {arrow})), arrows[arrow])))
+    below: dict[str, set[str]] = {room_of(module): set() for module in modules if within(module, {folder})}
+    for upper, lower in arrows.keys() - back:
+        below[upper].add(lower)
+    floor_of: dict[str, int] = {}
+    for room in TopologicalSorter(below).static_order():
+        floor_of[room] = 1 + max((floor_of[lower] for lower in below[room]), default=0)
+    floors = [sorted(room for room in below if floor_of[room] == floor) for floor in sorted(set(floor_of.values()))]
+    return Rooms(dict(arrows), back, floors)
+
+
+def in_circles(arrows: Set[tuple[str, str]]) -> Set[tuple[str, str]]:
+    """The arrows between rooms that are part of circles, or on the way from one to another; empty without circles."""
+    while True:
+        uppers, lowers = {upper for upper, _ in arrows}, {lower for _, lower in arrows}
+        kept = {(upper, lower) for upper, lower in arrows if upper in lowers and lower in uppers}
+        if kept == arrows:
+            return kept
+        arrows = kept
+
+
+def section(title: str) -> str:
+    """A section of docs/architecture.md."""
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
 @pytest.fixture(scope="module")
 def imports() -> list[Import]:
     return imports_of(ROOT)
@@ -203,6 +277,15 @@ def imports() -> list[Import]:
 def test_the_table_names_every_part():
     parts = {part_of(module) for module in module_names(ROOT)} - {"rlx"}
     assert parts <= set(MAY_IMPORT)
+
+
+def test_the_page_has_this_table():
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", section("The packages"), re.MULTILINE)
+    assert {
+        name: set(re.findall(r"(?<!/)\b\w+\b(?!/)", cell)) - {"nothing", "only"} for name, cell in rows
+    } == MAY_IMPORT
+    extra = {name: re.findall(r"`(.*)/` only", cell) for name, cell in rows}
+    assert {name: {path.replace("/", ".") for path in paths} for name, paths in extra.items() if paths} == MAY_IMPORT_OF
 
 
 def test_parts_import_along_the_arrows(imports: list[Import]):
@@ -225,6 +308,11 @@ def test_one_file_imports_vllm(imports: list[Import]):
     assert len({found.importer for found in imports if found.name == "vllm"}) <= 1
 
 
+def test_nothing_imports_an_entry_point(imports: list[Import]):
+    """`python -m package` starts at `package.__main__`, which is above everything: the rules of its package skip it."""
+    assert [str(found) for found in imports if found.name.endswith(".__main__")] == []
+
+
 def test_no_circles(imports: list[Import]):
     assert circle(imports) == []
 
@@ -234,7 +322,7 @@ def test_no_circles(imports: list[Import]):
 
 def write(root: Path, **files: str) -> list[Import]:
     for name, text in files.items():
-        file = root / "rlx" / f"{name.replace('__', '/')}.py"
+        file = root / "rlx" / f"{name.replace('__', '/').replace('ENTRY', '__main__')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return imports_of(root / "rlx")
@@ -257,6 +345,8 @@ def write(root: Path, **files: str) -> list[Import]:
         ({"config__a": "from rlx.offload.plan import b", "offload__plan__b": ""}, 0, 0),
         ({"config__a": "from rlx.offload.b import c", "offload__b": ""}, 1, 0),
         ({"offload__plan__a": "import torch"}, 0, 1),
+        ({"offload__plan__a": "def f():\n    from rlx.offload.api import b", "offload__api": ""}, 0, 1),
+        ({"offload__plan__ENTRY": "from rlx.offload.api import b", "offload__api": ""}, 0, 0),
         ({"engine__a": "import torch, json\nfrom torch import nn"}, 0, 0),
         ({"models__a": "from omegaconf import OmegaConf"}, 0, 1),
         ({"data__batch": "import numpy"}, 0, 1),
@@ -272,3 +362,16 @@ def test_the_check_sees_circles_inside_functions(tmp_path: Path):
     imports = write(tmp_path, data__a="from rlx.data import b", data__b="def f():\n    from rlx.data.a import g")
     assert set(circle(imports)) == {"rlx.data.a", "rlx.data.b"}
     assert circle([found for found in imports if not found.late]) == []
+
+
+def test_rooms_floors_and_arrows_back_up(tmp_path: Path):
+    files = {"a__x": "import rlx.b\nimport rlx.c", "b": "import rlx.c\nimport rlx.c", "c": "import rlx.b", "d": ""}
+    found = rooms("rlx", write(tmp_path, **files), module_names(tmp_path / "rlx"))
+    assert found.floors == [["c", "d"], ["b"], ["a"]]
+    assert found.back == {("c", "b")}
+    assert str(found).endswith("4 rooms on 3 floors, 4 arrows, 1 back up\n    c -> b")
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        print(rooms(folder.strip("/").replace("/", "."), imports_of(ROOT), module_names(ROOT)))

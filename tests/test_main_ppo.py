@@ -244,6 +244,7 @@ print(json.dumps([cluster.node_gpus, cluster.error, ends]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path):
     done = python("-c", THREE_GPUS, folder=tmp_path)
@@ -318,6 +319,7 @@ sys.meta_path.insert(0, Witness)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_installed_wheel_trains_in_any_folder(installed: Path, untrained: str, tmp_path: Path):
     witness, work = tmp_path / "witness", tmp_path / "work"

@@ -112,7 +112,9 @@ def gspo(
     Source: arXiv:2507.18071, equations 5 and 7, in the form of 13 and 14.
     """
     log_s = _mean_of_row(log_probs.detach() - old_log_probs.detach(), mask)
-    ratio = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * (log_probs - log_probs.detach()).exp()
+    # 0, with the gradient of a row that is not cut off.
+    token = torch.where(log_s.abs() <= LOG_RATIO_LIMIT, log_probs - log_probs.detach(), 0.0)
+    ratio = (log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) + token).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages.detach(), settings)
     return loss, {"clip_fraction": clipped}
 

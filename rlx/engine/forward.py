@@ -184,7 +184,7 @@ class Forward:
 
     def _tokens(self, ids: list[list[int]]) -> Tensor:
         """Replace 0 and 1 by two tokens other than padding, which may have a position of its own."""
-        padding = self._plain.config.get_text_config().pad_token_id
+        padding = getattr(self._plain.config.get_text_config(), "pad_token_id", None)  # CodeGen and RWKV have none
         two = torch.tensor([token for token in range(3) if token != padding], device=self._device)
         return two[torch.tensor(ids, device=self._device)]
 
@@ -210,12 +210,15 @@ class Forward:
             what = "has a bias" if type(head) is nn.Linear else f"is a {type(head).__name__}"
             self._tell("log-probs are computed from logits", f"its head {what}")
             return False
-        ids, given = torch.zeros(1, 2, dtype=torch.int64, device=self._device), []
-        with head_replaced(head, ids, 1.0, with_entropy=False):
-            hook = head.register_forward_hook(lambda module, inputs, output: given.append(output))
-            returned = self._try({"input_ids": ids})
-            hook.remove()
-        is_last = len(given) == 1 and returned is given[0]
+        given: list[
+            tuple[Tensor, Tensor]
+        ] = []  # results of the head, each with a copy that in-place operations do not reach
+        hook = head.register_forward_hook(lambda module, inputs, output: given.append((output, output.clone())))
+        returned = self._try({"input_ids": self._tokens([[0, 1]])})
+        hook.remove()
+        is_last = (
+            len(given) == 1 and returned is given[0][0] and torch.equal(returned.nan_to_num(), given[0][1].nan_to_num())
+        )
         if not is_last:
             self._tell("log-probs are computed from logits", "it changes the result of its head")
         return is_last

@@ -81,7 +81,7 @@ class TensorOffload:
             if copied is not None:
                 copied.synchronize()
         except BaseException:
-            self._account.give(block, after=_event(storages[0].device))
+            self._account.free(block, after=_event(storages[0].device))
             raise
         self._offloaded = OffloadedStorages(storages, lengths, block)
         for storage in storages:
@@ -98,7 +98,7 @@ class TensorOffload:
         self.prefetch(None)
         storages, _, block = self._offloaded
         self._offloaded = None
-        self._account.give(block, after=_event(storages[0].device))
+        self._account.free(block, after=_event(storages[0].device))
 
     def prefetch(self, stream: torch.Stream | None) -> None:
         """Queue the copies to the device on a stream; the host memory stays allocated for `begin_offload`.
@@ -154,7 +154,7 @@ class TensorOffload:
             trim()  # also waits for copies that are still running
         # Linux promises more memory than there is and kills the process that then uses it, so look first.
         obtainable = _obtainable_bytes(arena)
-        block = self._account.take(nbytes) if nbytes <= obtainable else None
+        block = self._account.allocate(nbytes) if nbytes <= obtainable else None
         if block is None:
             holders = ", ".join(f"{name} {held / 1e9:.2f} GB" for name, held in arena.holders().items() if held)
             raise HandOverError(
@@ -167,7 +167,7 @@ class TensorOffload:
 
     def __del__(self) -> None:
         if self._offloaded is not None:
-            self._account.give(self._offloaded.block)
+            self._account.free(self._offloaded.block)
 
 
 def _obtainable_bytes(arena: HostArena) -> int:

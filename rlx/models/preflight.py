@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from rlx.errors import did_you_mean
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
 from rlx.models.lora import adapter_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), processes: int = 1) -> list[str]:
@@ -33,6 +37,7 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
     faults = _of_attention(model.attn_implementation)
     try:
         _, config = class_and_config(model, head)
+        faults += _of_capped_scores(model.attn_implementation, config.get_text_config())
         shared = (why_not_shared(size, processes, config.get_text_config()) for size in sorted(together) if size > 1)
         faults += filter(None, shared)
         if model.lora_rank > 0 and model.target_modules != "all-linear":
@@ -42,6 +47,17 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
     except ModelError as error:
         faults.append(str(error))
     return faults
+
+
+def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:
+    """Refuse a kernel that drops a cap of attention scores without a word: its log-probs would be those of another model."""
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is None or kernel != "sdpa":
+        return []
+    return [
+        f"attn_implementation: got sdpa for a {config.model_type} model that caps its attention scores at {cap}, which sdpa cannot "
+        "do, expected a kernel that caps them; set it to eager, or on a GPU to flex_attention or flash_attention_2"
+    ]
 
 
 def _of_attention(name: str) -> list[str]:

@@ -4,18 +4,22 @@ Shape letters: B sequences being decoded, D distinct prompts, P prompt tokens (l
 """
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlx.rollout.kv_cache import growing_cache
-from rlx.rollout.protocol import Completion, Request, Sampling
+from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.sampling import choose_tokens, request_uniforms
 
 # Finished sequences leave the batch once they are this share of it, because removing them copies the KV cache.
 COMPACT_SHARE = 1 / 8
+# Share of the logits' standard deviation by which two ways to compute the same logits may differ: 0.01 in bf16 in small models; 1.5 where one is wrong.
+_ROUNDING = 0.5
 
 
 class HFRollout:
@@ -30,6 +34,9 @@ class HFRollout:
         max_num_seqs: sequences decoded at once.
         attn_implementation: attention kernel, as transformers names it.
         trust_remote_code: allow the config's model class to come from the model's folder.
+
+    Raises:
+        EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class HFRollout:
                 trust_remote_code=trust_remote_code,
             )
         self._model.requires_grad_(False).eval()
+        self._inputs = _Inputs.of(self._model)
         self._version: int | None = None
 
     @property
@@ -152,7 +160,8 @@ class HFRollout:
         lengths = torch.full((len(batch),), sampling.max_tokens, device=self._device)
         stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
-        decoder = _Decoder(self._model, [request.prompt_ids for request in batch], sampling.max_tokens, self._device)
+        prompts = [request.prompt_ids for request in batch]
+        decoder = _Decoder(self._model, self._inputs, prompts, sampling.max_tokens, self._device)
         rows = torch.arange(len(batch), device=self._device)  # rows of the batch that the decoder still works on
         running = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not stopped
         for step in range(sampling.max_tokens):
@@ -179,11 +188,65 @@ class HFRollout:
         ]
 
 
+class _Inputs(NamedTuple):
+    """What a model's forward is given beside tokens and their mask.
+
+    Args:
+        cache: name of the argument for the cache.
+        first_position: of a sequence; None: the model takes no positions.
+    """
+
+    cache: str
+    first_position: int | None
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PreTrainedModel) -> "_Inputs":
+        """Find out by decoding two short prompts with the weights that the model was made with, which are random."""
+        name, config = type(model).__name__, model.config.get_text_config()
+        refused = f"rollout.name=hf cannot sample from {name}: %s; set rollout.name=vllm, or take another model"
+        taken = inspect.signature(model.forward).parameters
+        cache = next((argument for argument in ("past_key_values", "cache_params") if argument in taken), None)
+        if cache is None:
+            raise EngineError(refused % "its forward takes no cache, expected past_key_values or cache_params")
+        padding = getattr(config, "pad_token_id", None)
+        ids = torch.tensor([[token for token in range(4) if token != padding][:3]], device=model.device)
+        first = None
+        if "position_ids" in taken:
+            own = model(input_ids=ids, use_cache=False).logits
+            for first in (0, (padding or 0) + 1):  # RoBERTa and its kin begin behind the padding index
+                positions = torch.arange(first, first + 3, device=model.device)[None]
+                if torch.allclose(own, model(input_ids=ids, position_ids=positions, use_cache=False).logits):
+                    break
+            else:
+                raise EngineError(refused % "its positions begin neither at 0 nor behind the padding index")
+        inputs = cls(cache, first)
+        try:
+            decoder = _Decoder(model, inputs, [tuple(ids[0].tolist()), tuple(ids[0, :1].tolist())], 1, model.device)
+            decoder.keep(torch.tensor([1, 1], device=model.device))
+            decoder.feed(ids[0, 1:2].expand(2))
+        except Exception as error:
+            raise EngineError(refused % f"decoding with a cache fails ({error})") from error
+        expected, found = model(input_ids=ids[:, :2], use_cache=False).logits[:, -1], decoder.logits_BV
+        if (found - expected).abs().max() > _ROUNDING * expected.std():
+            raise EngineError(
+                refused % "a row that was padded and decoded with a cache has other logits than one that was not"
+            )
+        return inputs
+
+
 class _Decoder:
     """The model, its KV cache and the next token's logits for a batch of sequences that grow together."""
 
-    def __init__(self, model: torch.nn.Module, prompts: list[tuple[int, ...]], max_tokens: int, device: torch.device):
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        inputs: _Inputs,
+        prompts: list[tuple[int, ...]],
+        max_tokens: int,
+        device: torch.device,
+    ):
+        self._model, self._inputs = model, inputs
         distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         width = max(len(prompt) for prompt in distinct)
         ids_DP = torch.zeros(len(distinct), width, dtype=torch.int64)
@@ -200,19 +263,24 @@ class _Decoder:
         self.keep(torch.tensor([distinct[prompt] for prompt in prompts], device=device))
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
+        cache, first = self._inputs
+        # Once they have a state, state-space models read the mask as one of the new tokens.
+        mask_BT = (
+            None if cache == "cache_params" and ids.shape[1] == 1 < self._length else self._mask_BT[:, : self._length]
+        )
         output = self._model(
             input_ids=ids,
-            attention_mask=self._mask_BT[:, : self._length],
-            position_ids=positions,
-            past_key_values=self._cache,
+            attention_mask=mask_BT,
             use_cache=True,
             logits_to_keep=1,
+            **{cache: self._cache},
+            **({} if first is None else {"position_ids": positions + first}),
         )
         self.logits_BV = output.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows; a row may be named several times."""
-        self._cache.batch_select_indices(rows)
+        self._cache.reorder_cache(rows)
         self._mask_BT = self._mask_BT[rows]
         self._positions_B1 = self._positions_B1[rows]
         self.logits_BV = self.logits_BV[rows]

@@ -56,8 +56,8 @@ class GrowingLayer(DynamicLayer):
         keys, values = self._buffers
         self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows; a row may be named several times."""
+    def reorder_cache(self, indices: Tensor) -> None:
+        """Keep these rows; a row may be named several times. Other kinds of layers have no other method that does."""
         tokens = self.get_seq_length()
         if tokens:
             keys, values = self._buffers

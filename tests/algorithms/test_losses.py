@@ -81,6 +81,15 @@ def test_policy_losses_stay_finite_far_from_the_sampler(name, dtype, distance, a
     assert all(x.isfinite().all() for x in (loss, log_probs.grad, *stats.values()))
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_sequence_whose_ratio_is_cut_off_has_no_gradient(advantage):
+    """GSPO's mean log-ratio of the first row is 25, beyond the limit of 20; that of the second is 0."""
+    log_probs = torch.tensor([[20.0, 30.0], [1.0, -1.0]], requires_grad=True)
+    zeros = torch.zeros(2, 2)
+    POLICY_LOSSES["gspo"](log_probs, zeros, zeros + advantage, zeros == 0, SETTINGS)[0].sum().backward()
+    assert log_probs.grad.tolist() == [[0, 0], [-advantage, -advantage]]
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_only_the_trained_policy_gets_a_gradient(name):
     tensors = [torch.randn(2, 3, requires_grad=True) for _ in range(3)]

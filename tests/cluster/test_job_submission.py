@@ -123,6 +123,7 @@ def submit(environment: dict[str, str], folder: Path, entry: list[str]) -> subpr
             return done
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_submitted_run_trains_on_both_nodes(cluster, untrained, tmp_path):
     environment, port = cluster

@@ -49,7 +49,7 @@ def wait_until(condition, seconds=30):
     return condition()
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_an_interrupted_run_leaves_no_process(tmp_path, how):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(STUCK)],
@@ -80,6 +80,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, how):
         driver.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
     script = "from rlx.cluster.runtime import session; from rlx.config.schema import PPOConfig; " + (
         "print('starting', flush=True); session(PPOConfig()).__enter__()"
@@ -137,6 +138,7 @@ def short_folder():
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_local_session_ignores_stale_addresses_and_keeps_out_of_the_home_folder(tmp_path, short_folder):
     """Ray notes the last cluster's address in a file, and would write its token to the home folder."""
     (short_folder / "ray_current_cluster").write_text("127.0.0.1:1")

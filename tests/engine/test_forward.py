@@ -251,6 +251,15 @@ def test_a_model_that_looks_ahead_is_refused(name, batch):
             said(Forward(model, model, torch.device("cpu"), attention), batch, distribution)
 
 
+@pytest.mark.usefixtures("one_process")
+def test_a_configuration_without_padding_is_read(batch):
+    config = hf.CodeGenConfig(vocab_size=VOCAB, n_positions=32, n_ctx=32, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+    assert not hasattr(config, "pad_token_id")
+    model = made(lambda: hf.CodeGenForCausalLM(config), attention="eager")
+    forward = Forward(model, model, torch.device("cpu"), None)
+    assert said(forward, batch, Distribution(1.0, with_entropy=False))[1].norm() > 0
+
+
 def test_randomness_in_training_is_not_taken_for_looking_ahead(batch):
     model = made(
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4))
@@ -261,7 +270,17 @@ def test_randomness_in_training_is_not_taken_for_looking_ahead(batch):
     assert forward.packs and model.training and model.transformer.h[0].mlp.dropout.training
 
 
+class Halving(hf.Qwen2ForCausalLM):
+    """Changes its logits in place after the head."""
+
+    def forward(self, logits_to_keep=0, **kwargs):
+        output = super().forward(logits_to_keep=logits_to_keep, **kwargs)
+        output.logits.mul_(0.5)
+        return output
+
+
 READS_LOGITS = {
+    "in_place": lambda: Halving(hf.Qwen2Config(**SHAPE)),
     "roberta": OTHER_MODELS["roberta"][0],
     "trocr": lambda: hf.TrOCRForCausalLM(  # gives the logits of all tokens, whichever it is asked for
         hf.TrOCRConfig(vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48)

@@ -19,7 +19,7 @@ def reserved():
     arena = host_arena(False)
     arena.trim()
     account = arena.account()
-    account.give(account.take(8 * MIB))
+    account.free(account.allocate(8 * MIB))
     assert arena.held_bytes == 0 and arena.reserved_bytes >= 8 * MIB
     yield arena
     arena.trim()
@@ -31,7 +31,7 @@ def test_free_memory_is_given_back_when_memory_is_short_and_told_once(reserved, 
     assert relief.relieve(PLENTY) == 0 and reserved.reserved_bytes == bytes_before
     assert relief.relieve(SHORT) == bytes_before and reserved.reserved_bytes == 0
     account = reserved.account()
-    account.give(account.take(MIB))
+    account.free(account.allocate(MIB))
     assert relief.relieve(SHORT) >= MIB
     (record,) = caplog.records
     assert "host memory is short" in record.getMessage() and "max_host_bytes" in record.getMessage()
@@ -46,21 +46,21 @@ def test_nothing_is_said_when_there_is_nothing_to_give(caplog):
 
 def test_what_is_in_use_stays(reserved):
     account = reserved.account()
-    block = account.take(MIB)
+    block = account.allocate(MIB)
     HostRelief().relieve(SHORT)
     assert reserved.reserved_bytes >= MIB
     block.views[0].fill_(1)
     assert int(block.views[0].sum()) == block.views[0].numel()
-    account.give(block)
+    account.free(block)
 
 
 def test_who_keeps_what_on_the_host_is_told_of_both_kinds_of_memory(reserved):
     account, other = reserved.account(name="actor_parameters"), host_arena(True).account(name="nobody")
-    block = account.take(MIB)
+    block = account.allocate(MIB)
     use = host_use()
     assert use["actor_parameters"] == MIB and other.held_bytes == 0 and "nobody" not in use
     assert use["reserved"] == reserved.reserved_bytes + host_arena(True).reserved_bytes
-    account.give(block)
+    account.free(block)
 
 
 def test_without_a_container_the_machine_counts(tmp_path):

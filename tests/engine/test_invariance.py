@@ -55,6 +55,7 @@ def test_two_processes_with_any_shares(strategy, kind, expected, model_folder, t
         agree(results, expected)
 
 
+@pytest.mark.slow
 def test_every_policy_loss_in_one_process(expected_of_losses, model_folder, one_rank):
     cases = [((8,), ROWS[0], None), ((8,), TOKENS[0], None), *CHANGES]
     (results,) = one_rank("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases)
@@ -67,6 +68,7 @@ def test_every_policy_loss_in_two_processes(expected_of_losses, model_folder, tw
         agree(results, expected_of_losses)
 
 
+@pytest.mark.slow
 def test_four_processes_of_which_some_have_no_rows_or_the_same(model_folder, one_rank, four_ranks):
     """A loss of tokens and one of sequences, in processes that only this test needs: each on its own rows, each pair on its
     own, all on the same.

@@ -98,7 +98,7 @@ def test_relief_of_a_short_host_leaves_what_is_offloaded():
     expected, offload = tensor.clone(), TensorOffload(arena, "some")
     offload.offload([tensor])
     account = arena.account()
-    account.give(account.take(64 * MIB))
+    account.free(account.allocate(64 * MIB))
     freed = HostRelief().relieve(HostMemory(1, 100))
     assert freed >= 59 * MIB and arena.reserved_bytes >= 5 * MIB
     offload.fetch()
@@ -147,7 +147,7 @@ def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting():
 def test_what_is_free_in_the_arena_counts_as_room(monkeypatch):
     arena = HostArena(pinned=False)
     account = arena.account()
-    account.give(account.take(4 * MIB))
+    account.free(account.allocate(4 * MIB))
     monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(0, 1 << 40))
     offload = TensorOffload(arena, "some")
     offload.offload(tensors(4 * MIB))

@@ -9,7 +9,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 # In a process of its own, for trainers set environment variables and numbers of threads.
-@pytest.mark.parametrize("name", ["plain_torch", "hf_trainer", "trl"])
+@pytest.mark.parametrize(
+    "name", ["plain_torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf_trainer", "trl"))]
+)
 def test_trained_weights_are_equal_and_layer_inputs_left_the_device(name: str):
     if name == "trl":
         pytest.importorskip("trl", reason="TRL is not installed")

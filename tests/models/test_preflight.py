@@ -1,8 +1,10 @@
 """What a check of a model finds before it is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 
 from rlx.config.schema import ModelConfig
 from rlx.models.preflight import faults_of
@@ -43,6 +45,19 @@ def test_processes_that_share_sequences_divide_the_heads(folders):
     for shared, heads, allowed in ((tiny, 4, "1 or 2 or 4"), (model(folders), 2, "1 or 2")):
         (fault,) = faults_of(shared, "lm", together=[8], processes=8)
         assert f"got 8 with 8 processes and {heads} attention heads" in fault and fault.endswith(f"set it to {allowed}")
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_kernel_that_drops_a_cap_of_the_scores_is_refused(tmp_path, head):
+    config = transformers.Gemma2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, vocab_size=32
+    )
+    config.save_pretrained(tmp_path)
+    capped = ModelConfig(path=str(tmp_path))
+    (fault,) = faults_of(capped, head)
+    assert "got sdpa for a gemma2 model that caps its attention scores at 50.0" in fault and "set it to eager" in fault
+    assert faults_of(replace(capped, attn_implementation="eager"), head) == []
+    assert faults_of(replace(capped, override_config={"attn_logit_softcapping": None}), head) == []
 
 
 def test_several_faults_come_together(folders, tmp_path: Path):

@@ -132,68 +132,83 @@ def offloaded_bytes_unsharded(frozen, save):
     return handle.stats().offloaded_bytes
 
 
-def results_of(strategy, saves, rank, folder):
+@cache
+def trained_plainly(strategy, rank):
+    """Gradients and number of all-gathers without the engine; once for all kinds of saving."""
+    plain, gathers = train(shard(Model(), strategy), rank)
+    assert gathers >= 4 * 2 * BLOCKS or strategy in ("fsdp2_kept", "ddp")
+    return plain, gathers
+
+
+def result_of(strategy, save, rank, folder):
     options = {"tier": "disk", "directory": folder} if "disk" in strategy else {}
     if "roomy" in strategy:
         options = {"max_device_bytes": (1 << 40) * rank}  # one rank keeps all layers, the other recomputes them
-    plain, gathers = train(shard(Model(), strategy), rank)
-    assert gathers >= 4 * 2 * BLOCKS or strategy in ("fsdp2_kept", "ddp")
-    for save in saves:
-        if "late" in strategy:
-            handle = enable(model := Model(), save, **options)
-            shard(model, strategy)
-        else:
-            handle = enable(model := shard(Model(), strategy), save, **options)
-        grads, gathers_now = train(model, rank)
-        stats = handle.stats()
-        yield {
-            "case": (strategy, save, rank),
-            "layers_missed": BLOCKS - len(handle.engine.layers),
-            "equal": same(grads, plain),
-            "gathers": gathers_now - gathers,
-            "held_bytes": stats.held_bytes,
-            "is_planned": handle.plan() is not None,
-            "moved_more": stats.offloaded_bytes - offloaded_bytes_unsharded("frozen" in strategy, save),
-        }
+    plain, gathers = trained_plainly(strategy, rank)
+    if "late" in strategy:
+        handle = enable(model := Model(), save, **options)
+        shard(model, strategy)
+    else:
+        handle = enable(model := shard(Model(), strategy), save, **options)
+    grads, gathers_now = train(model, rank)
+    stats = handle.stats()
+    return {
+        "layers_missed": BLOCKS - len(handle.session.layers),
+        "equal": same(grads, plain),
+        "gathers": gathers_now - gathers,
+        "held_bytes": stats.held_bytes,
+        "is_planned": handle.plan() is not None,
+        "moved_more": stats.offloaded_bytes - offloaded_bytes_unsharded("frozen" in strategy, save),
+    }
 
 
-def results_of_transformers(saves, rank):
-    """A Qwen2 under FSDP2, against the checkpointing of transformers."""
+def transformers_model():
+    """A Qwen2 under FSDP2."""
     import transformers
 
-    def build():
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": BLOCKS}
-        config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-        model = transformers.AutoModelForCausalLM.from_config(config).train()
-        for layer in model.model.layers:
-            fully_shard(layer)
-        return fully_shard(model)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": BLOCKS}
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
 
+
+def train_transformers(model, rank):
     def loss_of(model, seed, rank):
         ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(seed + 100 * rank))
         return model(input_ids=ids, labels=ids).loss
 
-    checkpointed = build()
+    return train(model, rank, loss_of)
+
+
+@cache
+def trained_by_transformers(rank):
+    """Gradients and number of all-gathers with the checkpointing of transformers; once for all kinds of saving."""
+    checkpointed = transformers_model()
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    plain, gathers = train(checkpointed, rank, loss_of)
-    for save in saves:
-        model = build()
-        handle = enable(model, save)
-        grads, gathers_now = train(model, rank, loss_of)
-        yield {
-            "case": ("transformers", save, rank),
-            "layers_missed": BLOCKS - len(handle.engine.layers),
-            "equal": same(grads, plain),
-            "gathers": gathers_now - gathers,
-            "held_bytes": handle.stats().held_bytes,
-            "is_planned": handle.plan() is not None,
-            "moved_more": 0,
-        }
+    return train_transformers(checkpointed, rank)
 
 
-def results(strategies, saves, folder):
-    """For each strategy and for transformers, and each kind of saving: what this rank has found, by case."""
+def result_of_transformers(save, rank):
+    plain, gathers = trained_by_transformers(rank)
+    model = transformers_model()
+    handle = enable(model, save)
+    grads, gathers_now = train_transformers(model, rank)
+    return {
+        "layers_missed": BLOCKS - len(handle.session.layers),
+        "equal": same(grads, plain),
+        "gathers": gathers_now - gathers,
+        "held_bytes": handle.stats().held_bytes,
+        "is_planned": handle.plan() is not None,
+        "moved_more": 0,
+    }
+
+
+def results(strategy, save, folder):
+    """What this rank finds with a strategy, or with `transformers`, and a kind of saving."""
     rank = dist.get_rank()
-    found = [result for strategy in strategies for result in results_of(strategy, saves, rank, folder)]
-    return {result["case"]: result for result in [*found, *results_of_transformers(saves, rank)]}
+    if strategy == "transformers":
+        return result_of_transformers(save, rank)
+    return result_of(strategy, save, rank, folder)

@@ -23,18 +23,10 @@ STRATEGIES = (
 )
 
 
-@pytest.fixture(scope="module")
-def outcomes(two_ranks_on_cpu, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("outcomes"))
-    first, second = two_ranks_on_cpu("fsdp", "results", STRATEGIES, SAVES, folder)
-    return first | second
-
-
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "transformers"])
-def test_sharded_gradients_are_equal_and_nothing_more_is_gathered(outcomes, strategy, save):
-    found = [outcomes[strategy, save, rank] for rank in range(2)]
-    for outcome in found:
+def test_sharded_gradients_are_equal_and_nothing_more_is_gathered(two_ranks_on_cpu, strategy, save, tmp_path):
+    for outcome in two_ranks_on_cpu("fsdp", "results", strategy, save, str(tmp_path)):
         assert outcome["layers_missed"] == 0
         assert outcome["equal"]
         assert outcome["gathers"] == 0

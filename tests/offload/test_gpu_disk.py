@@ -13,7 +13,7 @@ import torch
 from rlx.offload import DiskError, HostArena, host_arena, trim
 from rlx.offload.storage.pages import Pages
 from rlx.offload.storage.spill_file import extent_file
-from rlx.offload.storage.tiers import MIN_STAGING_BYTES
+from rlx.offload.storage.staging import MIN_STAGING_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,21 +42,21 @@ def resident_bytes():
 def test_registered_memory_has_any_size_and_is_page_locked():
     arena = HostArena(pinned=True)
     account = arena.account()
-    block = account.take(35 * MIB)
+    block = account.allocate(35 * MIB)
     assert arena.reserved_bytes == 36 * MIB
     assert arena.pinned
     assert all(view.is_pinned() for view in block.views)
-    account.give(block)
+    account.free(block)
 
 
 def test_trim_gives_registered_memory_back_to_the_system():
     arena = HostArena(pinned=True)
     account = arena.account()
     for _ in range(5):
-        block = account.take(256 * MIB)
+        block = account.allocate(256 * MIB)
         block.views[0].copy_(torch.zeros(block.views[0].numel(), dtype=torch.uint8, device="cuda"))
         held = resident_bytes()
-        account.give(block)
+        account.free(block)
         del block
         assert arena.trim() == 256 * MIB
         assert resident_bytes() <= held - 250 * MIB
@@ -66,7 +66,7 @@ def test_trim_gives_registered_memory_back_to_the_system():
 def test_an_arena_that_is_dropped_unlocks_its_memory():
     for _ in range(5):
         arena = HostArena(pinned=True)
-        assert arena.account().take(64 * MIB).views[0].is_pinned()
+        assert arena.account().allocate(64 * MIB).views[0].is_pinned()
         assert arena.pinned
         del arena
         gc.collect()
@@ -100,7 +100,7 @@ def test_a_forked_child_does_not_copy_page_locked_memory():
 
 def test_copies_to_registered_memory_do_not_wait():
     account = HostArena(pinned=True).account()
-    block = account.take(64 * MIB)
+    block = account.allocate(64 * MIB)
     source = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
     busy = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
@@ -111,7 +111,7 @@ def test_copies_to_registered_memory_do_not_wait():
     assert not event.query()
     event.synchronize()
     assert bool((block.views[0] == 1).all())
-    account.give(block)
+    account.free(block)
 
 
 @MODES

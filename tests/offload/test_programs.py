@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-PROGRAMS = 60
 OPERATIONS = {}
 
 
@@ -212,6 +211,12 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
+def seeds(quick) -> range:
+    """One number for each program that is drawn."""
+    return range(15 if quick else 60)
+
+
+@pytest.fixture(scope="module")
 def plain(toys):
     """`plain(seed, step)[number]`: computed once for all kinds of saving and budgets."""
     return cache(partial(Plain, toys))
@@ -237,9 +242,9 @@ def some_then_all(model):
 
 
 @pytest.mark.parametrize("step", [once, twice, some_then_all], ids=lambda step: step.__name__)
-def test_gradients_are_those_of_plain_autograd(enable, toys, plain, saving, step):
+def test_gradients_are_those_of_plain_autograd(enable, toys, seeds, plain, saving, step):
     compared = 0
-    for seed in range(PROGRAMS):
+    for seed in seeds:
         print("program", seed)  # shown where the test fails
         model, refused = program(toys, seed), None
         try:
@@ -261,14 +266,14 @@ def test_gradients_are_those_of_plain_autograd(enable, toys, plain, saving, step
         expected.assert_equal(got)
         assert handle.stats().held_bytes == 0
         compared += 1
-    assert compared > PROGRAMS // 3
+    assert compared > len(seeds) // 3
 
 
 @pytest.mark.parametrize("step", [once, twice, some_then_all], ids=lambda step: step.__name__)
-def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, toys, plain, step):
+def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, toys, seeds, plain, step):
     """With operations left out whose results nobody reads: in few programs, and fewest with a budget, which keeps most layers."""
     compared, left_out, proved = [0, 0], 0, 0
-    for seed in range(PROGRAMS):
+    for seed in seeds:
         print("program", seed)  # shown where the test fails
         has_budget = seed % 3 == 2
         options = {"max_device_bytes": 12_000 if has_budget else 0, "min_bytes": (0, 500)[seed % 2]}
@@ -281,9 +286,9 @@ def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, to
         except RuntimeError:
             continue  # the other test sees to what is refused
         compared[has_budget] += 1
-        buckets = handle.engine.orders.__self__._buckets.values()
-        orders = [one for bucket in buckets for one in bucket.orders.values() if one.unread]
+        buckets = handle.runner.decide.__self__._buckets.values()
+        orders = [one for bucket in buckets for one in bucket.orders.values() if one.dead_ops]
         left_out += bool(orders)
         proved += any(one.proof.is_given for one in orders)
-    assert min(compared) > PROGRAMS // 9
-    assert min(left_out, proved) >= 5
+    assert min(compared) > len(seeds) // 9
+    assert min(left_out, proved) >= len(seeds) // 12

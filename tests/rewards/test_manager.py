@@ -164,7 +164,9 @@ def test_no_score_at_all_is_no_result(manager, make_batch, write_module, tmp_pat
     ("timeout_s", "limit"),
     [
         (1.0, r"1 s \(reward\.timeout_s\)"),
-        (30.0, r"5 s \(math-verify's limit, which reward\.timeout_s does not raise\)"),
+        pytest.param(
+            30.0, r"5 s \(math-verify's limit, which reward\.timeout_s does not raise\)", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_grading_of_mathematics_without_end_is_ended(manager, make_batch, tmp_path, caplog, timeout_s, limit):

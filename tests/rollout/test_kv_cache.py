@@ -14,8 +14,8 @@ def test_a_growing_layer_holds_what_a_dynamic_one_holds():
         for got, want in zip(ours.update(*states), theirs.update(*states), strict=True):
             assert torch.equal(got, want)
         if step in (0, 2):
-            ours.batch_select_indices(rows)
-            theirs.batch_select_indices(rows)
+            ours.reorder_cache(rows)
+            theirs.reorder_cache(rows)
         assert ours.get_seq_length() == theirs.get_seq_length()
         assert ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
 

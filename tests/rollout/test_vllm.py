@@ -57,7 +57,10 @@ class Started(NamedTuple):
         return Sampling(RESPONSE, self.rollout.temperature, self.rollout.top_p, self.rollout.top_k)
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+@pytest.fixture(
+    scope="module",
+    params=["data parallel", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SETUPS)[1:])],
+)
 def started(request, vllm_ranks, folders):
     folder, *rest = SETUPS[request.param]
     processes = vllm_ranks("vllm", "start", folders[folder], *rest)

@@ -71,6 +71,7 @@ def resume_from(folder, step: int) -> list[str]:
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_{step}"]
 
 
+@pytest.mark.slow
 def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(train, custom):
     options = four_steps(
         *custom("varied"),
@@ -103,6 +104,7 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
         assert validated[0][name] == with_offload[4][name]
 
 
+@pytest.mark.slow
 def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, capfd, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -170,6 +172,7 @@ def test_real_gsm8k_trains_and_the_model_leaves(train):
     assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 0
 
 
+@pytest.mark.slow
 def test_equal_rewards_and_the_samplers_log_probs_give_a_reported_step_without_nan(train, custom):
     bypass = "algorithm.rollout_correction.bypass_mode=True"
     _, metrics = train(*custom("constant"), bypass, "trainer.total_training_steps=1")
@@ -243,6 +246,7 @@ def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(trai
     assert results(resumed[2]) == results(whole[2])
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, custom, tmp_path):
     with pytest.raises(RewardError, match="nan"):
         train(*custom("broken"), "trainer.total_training_steps=1")
@@ -259,6 +263,7 @@ def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(short_run, ray_
     assert not [line for line in left if "ray::WorkerProcess" in " ".join(line)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_cleanly(untrained, tmp_path):
     command = [
         sys.executable,

@@ -12,7 +12,7 @@ def varied(data_source, solution_str, ground_truth, extra_info=None):
 OF_MACHINE = ("timing_s/", "perf/", "memory/", "time")
 
 
-def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbroken_one(train, tmp_path):
+def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbroken_one(train, quick, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     options = [
@@ -41,6 +41,8 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
         assert metrics["perf/tokens"] > 0 and metrics["response_length/max"] <= 16
     assert unbroken[2]["val/reward"] > 0
     assert abs(unbroken[2]["actor/entropy"] - unbroken[1]["actor/entropy"]) > 1e-3, "the policy changed"
+    if quick:
+        return  # resuming is tried with the other sampler
 
     start = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_1"
     again, resumed = train(*options, *start)

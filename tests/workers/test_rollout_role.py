@@ -46,6 +46,7 @@ def assert_equal(answers, samples):
         torch.testing.assert_close(batch["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_on_one_rank_is_started_again_on_all_and_gives_the_same_samples(ranks, shares, samples):
     answers = ranks("role", "generate", shares, "train", {1: (FIRST,)})
     assert_equal(answers, samples)
@@ -60,6 +61,7 @@ def test_an_engine_that_fails_on_one_rank_is_started_again_on_all_and_gives_the_
     assert all(warnings == [] for _, warnings, _ in again)
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_end_well_leaves_nothing_bad_to_the_next(ranks, shares, samples):
     """What vLLM shares between engines of a process is not emptied with this one."""
     ranks("role", "break_shutdown")
@@ -70,6 +72,7 @@ def test_an_engine_that_does_not_end_well_leaves_nothing_bad_to_the_next(ranks, 
     ranks("role", "left_at_a_restart")
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_again_ends_the_step_everywhere(ranks, with_vllm, shares, samples):
     answers = ranks("role", "generate", shares, "train", {1: (FIRST, SECOND)})
     for rank, ((kind, text), warnings, _) in enumerate(answers):

@@ -107,6 +107,7 @@ def test_usage_counts_offloaded_bytes_of_the_step(stepped):
         assert usage["memory/host_reserved_gb"] > 0 and "memory/host_activations_gb" not in usage
 
 
+@pytest.mark.slow
 def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(config, stepped, prompts):
     batch, metrics, _, folder = stepped
     with start(config, 1) as single:

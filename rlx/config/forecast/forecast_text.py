@@ -1,7 +1,7 @@
 """The forecast on a run's memory in words: a short table for its start, a long one for `--check`."""
 
 from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
-from rlx.offload.plan.explain import aligned
+from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
 

@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlx.offload.autotune.consensus import Means, Shared, join
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
+from rlx.offload.autotune.consensus import Consensus, Limits, RankReport, longest_input_bytes
+from rlx.offload.autotune.layer_profile import BackwardWindow, DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.length_bucket import Key, LengthBucket
 from rlx.offload.autotune.pass_profile import PassProfile, planned
 from rlx.offload.autotune.profile_cache import ProfileCache
@@ -39,8 +39,8 @@ from rlx.offload.autotune.profile_key import describe_call
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.replay.dataflow import DeadOpProof
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.dead_ops import DeadOpProof
+from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.runtime.session import Layer, OffloadSession
 from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
 
@@ -69,36 +69,41 @@ class PlanController:
     """Says what each layer call is to do.
 
     Args:
-        engine: of the handle.
+        session: of the handle.
         parameters: gives the model's.
         remembered: what earlier runs have measured; None: nothing is read or kept.
     """
 
     def __init__(
         self,
-        engine: OffloadSession,
+        session: OffloadSession,
         parameters: Callable[[], Iterable[nn.Parameter]],
-        remembered: ProfileCache | None = None,
+        cache: ProfileCache | None = None,
     ) -> None:
         self.plan: Plan | None = None  # of the latest pass that followed one
-        self._engine = engine
+        self._session = session
         self._parameters = parameters
-        self._remembered = remembered
+        self._cache = cache
         self._seen: set[int] = set()  # layers that have been called
         self._last: LengthBucket | None = None
         self._devices: list[torch.device] = []
         self._buckets: dict[Key, LengthBucket] = {}
         self._is_warm = self._is_declined = self._has_noted_no_device = False
         self._agrees = False  # plans are made in `agree` only
-        self._are_files_checked = False  # by all ranks that agree
-        self._explains = True
+        self._is_first_rank = True
+        self._consensus = Consensus()
+        self._cache_key: dict[str, Any] | None = None  # None: no pass has been profiled yet
+        self._measured: dict[Key, PassProfile] = {}  # since the last report
+        self._warm_up: dict[Key, PassProfile] = {}  # the same of the pass that warmed up
         self._reserve_bytes = 0
         self._gradient_bytes: int | None = None  # of all of them, as a rank holds them between steps
         self._room_bytes: int | None = None  # the least that was found, where it is not the user who says how much
         self._limit_bytes: int | None = None  # since the device ran out of memory
 
-    def orders(self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]) -> LayerPolicy | None:
-        """What a layer is to do with these inputs; None: send them off and be recomputed."""
+    def decide(
+        self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]
+    ) -> LayerInstructions | LayerProfile | None:
+        """Return the plan's instructions for a layer call, or a profile that measures it; None: boundary mode."""
         sizes = [(size_bytes(tensor), tensor.device) for tensor in tensors if tensor.is_floating_point()]
         if self._is_declined or not sizes:
             return None
@@ -110,8 +115,8 @@ class PlanController:
             if has_collectives(module):
                 self._decline(layer)
                 return None
-            if self._remembered is not None:
-                self._remembered.see(layer, module)
+            if self._cache is not None:
+                self._cache.see(layer, module)
         key = (self._devices.index(device), round(math.log(max(longest, 1)) / math.log(BUCKET_RATIO)))
         bucket = self._buckets.get(key) or self._buckets.setdefault(key, LengthBucket())
         if layer.index <= bucket.last_index or not bucket.passes:
@@ -130,13 +135,16 @@ class PlanController:
             bucket.backward,
             bucket.finish,
             inputs.shared,
-            self._engine.options.min_bytes,
+            self._session.options.min_bytes,
             inputs=inputs.memory,
-            gradient_bytes=partial(_made_gradient_bytes, tuple(module.parameters())),
+            # Gradients of parameters that FSDP2 has gathered do not stay: none of them counts as one that does.
+            gradient_bytes=partial(
+                _made_gradient_bytes, () if bucket.backward.is_sharded else tuple(module.parameters())
+            ),
             sees_calls=bucket.sees_calls(layer.index),
         )
         bucket.begun[layer.index] = sample
-        return LayerPolicy(sample=sample)
+        return sample
 
     def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
         """Make the plans of all lengths that a rank has measured, together with all ranks of a group.
@@ -146,33 +154,34 @@ class PlanController:
             reserve_bytes: that this rank will take for good in its next step, gradients aside.
         """
         for key, bucket in self._buckets.items():
-            if key[0] < len(self._devices):  # else only others have met the length
-                self._look_at(bucket, key)
-            if not self._agrees:
+            if key[0] < len(self._devices):  # else only other ranks have met the length
+                self._collect(bucket, key)
+        if not self._agrees:  # until now this rank has planned by itself
+            self._agrees, self._consensus, self._cache_key = True, Consensus(), None
+            for key, bucket in self._buckets.items():
                 bucket.replan()
-        self._agrees, self._reserve_bytes, self._gradient_bytes = True, reserve_bytes, self._count_gradients()
-        own = self._to_share()
-        ranks = [own]
+                if bucket.is_cached:
+                    bucket.profile, bucket.is_cached = None, False
+                elif bucket.profile is not None:
+                    self._measured[key] = bucket.profile
+        self._reserve_bytes, self._gradient_bytes = reserve_bytes, self._count_gradients()
+        own = self._report()
+        reports = [own]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            self._explains = dist.get_rank(group) == 0
-            ranks = ranks * dist.get_world_size(group)
-            dist.all_gather_object(ranks, own, group)
-        joint = join(ranks, self._are_files_checked)
-        self._are_files_checked = joint.are_files_checked
-        if self._remembered is not None:
-            self._remembered.enlarge(joint.ratio)
-        if joint.are_files_wrong:
-            self._disbelieve()
-        machine = self._machine([rank.means for rank in ranks])
-        for key, measurement in joint.measurements.items():
-            bucket = self._buckets.setdefault(key, LengthBucket())
-            bucket.measurement, bucket.is_recalled, bucket.machine = measurement, False, machine
-            if bucket.passes:
-                self._make_plan(bucket, measurement, machine)
+            self._is_first_rank = dist.get_rank(group) == 0
+            reports = reports * dist.get_world_size(group)
+            dist.all_gather_object(reports, own, group)
+        self._join(reports)
+        budget = self._budget([report.limits for report in reports])
+        for bucket in self._buckets.values():
+            if bucket.profile is not None and bucket.budget is None:
+                bucket.budget = budget
+                if bucket.passes:
+                    self._make_plan(bucket, bucket.profile, budget)
 
     def measurement(self) -> PassProfile | None:
         """Of the length of the latest pass; None while there is none."""
-        return None if self._last is None else self._last.measurement
+        return None if self._last is None else self._last.profile
 
     def limit(self, device_bytes: int) -> None:
         """Plan anew, with at most so much of the device."""
@@ -185,61 +194,69 @@ class PlanController:
         bucket.passes += 1
         self._last = bucket
         self._is_warm = self._is_warm or bucket.passes > 1
-        self._look_at(bucket, key)
-        if bucket.measurement is None and self._remembered is not None:
-            self._recall(bucket, key, tensors, self._remembered)
-        if bucket.plan is None and bucket.measurement is not None:
-            if not self._agrees:
-                self._make_plan(bucket, bucket.measurement, self._machine([self._means()]))
-            elif bucket.machine is not None:
-                self._make_plan(bucket, bucket.measurement, bucket.machine)
+        self._collect(bucket, key)
+        call = describe_call(tensors, self._devices[key[0]]) if bucket.plan is None else {}
+        if bucket.plan is None and not self._agrees:
+            self._join([self._report()])
+            self._check_cached(bucket, key, tensors, call)
+        budget = bucket.budget if self._agrees else None
+        if bucket.plan is None and bucket.profile is not None and (budget is not None or not self._agrees):
+            self._make_plan(bucket, bucket.profile, budget or self._budget([self._limits()]))
         if bucket.plan is not None:
             self.plan = bucket.plan
-        elif bucket.measurement is None and (self._is_warm or self._compares_files):
-            call = describe_call(tensors, self._devices[key[0]])
-            bucket.begin_measuring(self._coming_bytes(), self._count_made_gradients, call, is_first=not self._is_warm)
+        elif bucket.profile is None and (self._is_warm or self._compares_cache):
+            if bucket.is_first and self._is_warm and key not in self._consensus.cached:
+                bucket.drop()  # there is nothing to compare it with, so the device need not have passed it
+            window = BackwardWindow(self._count_made_gradients, any(map(_is_sharded, self._parameters())))
+            bucket.begin_measuring(window, self._coming_bytes(), call, is_first=not self._is_warm)
 
     @property
-    def _compares_files(self) -> bool:
-        """Whether the first pass is looked at: there are files, or there may be on another rank."""
-        return self._remembered is not None and (self._agrees or self._remembered.has_any)
+    def _compares_cache(self) -> bool:
+        """Whether the first pass is profiled: there is a cache, or the first rank may have one."""
+        return self._cache is not None and (self._agrees or self._cache.has_files)
 
-    def _recall(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor], remembered: ProfileCache) -> None:
-        """Take what an earlier run has measured for a pass that begins, if it holds."""
-        device, inputs = self._devices[key[0]], _inputs_of(tensors)
-        about = remembered.describe(describe_call(tensors, device), device)
-        is_allowed = self._are_files_checked or not self._agrees
-        found = remembered.recall(about, key[1], inputs.boundary_bytes) if is_allowed else None
-        if found is not None:
-            bucket.measurement, bucket.is_recalled = found, True
+    def _check_cached(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor], call: Mapping[str, Any]) -> None:
+        """Drop a cached profile that does not hold for the pass that begins; else note the room that the pass finds."""
+        if bucket.profile is None or not bucket.is_cached or self._cache is None:
+            return
+        inputs, device = _inputs_of(tensors), self._devices[key[0]]
+        is_longer = inputs.boundary_bytes > longest_input_bytes(bucket.profile)
+        if is_longer or self._cache.key(call, self._devices) != self._cache_key:
+            bucket.profile, bucket.is_cached = None, False
+        else:
             here = sum(inputs.memory.values()) + sum(inputs.shared.values())
-            self._note_room(device, max(0, DeviceMemoryProbe(device).look()[0] - here), self._coming_bytes())
-        elif bucket.is_first and self._is_warm and not remembered.may_settle(about, key[1]):
-            bucket.drop()  # nothing to compare it with, so that the device need not pass it
+            begin_bytes = max(0, DeviceMemoryProbe(device).look()[0] - here)
+            self._note_room(device, begin_bytes, self._coming_bytes())
 
-    def _to_share(self) -> Shared:
-        """What is not planned yet. What earlier runs have measured counts once it is known what room there is here."""
-        waiting = {k: b for k, b in self._buckets.items() if b.machine is None and b.measurement is not None}
-        own = {k: b.measurement for k, b in waiting.items() if not b.is_recalled and b.measurement is not None}
-        recalled = {k: b.measurement for k, b in waiting.items() if b.is_recalled and b.measurement is not None}
-        remembered = self._remembered
-        for place, device in enumerate(self._devices if remembered is not None else ()):
-            assert remembered is not None
-            calls = [b.call for k, b in self._buckets.items() if k[0] == place and b.call]
-            if calls and (self._room_bytes is not None or not self._looks_for_room(device)):
-                known = {k[1] for k, b in self._buckets.items() if k[0] == place and b.measurement is not None}
-                found = remembered.recall_others(remembered.describe(calls[-1], device), known)
-                recalled |= {(place, length): measurement for length, measurement in found.items()}
-        first = {k: b.first for k, b in self._buckets.items() if b.measurement is None and b.first is not None}
-        return Shared(own, first, recalled, self._means(), None if remembered is None else remembered.is_believed)
+    def _report(self) -> RankReport:
+        """What this rank has found since its last report. The first rank reads the cache once its layers are known."""
+        cached: dict[Key, PassProfile] = {}
+        called = [bucket.call for bucket in self._buckets.values() if bucket.call]
+        if self._cache is not None and self._cache_key is None and called:
+            self._cache_key = self._cache.key(called[0], self._devices)
+            cached = self._cache.read(self._cache_key) if self._is_first_rank else {}
+        report = RankReport(self._measured, self._warm_up, cached, self._limits())
+        self._measured, self._warm_up = {}, {}
+        return report
 
-    def _disbelieve(self) -> None:
-        """Measure what was taken from earlier runs, and is not planned, anew."""
-        if self._remembered is not None:
-            self._remembered.is_believed = False
+    def _join(self, reports: Sequence[RankReport]) -> None:
+        """Give lengths the profiles on which ranks agree, and write new ones to the cache."""
+        measured = self._consensus.join(reports)
         for bucket in self._buckets.values():
-            if bucket.is_recalled and bucket.machine is None:
-                bucket.measurement, bucket.is_recalled = None, False
+            if bucket.is_cached and self._consensus.is_refuted:
+                bucket.replan()
+                bucket.profile, bucket.is_cached = None, False
+        for key, profile in {**self._consensus.accepted(), **measured}.items():
+            bucket = self._buckets.setdefault(key, LengthBucket())
+            if key in measured or bucket.profile is None:
+                bucket.profile, bucket.is_cached = profile, key not in measured
+        if self._cache is None or self._cache_key is None or not self._is_first_rank:
+            return
+        # Other ranks may have met a length that this one has not. That counts as called alike.
+        is_alike = {key: not (call := self._buckets[key].call) or call == self._cache_key["call"] for key in measured}
+        new = {k: p for k, p in measured.items() if is_alike[k] and self._consensus.is_new(k, p)}
+        if new:
+            self._cache.write(self._cache_key, new, keep_others=not self._consensus.is_refuted)
 
     def _coming_bytes(self) -> int:
         """Gradients and other states that do not exist yet and will stay once they do."""
@@ -253,20 +270,20 @@ class PlanController:
         return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
 
     def _count_made_gradients(self) -> int:
-        return _made_gradient_bytes(self._parameters())
+        parameters = list(self._parameters())
+        sharded = [parameter for parameter in parameters if _is_sharded(parameter)]
+        return _made_gradient_bytes(sharded or parameters)
 
-    def _look_at(self, bucket: LengthBucket, key: Key) -> None:
-        """Note what a pass has been measured to cost, and what room it has found on the device."""
-        found = bucket.take()
-        if found is None:
+    def _collect(self, bucket: LengthBucket, key: Key) -> None:
+        """Note the profile of a measured pass, and the room that it has found on the device."""
+        profile = bucket.take()
+        if profile is None:
             return
         self._note_room(self._devices[key[0]], bucket.backward.begin_bytes, bucket.coming_bytes)
-        if self._remembered is None:
-            bucket.measurement = found
+        if bucket.is_first:
+            self._warm_up[key] = profile
         else:
-            about = self._remembered.describe(bucket.call, self._devices[key[0]])
-            bucket.measurement = self._remembered.settle(about, key[1], found, bucket.is_first)
-            bucket.first = found if bucket.is_first else None
+            bucket.profile = self._measured[key] = profile
 
     def _note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
         """Note what a device has beside what is there before the layers begin, and what will come for good."""
@@ -277,19 +294,19 @@ class PlanController:
             self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
 
     def _looks_for_room(self, device: torch.device) -> bool:
-        return isinstance(self._engine.options.max_device_bytes, str) and device.type != "cpu"
+        return isinstance(self._session.options.max_device_bytes, str) and device.type != "cpu"
 
-    def _means(self) -> Means:
-        stats, options = self._engine.stats(per_layer=False), self._engine.options
+    def _limits(self) -> Limits:
+        stats, options = self._session.stats(per_layer=False), self._session.options
         budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
-        return Means(
+        return Limits(
             link_bytes_per_s=_rate(stats.copied_bytes, stats.copy_ms),
             device_bytes=budget,
             host_bytes=options.host_bytes,
             disk_bytes_per_s=_rate(stats.disk_bytes, stats.disk_ms),
         )
 
-    def _machine(self, ranks: Sequence[Means]) -> Budget:
+    def _budget(self, ranks: Sequence[Limits]) -> Budget:
         """The least of what any rank has."""
         known = ([value for value in values if value is not None] for values in zip(*ranks, strict=True))
         links, budgets, hosts, disks = known
@@ -302,26 +319,26 @@ class PlanController:
         budget = min(budgets, default=0)
         budget = budget if self._limit_bytes is None else min(budget, self._limit_bytes)
         link = min(links, default=LINK_BYTES_PER_S)
-        disk = min(disks, default=DISK_BYTES_PER_S) if self._engine.options.uses_disk else 0.0
+        disk = min(disks, default=DISK_BYTES_PER_S) if self._session.options.uses_disk else 0.0
         return Budget(link, link, budget, min(hosts, default=None), disk)
 
-    def _make_plan(self, bucket: LengthBucket, measurement: PassProfile, machine: Budget) -> None:
-        kinds = [planned(kind) for kind in measurement.kinds]
+    def _make_plan(self, bucket: LengthBucket, profile: PassProfile, budget: Budget) -> None:
+        kinds = [planned(kind) for kind in profile.kinds]
         of_layer = {index: kind for kind in kinds for index in kind.members}
         indices = sorted(of_layer)
         costs = [of_layer[index].cost for index in indices]
-        machine = replace(machine, turn_s=measurement.turn_s, turn_bytes=measurement.outside_bytes)
-        plan = make_plan(costs, machine)
+        budget = replace(budget, turnaround_s=profile.turnaround_s, turnaround_bytes=profile.outside_bytes)
+        plan = make_plan(costs, budget)
         bucket.orders.clear()
         proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
-            bucket.orders[index] = of_layer[index].orders(layer, fetch, proofs)
+            bucket.orders[index] = of_layer[index].instructions(layer, fetch, proofs)
         bucket.plan = plan
-        if self._explains and logger.isEnabledFor(logging.INFO):
+        if self._is_first_rank and logger.isEnabledFor(logging.INFO):
             logger.info(
                 "activation offloading: plan for layers with inputs of %d bytes\n%s",
                 max(cost.boundary_bytes for cost in costs),
-                explain(costs, plan, machine),
+                explain(costs, plan, budget),
             )
 
     def _decline(self, layer: Layer) -> None:
@@ -349,6 +366,11 @@ def _rate(nbytes: int, ms: float) -> float | None:
 def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return sum(_own_bytes(gradient) for gradient in gradients if gradient.device.type != "cpu")
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor: one that FSDP2 has not gathered at the moment."""
+    return hasattr(parameter, "to_local")
 
 
 def _own_bytes(parameter: Tensor) -> int:

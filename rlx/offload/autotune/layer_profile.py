@@ -8,6 +8,14 @@ A budget is for all that a step holds above what is there before its layers begi
 layer holds at most, in forward or in backward, is added what is there beside it and no plan can change: rotary tables and
 masks, the first layer's inputs, where the model keeps them, what follows the layers, the gradient that comes from above. What other layers hold in
 the pass that is measured is not: their inputs while they are leaving, and those fetched ahead.
+
+Note [what FSDP2 holds during a step]
+FSDP2 holds memory that no plan can change, and that a budget must therefore hold as well. In the backward of a layer these are its
+gathered parameters, those of the layer before (prefetched), its gradients before they are reduced, and the buffer in which
+gradients of the layer after it are being reduced. With Qwen2-7B in bf16 each of the four is 0.47 GB. One set of gathered
+parameters is there when the first layer begins. The prefetched one is there when backward begins, and so counts for all layers.
+The buffer is not there in the last layer. So for each other layer its memory when backward comes to it is compared with what
+was there when backward began. Gradients of gathered parameters are not gradients that stay: they count as the layer's.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ class OpProfile:
     stop: Mark | None = None
     stored: Mark | None = None  # when the last of an answer may leave
     nbytes: int = 0
-    stays_bytes: int = 0  # of these what is too small to leave
+    small_bytes: int = 0  # of these what is too small to leave
     extra_bytes: int = 0  # of these what autograd does not save
     summed_bytes: int = 0  # of its input, if a bias wants a gradient
     can_be_answered: bool = False
@@ -78,10 +86,12 @@ class BackwardWindow:
     """What the samples of one forward and backward share: the layer whose backward is at work, and memory outside of layers.
 
     Args:
-        gradient_bytes: how much memory gradients of parameters take at the moment it is called.
+        gradient_bytes: gives the memory of all gradients that exist and outlast the pass.
+        is_sharded: FSDP2 gathers and frees parameters during the pass (Note [what FSDP2 holds during a step]).
     """
 
     gradient_bytes: Callable[[], int] = lambda: 0
+    is_sharded: bool = False
     open: LayerProfile | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False
@@ -91,8 +101,14 @@ class BackwardWindow:
     begin_gradient_bytes: int = 0
     turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and their backward begins
 
+    def made_bytes(self) -> int:
+        """Return the memory of gradients made since the first layer began."""
+        if self.is_sharded and self.begin_gradient_bytes:
+            return 0  # they existed before; only those of layers that are not gathered at the moment could be counted
+        return self.gradient_bytes() - self.begin_gradient_bytes
+
     @property
-    def turn_s(self) -> float:
+    def turnaround_s(self) -> float:
         """Time between, in which what follows the layers is at work."""
         return 0.0 if self.turn is None else seconds(*self.turn)
 
@@ -110,7 +126,7 @@ class LayerProfile:
         min_bytes: less than this does not leave.
         memory: of the device; None: what torch says.
         inputs: address and bytes of these inputs' memory.
-        gradient_bytes: how much memory gradients of the layer's parameters take at the moment it is called.
+        gradient_bytes: gives the memory of gradients of the layer's parameters that exist and outlast the pass.
         sees_calls: look at each operation (`rlx.offload.autotune.profiler`); else at where the layer begins and ends, which takes the
             host no time.
     """
@@ -156,9 +172,9 @@ class LayerProfile:
         self._passed: list[tuple[int, Mark, int]] = []
         self._rest_bytes = 0
         self._gradient_bytes = gradient_bytes
-        self._had_bytes = self._made_bytes = (
-            0  # of gradients, when backward came to the layer; made until the last border
-        )
+        self._had_bytes = 0  # of gradients, when backward came to the layer
+        self._made_bytes = 0  # of gradients made until the last border
+        self._sharding_bytes = 0  # that FSDP2 holds more than when backward began
 
     def mark(self) -> Mark:
         """A point in time on the device."""
@@ -227,12 +243,21 @@ class LayerProfile:
         if shared.open is not None:
             shared.open.end_backward(now, peak)
         elif not shared.has_begun:
-            gradients = shared.gradient_bytes() - shared.begin_gradient_bytes
             inputs = self.boundary_bytes + self._leaving_bytes
-            shared.beside_bytes = max(0, allocated - shared.begin_bytes - gradients - inputs)
+            shared.beside_bytes = max(
+                0, allocated - shared.begin_bytes - (shared.gradient_bytes() - shared.begin_gradient_bytes) - inputs
+            )
             shared.outside_bytes = peak - allocated + shared.beside_bytes
             shared.turn = self._marks["forward_end"], now
             allocated = max(0, allocated - self._leaving_bytes)  # which is waited for now
+        if shared.has_begun and shared.is_sharded:
+            beside = (
+                allocated
+                - shared.begin_bytes
+                - (shared.gradient_bytes() - shared.begin_gradient_bytes)
+                - self.boundary_bytes
+            )
+            self._sharding_bytes = max(0, beside - shared.beside_bytes)
         shared.has_begun = True
         shared.open = self
         self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
@@ -338,7 +363,7 @@ class LayerProfile:
 
     def _held(self, peak: int) -> int:
         """What is above what was there when backward came to the layer, and beside layers; gradients count elsewhere."""
-        return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes
+        return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes + self._sharding_bytes
 
 
 def is_passed(mark: Mark) -> bool:

@@ -11,14 +11,14 @@ there are others of their kind.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlx.offload.autotune.layer_profile import BackwardWindow, LayerProfile
 from rlx.offload.autotune.pass_profile import PassProfile, measured
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.instructions import LayerInstructions
 
 SPREAD = 4  # of so many layers one is looked at in a pass (Note [a device that waits for the host])
 Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
@@ -29,11 +29,10 @@ class LengthBucket:
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.orders: dict[int, LayerPolicy] = {}
-        self.measurement: PassProfile | None = None
-        self.is_recalled = False  # the measurement is that of an earlier run, and ranks have not agreed on it
-        self.first: PassProfile | None = None  # what the pass that warms up came to, where no file stands for it
-        self.machine: Budget | None = None  # that ranks have agreed on
+        self.orders: dict[int, LayerInstructions] = {}
+        self.profile: PassProfile | None = None
+        self.is_cached = False  # the profile is that of an earlier run
+        self.budget: Budget | None = None  # that ranks have agreed on
         self.passes = 0
         self.last_index = -1  # of the layer called last
         self.call: Mapping[str, Any] = {}  # how the layers were called in the pass that was measured last
@@ -54,13 +53,13 @@ class LengthBucket:
         return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
 
     def begin_measuring(
-        self, coming_bytes: int, gradient_bytes: Callable[[], int], call: Mapping[str, Any], is_first: bool
+        self, window: BackwardWindow, coming_bytes: int, call: Mapping[str, Any], is_first: bool
     ) -> None:
         """Begin to measure, unless a graph that was measured is alive, or the device has not passed it."""
         is_alive = any(index not in self.done for index in self.begun)
         self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
         if self.is_measuring:
-            self.backward, self.coming_bytes = BackwardWindow(gradient_bytes), coming_bytes
+            self.backward, self.coming_bytes = window, coming_bytes
             self.call, self.is_first = call, is_first
             self.called, self.done = set(), {}
             self.begun.clear()
@@ -72,7 +71,7 @@ class LengthBucket:
 
     def take(self) -> PassProfile | None:
         """What has been measured, once all that was called has been and the device has passed it; once."""
-        if self.measurement is not None or not self.called or self.done.keys() != self.called:
+        if self.profile is not None or not self.called or self.done.keys() != self.called:
             return None
         if not all(sample.is_known for sample in self.done.values()):
             return None
@@ -93,7 +92,7 @@ class LengthBucket:
                 return None
             found, self._seen, self._spread_passes = self._seen, {}, None
         samples = [found[index] for index in sorted(found)]
-        return measured(samples, backward.outside_bytes, backward.turn_s)
+        return measured(samples, backward.outside_bytes, backward.turnaround_s)
 
     def drop(self) -> None:
         """Wait no longer for what was measured."""
@@ -102,4 +101,4 @@ class LengthBucket:
 
     def replan(self) -> None:
         """Forget what is followed, and not what was measured."""
-        self.plan = self.machine = None
+        self.plan = self.budget = None

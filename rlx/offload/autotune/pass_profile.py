@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 
 from rlx.offload.autotune.layer_profile import LayerProfile
 from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
-from rlx.offload.replay.dataflow import Dataflow, DeadOpProof
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.dataflow import Dataflow
+from rlx.offload.replay.dead_ops import DeadOpProof
+from rlx.offload.replay.instructions import LayerInstructions
+
+# Part of the cache key. Raise it when the same layers on the same machine would get other figures (in `layer_profile.py`,
+# `profiler.py` or here), or when the fields of `PassProfile` or of a class inside it change. Otherwise a run reads profiles that
+# mean something else.
+PROFILE_VERSION = 1
 
 _SMALL = 256  # a result that is so many times smaller than a layer's largest always stays if others are not read then
 _MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
@@ -24,7 +30,7 @@ class LayerKind(NamedTuple):
         members: their indices.
         names: of the calls that all of them make, up to the first that not all do.
         cost: mean of them; its operations are those of the calls that can be answered.
-        places: of the operations (Note [places] in `rlx.offload.replay.layer_policy`).
+        places: of the operations (Note [op indices] in `rlx.offload.replay.instructions`).
         flow: what the layers compute from what; None: not known.
         small: places of results so small that they always stay, for what nobody reads then is left out.
     """
@@ -36,9 +42,9 @@ class LayerKind(NamedTuple):
     flow: Dataflow | None = None
     small: tuple[int, ...] = ()
 
-    def orders(
+    def instructions(
         self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]
-    ) -> LayerPolicy:
+    ) -> LayerInstructions:
         """What a layer is to do by its plan.
 
         Args:
@@ -49,23 +55,28 @@ class LayerKind(NamedTuple):
         point = self.cost.fetch_points[fetch]
         on_device = frozenset(self.places[i] for i in layer.on_device)
         off_device = frozenset(self.places[i] for i in layer.off_device)
-        orders = LayerPolicy(
+        instructions = LayerInstructions(
             keep=layer.keep,
-            boundary_leaves=layer.boundary_leaves,
+            offload_boundary=layer.offload_boundary,
             on_device=on_device.union(self.small),
             off_device=off_device,
-            names=self.names,
+            call_names=self.names,
             fetch_early=fetch == 0,
             fetch_call=point.call if point.call >= 0 else None,
             fetch_below=point.slots if point.call >= 0 else None,
             saved_bytes=self.cost.saved_bytes,
         )
         if self.flow is None or layer.keep:
-            return orders
-        unread = self.flow.left_out(orders.on_device | off_device)
-        proof = proofs.setdefault((self.members[0], unread), DeadOpProof()) if unread else None
-        readings = self.flow.expected(unread)
-        return replace(orders, unread=unread, others=self.flow.names, readings=readings, proof=proof)
+            return instructions
+        dead_ops = self.flow.dead_ops(instructions.cached_ops)
+        proof = proofs.setdefault((self.members[0], dead_ops), DeadOpProof()) if dead_ops else None
+        return replace(
+            instructions,
+            dead_ops=dead_ops,
+            other_names=self.flow.other_names,
+            dead_op_reads=self.flow.reads_of(dead_ops),
+            proof=proof,
+        )
 
 
 class PassProfile(NamedTuple):
@@ -73,17 +84,17 @@ class PassProfile(NamedTuple):
 
     kinds: tuple[LayerKind, ...]
     outside_bytes: int
-    turn_s: float = 0.0
+    turnaround_s: float = 0.0
 
 
-def measured(samples: Sequence[LayerProfile], outside_bytes: int, turn_s: float = 0.0) -> PassProfile:
+def measured(samples: Sequence[LayerProfile], outside_bytes: int, turnaround_s: float = 0.0) -> PassProfile:
     """What the samples of a pass come to. Layers are of one kind if they call the same maps and the same kind of attention."""
     groups: dict[tuple[object, ...], list[LayerProfile]] = {}
     for sample in samples:
         # Each call once: experts are called as often as tokens are sent to them.
         calls = tuple(dict.fromkeys((call.name, call.variant) for call in sample.calls))
         groups.setdefault((sample.boundary_bytes, calls), []).append(sample)
-    return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turn_s)
+    return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turnaround_s)
 
 
 def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
@@ -91,8 +102,8 @@ def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
     first = [kind.members for kind in measurements[0].kinds]
     alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
     kinds = zip(*(m.kinds for m in alike), strict=True)
-    outside_bytes, turn_s = max(m.outside_bytes for m in alike), max(m.turn_s for m in alike)
-    return PassProfile(tuple(map(_slowest, kinds)), outside_bytes, turn_s)
+    outside_bytes, turnaround_s = max(m.outside_bytes for m in alike), max(m.turnaround_s for m in alike)
+    return PassProfile(tuple(map(_slowest, kinds)), outside_bytes, turnaround_s)
 
 
 def planned(kind: LayerKind) -> LayerKind:
@@ -161,8 +172,8 @@ def _operation(members: Sequence[LayerProfile], place: int) -> Operation:
         at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
         seconds=fmean(call.again_s for call in calls),
         nbytes=round(fmean(call.nbytes for call in calls)),
-        leaves_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
-        stays_bytes=round(fmean(call.stays_bytes for call in calls)),
+        offload_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
+        small_bytes=round(fmean(call.small_bytes for call in calls)),
         extra_bytes=round(fmean(call.extra_bytes for call in calls)),
     )
 
@@ -188,12 +199,12 @@ def shortened(
         return sum(everything[place].seconds for place in places if place in everything)
 
     largest = max(operation.nbytes for operation in everything.values())
-    small = {place for place, one in others.items() if one.nbytes * _SMALL <= largest and flow.left_out({place})}
+    small = {place for place, one in others.items() if one.nbytes * _SMALL <= largest and flow.dead_ops({place})}
     for place in sorted(small, reverse=True):  # the mean of squares is not read where it is kept with epsilon added
-        if place in flow.left_out(small - {place}):
+        if place in flow.dead_ops(small - {place}):
             small.remove(place)
-    base = flow.left_out(small)
-    left_out = {place: flow.left_out({*small, place}) - base for place in everything if place not in base}
+    base = flow.dead_ops(small)
+    left_out = {place: flow.dead_ops({*small, place}) - base for place in everything if place not in base}
     gained = {place: seconds({place, *out}) for place, out in left_out.items()}
     found: dict[int, Operation] = {}
     for call, operation in calls.items():
@@ -202,7 +213,7 @@ def shortened(
         best = max((call, *rivals), key=lambda place: gained[place]) if call not in base else None
         if best is not None:
             found[best] = replace(everything[best], name=operation.name, seconds=gained[best])
-    order = [step.place for step in flow.steps]
+    order = [node.op for node in flow.nodes]
     ordered = {place: found[place] for place in sorted(found, key=order.index)}
     return ordered, tuple(sorted(small)), seconds(base | small)
 

@@ -1,51 +1,41 @@
-"""What earlier runs have measured, and when a run may plan with it.
+"""The profiles of earlier runs, as one JSON file for each cache key.
 
-Note [figures of another run]
-Times follow from layers, length and device, which the description of a measurement names. Bytes follow from more: a layer is
-charged with what lies beside it, and what follows the layers (a head, a loss, how that is computed) is no module that could be
-described. So a run finds its own bytes first. Its first pass, which warms up, is looked at as a measured one is; of it the
-bytes count and not the times. Where layers and calls are those of a file, and bytes as in the file, to `_ALIKE`, the run is of the
-kind that wrote it: from then on its files stand for measured passes. The length that was compared takes the times of the file and
-the larger bytes of both, other lengths take the file's with their bytes enlarged by as much as the compared ones were
-above theirs, and only for inputs that are no longer than those that were measured. So a step holds no more above its plan than
-one that was planned from a pass of its own. Where the first pass differs, it may be for what kernels take when they first run, and
-a measured pass is compared instead; where that differs, files are not believed in this run, and are written anew.
-What the run has to spend (room on the device, the rate of the link, host memory) is never kept.
+A file holds the key in the clear, the profiles of all lengths and a checksum. It is written under another name and renamed,
+so that a reader always finds a whole file, whoever else writes. A file that is damaged counts as absent. Whether a run may
+plan with what it reads is decided in `consensus.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+import contextlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from rlx.offload.autotune.length_bucket import Key
 from rlx.offload.autotune.pass_profile import LayerKind, PassProfile
-from rlx.offload.autotune.profile_files import ProfileFolder
-from rlx.offload.autotune.profile_key import (
-    LayerKey,
-    describe_around,
-    describe_layer,
-    describe_machine,
-    describe_packages,
-)
-from rlx.offload.plan.costs import LayerCost, Operation
+from rlx.offload.autotune.profile_key import cache_key, describe_around, describe_layer, digest
+from rlx.offload.plan.costs import LayerCost, Operation, Point
+from rlx.offload.replay.dataflow import Dataflow, OpNode
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.runtime.session import Layer
 
-_ALIKE = 1.1  # bytes of two runs of a kind differ by less: in what is still leaving when they are read
-
-T = TypeVar("T")
-C = TypeVar("C", LayerCost, Operation)
+logger = logging.getLogger("rlx.offload")
 
 
 class ProfileCache:
-    """The files of one handle, and whether they are believed.
+    """The cached profiles of one handle.
 
     Args:
-        folder: of the files.
+        folder: of the files; made when the first one is written.
         options: of the handle.
         model: gives the model; None once it is gone.
         layers: gives the names of its layers.
@@ -53,172 +43,116 @@ class ProfileCache:
 
     def __init__(
         self,
-        folder: ProfileFolder,
+        folder: Path,
         options: OffloadOptions,
         model: Callable[[], nn.Module | None],
         layers: Callable[[], Sequence[str]],
     ) -> None:
-        self.is_believed: bool | None = None  # None: nothing has been compared yet
         self._folder, self._options, self._model, self._names = folder, options, model, layers
-        self._layers: dict[int, LayerKey] = {}
-        self._around: dict[str, Any] | None = None
-        self._ratio = 1.0  # of bytes of this run to those of files
+        self._layers: dict[int, str] = {}
+        self._around: str | None = None
+        self._written: dict[Key, PassProfile] = {}
+        self._warned: set[str] = set()
 
     @property
-    def has_any(self) -> bool:
-        """Whether anything has ever been written there, of whatever layers: these are not known before they are called."""
-        return self._folder.root.is_dir()
+    def has_files(self) -> bool:
+        """Whether the folder exists. It may hold profiles of other layers: these are not known before they are called."""
+        return self._folder.is_dir()
 
     def see(self, layer: Layer, module: nn.Module) -> None:
         """Describe a layer that is called for the first time, and with the first of them the rest of the model."""
-        if self._around is None:
-            model = self._model()
-            self._around = {} if model is None else describe_around(model, self._names())
+        model = self._model()
+        if not self._layers and model is not None:
+            self._around = describe_around(model, self._names())
         self._layers[layer.index] = describe_layer(module)
 
-    def describe(self, call: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """All that figures depend on but the length, as far as layers have been seen; `call` as `describe_call` gives it."""
-        described = [self._layers[index] for index in sorted(self._layers)]
-        return {
-            "layers": _runs([(index, self._layers[index]) for index in sorted(self._layers)]),
-            "around": self._around,
-            "call": call,
-            "machine": describe_machine(device, self._options),
-            "packages": describe_packages(described),
-        }
+    def key(self, call: Mapping[str, Any], devices: Sequence[torch.device]) -> dict[str, Any]:
+        """Return the cache key of the layers seen so far; see `cache_key`."""
+        return cache_key(self._layers, self._around, call, devices, self._options)
 
-    def settle(self, about: Mapping[str, Any], length: int, own: PassProfile, is_first: bool) -> PassProfile | None:
-        """What to plan with where a pass of this run has been measured; compares, and writes what is new.
+    def read(self, key: Mapping[str, Any]) -> dict[Key, PassProfile]:
+        """Return the profiles in the file of a key; none where there is no file or it is damaged."""
+        path = self._path(key)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["check"] != digest(content["profiles"]) or content["key"] != json.loads(json.dumps(key)):
+                raise ValueError("its checksum or its key is wrong")
+            found = {tuple(map(int, name.split("."))): from_json(data) for name, data in content["profiles"].items()}
+            return {(device, length): profile for (device, length), profile in found.items()}
+        except FileNotFoundError:
+            return {}
+        except Exception as error:  # anything may be in a damaged file, and none of it may end a run
+            self._warn_once("read", f"{path} is ignored and measured anew: {_reason(error)}")
+            return {}
+
+    def write(self, key: Mapping[str, Any], profiles: Mapping[Key, PassProfile], keep_others: bool) -> None:
+        """Add profiles to the file of a key. A folder that cannot be written causes one warning.
 
         Args:
-            about, length: of the pass.
-            own: what it came to.
-            is_first: it was the pass that warms up, whose times say nothing; None is returned then unless a file has them.
+            key: as `key` gives it.
+            profiles: by device and length.
+            keep_others: keep what other runs have written to the file; else it holds the profiles of this run only.
         """
-        written = None if self.is_believed is False else self._folder.read(about, length)
-        ratio = None if written is None else compared(own, written)
-        if ratio is not None:
-            self.is_believed = True
-            self.enlarge(ratio)
-        if is_first:
-            return None if written is None or ratio is None else with_larger_bytes(written, own)
-        if written is not None and ratio is None:
-            self.is_believed = False
-        if written is None or ratio is None or longest_bytes(own) > longest_bytes(written):
-            self._folder.write(about, length, own)
-        return own
+        self._written |= profiles
+        merged = {**(self.read(key) if keep_others else {}), **self._written}
+        data = {f"{device}.{length}": to_json(profile) for (device, length), profile in merged.items()}
+        path, unfinished = self._path(key), None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False
+            ) as file:
+                unfinished = file.name
+                json.dump({"check": digest(data), "key": key, "profiles": data}, file, indent=1)
+            os.chmod(unfinished, 0o644)  # several users may share a folder
+            os.replace(unfinished, path)
+        except OSError as error:
+            if unfinished is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(unfinished)
+            self._warn_once(
+                "write",
+                f"profiles cannot be kept in {self._folder} ({_reason(error)}): the next run measures again. Set "
+                "cache_directory to a folder that can be written, or to None",
+            )
 
-    def enlarge(self, ratio: float) -> None:
-        """Count bytes of files as so many times as much, unless they count as more already."""
-        self._ratio = max(self._ratio, ratio)
+    def _path(self, key: Mapping[str, Any]) -> Path:
+        return self._folder / f"{digest(key)}.json"
 
-    def may_settle(self, about: Mapping[str, Any], length: int) -> bool:
-        """Whether there is a file that the first pass can be compared with."""
-        return self.is_believed is not False and self._folder.read(about, length) is not None
-
-    def recall(self, about: Mapping[str, Any], length: int, boundary_bytes: int = 0) -> PassProfile | None:
-        """What a file says of a length, for inputs of so many bytes; None where files are not believed or do not say."""
-        written = self._folder.read(about, length) if self.is_believed else None
-        if written is None or boundary_bytes > longest_bytes(written):
-            return None
-        return enlarged(written, self._ratio)
-
-    def recall_others(self, about: Mapping[str, Any], known: Container[int]) -> dict[int, PassProfile]:
-        """What files say of all lengths but those that are known."""
-        lengths = self._folder.lengths(about) if self.is_believed else []
-        found = {length: self.recall(about, length) for length in lengths if length not in known}
-        return {length: measurement for length, measurement in found.items() if measurement is not None}
+    def _warn_once(self, action: str, text: str) -> None:
+        if action not in self._warned:
+            self._warned.add(action)
+            logger.warning("activation offloading: %s. This warning is given once", text)
 
 
-def compared(own: PassProfile, written: PassProfile) -> float | None:
-    """By how much the bytes of one measurement are above those of another of the same layers, at least 1; None: not alike.
+def to_json(value: Any) -> Any:
+    """Return dataclasses and named tuples as dicts, other tuples as lists, and anything else as it is."""
+    value = vars(value) if is_dataclass(value) else value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, dict):
+        return {name: to_json(item) for name, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, tuple) else value
 
-    Bytes may differ by as much as the lengths of the two do, and by `_ALIKE`.
+
+def from_json(data: Any) -> PassProfile:
+    """Return the profile that `to_json` was given.
+
+    Raises:
+        Exception: of any kind where `data` is something else.
     """
-    if list(map(_layers_of, own.kinds)) != list(map(_layers_of, written.kinds)):
-        return None
-    pairs = [(own.outside_bytes, written.outside_bytes)]
-    for kind, other in zip(own.kinds, written.kinds, strict=True):
-        pairs += zip(_figures(kind.cost), _figures(other.cost), strict=True)
-    length = longest_bytes(own) / max(longest_bytes(written), 1)
-    largest = 1.0
-    for mine, theirs in pairs:
-        if not theirs * min(1.0, length) / _ALIKE <= mine <= theirs * max(1.0, length) * _ALIKE:
-            return None
-        largest = max(largest, mine / max(theirs * max(1.0, length), 1))
-    return largest
+    return PassProfile(**{**data, "kinds": tuple(map(_kind, data["kinds"]))})
 
 
-def _layers_of(kind: LayerKind) -> tuple[object, ...]:
-    """What layers of a kind do. Which operations are worth being planned depends on times, and is not among it."""
-    return kind.members, kind.names, kind.flow
+def _kind(data: Any) -> LayerKind:
+    cost, flow = data["cost"], data["flow"]
+    operations = tuple(Operation(**one) for one in cost["operations"])
+    points = tuple(Point(**one) for one in cost["points"])
+    if flow is not None:
+        steps = tuple(OpNode(**{**step, "reads": tuple(step["reads"])}) for step in flow["steps"])
+        readings = tuple((name, place) for name, place in flow["readings"])
+        flow = Dataflow(steps, tuple(flow["read"]), tuple(flow["names"]), readings)
+    tuples = {name: tuple(data[name]) for name in ("members", "names", "places", "small")}
+    return LayerKind(**tuples, cost=LayerCost(**{**cost, "operations": operations, "points": points}), flow=flow)
 
 
-def longest_bytes(measurement: PassProfile) -> int:
-    """The most bytes that a layer was called with."""
-    return max((kind.cost.boundary_bytes for kind in measurement.kinds), default=0)
-
-
-def _figures(cost: LayerCost) -> list[int]:
-    return [value for field in fields(cost) if field.name.endswith("bytes") for value in [getattr(cost, field.name)]]
-
-
-def with_larger_bytes(measurement: PassProfile, own: PassProfile) -> PassProfile:
-    """The times of one, the larger bytes of both where they are of the same layers."""
-    if [kind.members for kind in measurement.kinds] != [kind.members for kind in own.kinds]:
-        return measurement
-    kinds = []
-    for kind, other in zip(measurement.kinds, own.kinds, strict=True):
-        theirs = dict(zip(other.places, other.cost.operations, strict=True))
-        operations = [
-            _larger(operation, theirs.get(place, operation))
-            for place, operation in zip(kind.places, kind.cost.operations, strict=True)
-        ]
-        same = {(point.call, point.slots): point for point in other.cost.points}
-        points = [
-            point._replace(nbytes=max(point.nbytes, found.nbytes))
-            for point in kind.cost.points
-            if (found := same.get((point.call, point.slots))) is not None
-        ]
-        cost = replace(_larger(kind.cost, other.cost), operations=tuple(operations), points=tuple(points))
-        kinds.append(kind._replace(cost=cost))
-    return PassProfile(tuple(kinds), max(measurement.outside_bytes, own.outside_bytes), measurement.turn_s)
-
-
-def _larger(one: C, other: C) -> C:
-    changes: dict[str, Any] = {
-        field.name: max(getattr(one, field.name), getattr(other, field.name))
-        for field in fields(one)
-        if field.name.endswith("bytes")
-    }
-    return replace(one, **changes)
-
-
-def enlarged(measurement: PassProfile, ratio: float) -> PassProfile:
-    """A measurement with its bytes multiplied."""
-    return _changed(measurement, lambda name, value: round(value * ratio) if name.endswith("bytes") else value)
-
-
-def _changed(value: T, change: Callable[[str, Any], Any], name: str = "") -> T:
-    """Nested dataclasses and tuples with each field that holds none of them changed."""
-    made: Any = value
-    if is_dataclass(made) and not isinstance(made, type):
-        made = replace(made, **{f.name: _changed(getattr(made, f.name), change, f.name) for f in fields(made)})
-    elif isinstance(made, tuple) and hasattr(made, "_fields"):
-        made = type(made)(*(_changed(getattr(made, field), change, field) for field in made._fields))
-    elif isinstance(made, tuple):
-        made = tuple(_changed(item, change, name) for item in made)
-    else:
-        made = change(name, made)
-    return made  # type: ignore[no-any-return]
-
-
-def _runs(layers: Sequence[tuple[int, LayerKey]]) -> list[list[Any]]:
-    """Class, digest, first and last index of layers that follow each other and are alike."""
-    runs: list[list[Any]] = []
-    for index, layer in layers:
-        if runs and runs[-1][:2] == list(layer) and runs[-1][3] == index - 1:
-            runs[-1][3] = index
-        else:
-            runs.append([*layer, index, index])
-    return runs
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ from rlx.offload.benchmark.distributed import run_on
 from rlx.offload.benchmark.job import Job
 from rlx.offload.benchmark.measure import BenchmarkPlan
 from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
-from rlx.offload.benchmark.modes import KINDS, Mode, parse_mode
+from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.plan.shapes import SHAPES
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rlx.offload.benchmark",
         description=__doc__,
-        epilog="modes:\n" + "\n".join(f"  {name:22}{text}" for name, text in KINDS.items()),
+        epilog="modes:\n" + "\n".join(f"  {name:22}{text}" for name, text in MODE_DESCRIPTIONS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

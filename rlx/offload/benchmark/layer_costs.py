@@ -10,22 +10,21 @@ import torch
 
 from rlx.offload.api import enable_activation_offloading
 from rlx.offload.autotune.pass_profile import planned
-from rlx.offload.autotune.profile_files import to_json
+from rlx.offload.autotune.profile_cache import to_json
 from rlx.offload.benchmark.device import clock, name_of
-from rlx.offload.benchmark.models import Case, build
-from rlx.offload.plan.at_hand import Measured
+from rlx.offload.benchmark.measured_plan import MeasuredCosts
+from rlx.offload.benchmark.models import VOCABULARY, Case, build
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.tiling.tiling import enable_tiling
 
 _PASSES = 10  # at most: one warms up, some are measured, mostly one, and the next finds what they came to
 _TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
-_VOCABULARY = 1024  # the embedding is no part of what is measured
 
 
-def measure(
+def measure_layers(
     shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int = 1, tile: int | None = None
-) -> Measured:
+) -> MeasuredCosts:
     """Measure layers in bf16 on the accelerator of this machine, or on its CPU.
 
     Args:
@@ -47,14 +46,16 @@ def measure(
         ) from error
 
 
-def _measure(shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int, tile: int | None) -> Measured:
+def _measure(
+    shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int, tile: int | None
+) -> MeasuredCosts:
     if tokens % sequences:
         raise ValueError(f"{tokens} tokens cannot be cut into {sequences} sequences of equal length")
     found = torch.accelerator.current_accelerator(check_available=True)
     device = found or torch.device("cpu")
     kinds = list(zip(decoder.windows, decoder.sparse, strict=True))
     count = layers_to_build(kinds)
-    small = {**shape, "vocab_size": _VOCABULARY, "pad_token_id": None}
+    small = {**shape, "vocab_size": VOCABULARY, "pad_token_id": None}
     model = build(small, Case(tokens // sequences, count), device, torch.bfloat16)
     if tile is not None:
         enable_tiling(model, tile or None)
@@ -63,7 +64,7 @@ def _measure(shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences:
     # A model without head and loss is no run's: what it measures stays here.
     options = OffloadOptions(save="auto", max_device_bytes=0, cache_directory=None)
     handle = enable_activation_offloading(model, True, options)
-    ids = torch.randint(0, _VOCABULARY, (sequences, tokens // sequences), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, VOCABULARY, (sequences, tokens // sequences), generator=torch.Generator().manual_seed(1))
     ids = ids.to(device)
     for _ in range(_PASSES):
         output = model(input_ids=ids).last_hidden_state
@@ -85,7 +86,7 @@ def _measure(shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences:
         "link_bytes_per_s": link,
         "measurement": to_json(measurement),
     }
-    return Measured(name_of(device), count, tuple(of_kind[kind] for kind in kinds), link, figures)
+    return MeasuredCosts(name_of(device), count, tuple(of_kind[kind] for kind in kinds), link, figures)
 
 
 def layers_to_build(kinds: list[tuple[int | None, bool]]) -> int:

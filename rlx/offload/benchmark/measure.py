@@ -13,7 +13,7 @@ from torch import nn
 
 from rlx.offload.benchmark.device import clean_up, clock
 from rlx.offload.benchmark.entrant import Entrant
-from rlx.offload.benchmark.models import Case, build, share
+from rlx.offload.benchmark.models import VOCABULARY, Case, build, share
 from rlx.offload.benchmark.modes import Mode, NotInstalledError
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, Row, engine_figures
@@ -167,9 +167,9 @@ class CaseRun:
         return model
 
     def _ids(self) -> torch.Tensor:
-        vocabulary = self._plan.shape.get("vocab_size", 1024)
+        vocabulary = self._plan.shape.get("vocab_size", VOCABULARY)
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, min(vocabulary, 1024), (1, self._case.tokens), generator=generator)
+        ids = torch.randint(0, min(vocabulary, VOCABULARY), (1, self._case.tokens), generator=generator)
         return ids.to(self._plan.device)
 
     def _allocations(self) -> int:

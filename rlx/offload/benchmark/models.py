@@ -12,7 +12,7 @@ from torch import nn
 
 from rlx.offload.plan.shapes import SHAPES
 
-_VOCABULARY = 1024  # embedding and head are no part of what is measured
+VOCABULARY = 1024  # embedding and head are no part of what is measured
 
 
 class Case(NamedTuple):
@@ -32,7 +32,7 @@ def read_shape(name: str) -> dict[str, Any]:
         ValueError: if there is neither, or the file is no such configuration.
     """
     if name in SHAPES:
-        return {**SHAPES[name], "vocab_size": _VOCABULARY}
+        return {**SHAPES[name], "vocab_size": VOCABULARY}
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

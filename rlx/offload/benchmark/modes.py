@@ -37,7 +37,7 @@ class Mode(NamedTuple):
 
     Args:
         name: what the table calls it.
-        kind: a key of `KINDS`.
+        kind: a key of `MODE_DESCRIPTIONS`.
         options: for rlx's own modes.
         tile: tokens of a tile of MLPs and norms; 0: chosen by length and width; None: no tiles.
     """
@@ -76,8 +76,8 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
         ValueError: for an unknown name, an option that does not exist or a value that is refused.
     """
     kind, *pairs = text.split(":")
-    if kind not in KINDS:
-        raise ValueError(f"mode {kind!r} does not exist; choose from {', '.join(KINDS)}")
+    if kind not in MODE_DESCRIPTIONS:
+        raise ValueError(f"mode {kind!r} does not exist; choose from {', '.join(MODE_DESCRIPTIONS)}")
     tile = None
     if pairs and pairs[-1].startswith("tile="):
         value = pairs.pop().removeprefix("tile=")
@@ -86,7 +86,9 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
         tile = 0 if value == "auto" else int(value)
     if kind in PEERS:
         if pairs:
-            raise ValueError(f"mode {text!r}: only {', '.join(OWN)} take options other than tile, which comes last")
+            raise ValueError(
+                f"mode {text!r}: only {', '.join(OWN_MODES)} take options other than tile, which comes last"
+            )
         return Mode(text, kind, None, tile)
     chosen = {}
     for pair in pairs:
@@ -148,7 +150,7 @@ def _trl_all(model: nn.Module) -> EnabledMode:
     return EnabledMode(around_step=lambda: offload)
 
 
-OWN = ("boundary", "attention", "auto", "all")
+OWN_MODES = ("boundary", "attention", "auto", "all")
 PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "plain": _plain,
     "checkpointing": _checkpointing,
@@ -157,7 +159,7 @@ PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "trl": _trl,
     "trl-all": _trl_all,
 }
-KINDS = {
+MODE_DESCRIPTIONS = {
     "plain": "no checkpointing, nothing leaves the device",
     "checkpointing": "transformers' checkpointing, non-reentrant",
     "boundary": "rlx: layer inputs off the device, the rest recomputed",

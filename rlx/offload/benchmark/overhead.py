@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from rlx.offload.benchmark.models import Case, build, read_shape, share
-from rlx.offload.benchmark.modes import OWN, parse_mode
-from rlx.offload.benchmark.report import aligned
+from rlx.offload.benchmark.modes import OWN_MODES, parse_mode
+from rlx.offload.plan.text_table import aligned
 
 _CASE = Case(tokens=16, layers=8)
 # With default options tensors as small as this model's stay on the device; with min_bytes=0 they leave all the same.
-_SENT = tuple(f"{name}:min_bytes=0" for name in OWN)
-_MODES = ("checkpointing", *OWN, *_SENT)
+_SENT = tuple(f"{name}:min_bytes=0" for name in OWN_MODES)
+_MODES = ("checkpointing", *OWN_MODES, *_SENT)
 _WARM_UP_ROUNDS = 2
 _REPEATS = (
     5  # of a run in each round: the first after another model's is slower, for the interpreter specialises its code
@@ -57,7 +57,7 @@ class _Measurement:
     def no_grad(self, rounds: int) -> dict[str, list[float]]:
         """CPU time of a forward under `no_grad`, of two models that are not enabled and one for each mode [us]."""
         models = {"plain": self._model("plain"), "plain again": self._model("plain")}
-        models.update({name: self._model(name) for name in OWN})
+        models.update({name: self._model(name) for name in OWN_MODES})
         with torch.no_grad():
             return _cpu_us({name: functools.partial(self._forward, m) for name, m in models.items()}, rounds)
 

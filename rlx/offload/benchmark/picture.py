@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlx.offload.benchmark.report import GB
 from rlx.offload.benchmark.results import CaseResult, Row
+from rlx.offload.plan.text_table import GB
 
 # A mode that needs so many times what the most frugal one needs would press the others flat: it has a scale of its own.
 _OWN_SCALE_FROM = 3.0

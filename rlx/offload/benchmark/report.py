@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.offload.benchmark.results import CaseResult
-
-GB = 1e9
+from rlx.offload.plan.text_table import GB, aligned
 
 
 def _number(digits: int, scale: float = 1.0) -> Callable[[Any], str]:
@@ -21,7 +20,7 @@ def _digits(digits: int, scale: float) -> Callable[[Any], str]:
     return lambda value: "-" if value is None else f"{value / scale:.{digits}g}"
 
 
-_COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
+_REPORT_COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("mode", "mode", str),
     ("step s", "median_s", _number(4)),
     ("min", "min_s", _number(4)),
@@ -43,7 +42,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 def table(result: CaseResult) -> str:
     """A case as text: one line per mode, columns only of what was measured; notes and host memory below."""
     measured = [row for row in result.rows if row.median_s is not None]
-    columns = [c for c in _COLUMNS if any(getattr(row, c[1]) is not None for row in measured)]
+    columns = [c for c in _REPORT_COLUMNS if any(getattr(row, c[1]) is not None for row in measured)]
     cells = [[show(getattr(row, name)) for _, name, show in columns] for row in measured]
     lines = aligned([[title for title, _, _ in columns], *cells]) if measured else []
     lines += [f"{row.mode}: {row.note}" for row in result.rows if row.note is not None]
@@ -55,15 +54,6 @@ def table(result: CaseResult) -> str:
             f"at most, quotient {host.reserved_to_held:.3f}; allocations after warm-up: {host.allocations_after_warm_up}"
         )
     return "\n".join(lines)
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines: the first column to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[CaseResult]) -> None:

@@ -15,9 +15,9 @@ class Operation:
         at: where in the layer's forward it ends, as a share of the time of that, in [0, 1].
         seconds: to run it again.
         nbytes: of its result and of what its backward reads beside its arguments.
-        leaves_at: where in the layer's forward these may leave, as a share; None: at once. A result that the layer might yet
+        offload_at: where in the layer's forward these may leave, as a share; None: at once. A result that the layer might yet
             write to waits for a later operation.
-        stays_bytes: of these what is too small to leave.
+        small_bytes: of these what is too small to leave.
         extra_bytes: of these what autograd does not save.
     """
 
@@ -25,8 +25,8 @@ class Operation:
     at: float
     seconds: float
     nbytes: int
-    leaves_at: float | None = None
-    stays_bytes: int = 0
+    offload_at: float | None = None
+    small_bytes: int = 0
     extra_bytes: int = 0
 
 
@@ -58,7 +58,7 @@ class LayerCost:
     Args:
         forward_s, backward_s: time of either, without recomputation [s].
         recompute_s: time of recomputing all that backward needs, the operations among it [s].
-        boundary_bytes: of its inputs, which leave, or stay where `boundary_leaves` is False.
+        boundary_bytes: of its inputs, which leave, or stay where `offload_boundary` is False.
         saved_bytes: all that plain autograd keeps of it.
         working_bytes: that its backward holds at most where it was recomputed, what it recomputes included.
         late_bytes: the same once its widest part has been given back.
@@ -102,8 +102,8 @@ class Budget:
         device_bytes: that may be held for backward at once, above weights, gradients and optimizer states.
         host_bytes: of host memory; None: no limit.
         disk_bytes_per_s: of a disk for what the host has no room for, one way at a time; 0: there is none.
-        turn_s: for which the device computes between forward and backward of the layers, while the link may go on.
-        turn_bytes: that this holds at most; what the last two layers sent is on its way then.
+        turnaround_s: for which the device computes between forward and backward of the layers, while the link may go on.
+        turnaround_bytes: that this holds at most; what the last two layers sent is on its way then.
     """
 
     out_bytes_per_s: float
@@ -111,8 +111,8 @@ class Budget:
     device_bytes: int
     host_bytes: int | None = None
     disk_bytes_per_s: float = 0.0
-    turn_s: float = 0.0
-    turn_bytes: int = 0
+    turnaround_s: float = 0.0
+    turnaround_bytes: int = 0
 
     @property
     def has_link(self) -> bool:
@@ -131,12 +131,12 @@ class LayerPlan:
 
     Args:
         keep: all that autograd saves stays on the device, and nothing is recomputed. The rest says nothing then.
-        boundary_leaves: its inputs leave the device; else they stay.
+        offload_boundary: its inputs leave the device; else they stay.
         on_device: which operations' results stay on the device.
         off_device: which operations' results leave it.
     """
 
     keep: bool = False
-    boundary_leaves: bool = True
+    offload_boundary: bool = True
     on_device: frozenset[int] = frozenset()
     off_device: frozenset[int] = frozenset()

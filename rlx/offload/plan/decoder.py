@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-KINDS = (
+ARCHITECTURES = (
     *("llama", "mistral", "ministral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"),
     *("granite", "smollm3", "seed_oss", "glm", "glm4_moe", "ernie4_5", "cwm", "olmo2", "olmo3"),
 )
@@ -96,7 +96,7 @@ def read_decoder(config: Any, layers: int | None = None) -> Decoder:
     faults = [f"no {name}" for name in needed if not isinstance(get(name), int) or get(name) < 1]
     faults += sorted(set(types) - {"full_attention", "sliding_attention"})
     faults += ["latent attention"] if get("kv_lora_rank") else []
-    faults += ["layers of another kind"] if kind and kind not in KINDS else []
+    faults += ["layers of another kind"] if kind and kind not in ARCHITECTURES else []
     if faults:
         raise ValueError(
             f"the configuration of a {kind or 'model'} has {', '.join(faults)}, which the formulas do not cover: they are for "

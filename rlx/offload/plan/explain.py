@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import held_bytes, part_of, placed, predict, recompute_s, sent_bytes
+from rlx.offload.plan.step import assign_tiers, estimate_layer, held_bytes, predict, recompute_s, sent_bytes
+from rlx.offload.plan.text_table import GB, aligned
 
 WORTH_SAYING = 2e-3  # of the step's time
-_GB = 1e9
-_COLUMNS = ("layers", "kept on the device", "leaves", "recomputed", "GB kept", "GB sent", "s saved")
+_PLAN_COLUMNS = ("layers", "kept on the device", "leaves", "recomputed", "GB kept", "GB sent", "s saved")
 
 
 def explain(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> str:
@@ -27,14 +27,14 @@ def explain(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> str:
     for index, key in enumerate(zip(costs, plan.layers, strict=True)):
         groups.setdefault(key, []).append(index)
     rows = [_row(cost, layer, members) for (cost, layer), members in groups.items()]
-    return "\n".join([*aligned([_COLUMNS, *rows], texts=4), "", *_summary(costs, plan, machine)])
+    return "\n".join([*aligned([_PLAN_COLUMNS, *rows], texts=4), "", *_summary(costs, plan, machine)])
 
 
 def _row(cost: LayerCost, layer: LayerPlan, members: Sequence[int]) -> tuple[str, ...]:
     names = [op.name for op in cost.operations]
     inputs = ["inputs"] * (cost.boundary_bytes > 0 and not layer.keep)
-    stays = inputs * (not layer.boundary_leaves) + [names[i] for i in sorted(layer.on_device)]
-    leaves = inputs * layer.boundary_leaves + [names[i] for i in sorted(layer.off_device)]
+    stays = inputs * (not layer.offload_boundary) + [names[i] for i in sorted(layer.on_device)]
+    leaves = inputs * layer.offload_boundary + [names[i] for i in sorted(layer.off_device)]
     saved = layer.on_device | layer.off_device
     again = [name for i, name in enumerate(names) if i not in saved] + ["rest"]
     saved_s = recompute_s(cost, LayerPlan()) - recompute_s(cost, layer)
@@ -43,8 +43,8 @@ def _row(cost: LayerCost, layer: LayerPlan, members: Sequence[int]) -> tuple[str
         "all" if layer.keep else ", ".join(stays) or "-",
         ", ".join(leaves) or "-",
         ", ".join(again) if recompute_s(cost, layer) else "-",
-        f"{len(members) * held_bytes(cost, layer) / _GB:.2f}",
-        f"{len(members) * sent_bytes(cost, layer) / _GB:.2f}",
+        f"{len(members) * held_bytes(cost, layer) / GB:.2f}",
+        f"{len(members) * sent_bytes(cost, layer) / GB:.2f}",
         f"{len(members) * saved_s:.3f}",
     )
 
@@ -71,7 +71,7 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> Iterabl
         f"compute waits {found.stall_s:.3f} s"
     )
     out_s, in_s = _link_seconds(costs, plan, machine)
-    forward_s = found.forward_s + machine.turn_s  # what is between counts as forward: the link may go on
+    forward_s = found.forward_s + machine.turnaround_s  # what is between counts as forward: the link may go on
     yield (
         f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, {in_s / (found.step_s - forward_s):.0%} of backward; "
         f"fetched {_fetched(costs, plan)}"
@@ -99,7 +99,9 @@ def _fetched(costs: Sequence[LayerCost], plan: Plan) -> str:
 
 def _link_seconds(costs: Sequence[LayerCost], plan: Plan, machine: Budget) -> tuple[float, float]:
     """The link's or the disk's time in forward and in backward; the last layer fetches nothing."""
-    parts = placed([part_of(cost, layer, machine) for cost, layer in zip(costs, plan.layers, strict=True)], machine)
+    parts = assign_tiers(
+        [estimate_layer(cost, layer, machine) for cost, layer in zip(costs, plan.layers, strict=True)], machine
+    )
     return sum(part.out_s for part in parts), sum(part.in_s for part in parts[:-1])
 
 
@@ -124,14 +126,5 @@ def _limits(costs: Sequence[LayerCost], plan: Plan, machine: Budget, plain_s: fl
     return "limit: " + (", ".join(texts) or "what is left to recompute saves too little time")
 
 
-def aligned(rows: Sequence[Sequence[str]], texts: int) -> list[str]:
-    """Cells as lines; so many columns of text to the left, the numbers behind them to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(c.ljust(w) if i < texts else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-
-
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / _GB:.2f} GB"
+    return f"{nbytes / GB:.2f} GB"

@@ -13,7 +13,15 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
-from rlx.offload.plan.step import Prediction, StepPart, busy_s, fetches_of, part_of, placed, play
+from rlx.offload.plan.step import (
+    LayerEstimate,
+    Prediction,
+    assign_tiers,
+    choose_fetch_points,
+    compute_s,
+    estimate_layer,
+    simulate,
+)
 
 KEPT = LayerPlan(keep=True)
 MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
@@ -52,7 +60,7 @@ def make_plan(costs: Sequence[LayerCost], machine: Budget, begin: Sequence[Layer
     kept = search.state([KEPT] * len(costs))
     found = kept if search.fits(kept) else search.refined(min(search.found(begin), key=_seconds))
     parts = [choice.part for choice in found.layers]
-    fetches = fetches_of(parts, search.machine.device_bytes)
+    fetches = choose_fetch_points(parts, search.machine.device_bytes)
     return Plan(tuple(choice.plan for choice in found.layers), tuple(fetches), found.prediction)
 
 
@@ -65,7 +73,7 @@ class _Choice:
     """A plan for layers of one kind, what a step needs to know of them under it, and what it can be changed to."""
 
     def __init__(self, kind: _Kind, plan: LayerPlan) -> None:
-        self.plan, self.part = plan, part_of(kind.cost, plan, kind.machine)
+        self.plan, self.part = plan, estimate_layer(kind.cost, plan, kind.machine)
         self._kind = kind
         self._moved: dict[tuple[What, Place], _Choice] = {}
 
@@ -128,7 +136,7 @@ class _Search:
         """The best that is reached from each begin."""
         leanest, leanest_bytes = self._leanest()
         self.machine = replace(self.machine, device_bytes=max(self.machine.device_bytes, leanest_bytes))
-        begins = [leanest, [LayerPlan(boundary_leaves=False)] * self.count]
+        begins = [leanest, [LayerPlan(offload_boundary=False)] * self.count]
         for share in _SHARES:
             kept = _last_of(range(self.count), round(share * self.count))
             begins.append([KEPT if i in kept else plan for i, plan in enumerate(leanest)])
@@ -152,7 +160,7 @@ class _Search:
         room = self.machine.host_bytes if self.machine.has_link else 0
         for count in reversed(range(self.count + 1)):
             leave = everyone if count == self.count else _middle_of(everyone[:-1], count)
-            plans = [LayerPlan(boundary_leaves=i in leave) for i in everyone]
+            plans = [LayerPlan(offload_boundary=i in leave) for i in everyone]
             prediction = self.state(plans).prediction
             if room is None or prediction.host_bytes <= room:
                 break
@@ -174,8 +182,8 @@ class _Search:
 
     def _played(self, layers: Sequence[_Choice], faster_than: float) -> _State | None:
         """With what is expected of them; None if they take as long as `faster_than` or longer, or do not fit then."""
-        parts = placed([choice.part for choice in layers], self.machine)
-        prediction = play(parts, self.machine, faster_than)
+        parts = assign_tiers([choice.part for choice in layers], self.machine)
+        prediction = simulate(parts, self.machine, faster_than)
         return None if prediction is None else _State(tuple(layers), prediction)
 
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
@@ -186,7 +194,7 @@ class _Search:
         """
         layers, last = state.layers, self.count - 1
         parts = [choice.part for choice in layers]
-        busy_now = sum(map(busy_s, parts))
+        busy_now = sum(map(compute_s, parts))
         # Backward begins when all has left but what the last layer sends.
         leaving_now = busy_now - sum(part.forward_s for part in parts) + sum(part.out_s for part in parts[:-1])
         room = (
@@ -209,13 +217,13 @@ class _Search:
                         busy, leaving = busy + again_s, leaving + again_s
                         if i != last:
                             leaving, held = leaving + out_s, held + held_bytes
-                    at_least = max(busy + self.machine.turn_s, leaving)
+                    at_least = max(busy + self.machine.turnaround_s, leaving)
                     if at_least < _seconds(state) and held <= room:
                         yield at_least, partial(_changed, layers, targets, chosen)
                     count //= 2
 
 
-def _more(before: StepPart, after: StepPart) -> tuple[float, float, int]:
+def _more(before: LayerEstimate, after: LayerEstimate) -> tuple[float, float, int]:
     """What a layer computes again, sends [s] and holds more than before."""
     return (
         after.recompute_s - before.recompute_s,
@@ -261,7 +269,7 @@ def _moved(plan: LayerPlan, what: What, place: Place) -> LayerPlan:
     if plan.keep:
         return plan
     if what == "inputs":
-        return plan if place == "nowhere" else replace(plan, boundary_leaves=place == "off_device")
+        return plan if place == "nowhere" else replace(plan, offload_boundary=place == "off_device")
     moved = {
         name: getattr(plan, name) - {what} | ({what} if name == place else set())
         for name in ("on_device", "off_device")

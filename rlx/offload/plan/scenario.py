@@ -16,7 +16,7 @@ from rlx.offload.plan.step import predict
 
 STEP_TOKENS = 1024  # to which the longest context is found
 _ATTENTION = {"q", "k", "v", "attention", "o"}
-MODES = ("plain", "checkpointing", "inputs to the host", "auto")
+PLANNED_MODES = ("plain", "checkpointing", "inputs to the host", "auto")
 
 
 class Phases(NamedTuple):
@@ -121,7 +121,7 @@ class Scenario(NamedTuple):
         return -(-logits // self.shared_by)
 
     def plan(self, mode: str, tokens: int) -> Plan:
-        """What is done with so many tokens in one of `MODES`, or as `save="attention"` or `"all"` do it, and what to expect."""
+        """What is done with so many tokens in one of `PLANNED_MODES`, or as `save="attention"` or `"all"` do it, and what to expect."""
         costs, machine = self.costs(tokens), self.machine
         if mode == "auto":
             return make_plan(costs, machine)
@@ -166,7 +166,7 @@ class Scenario(NamedTuple):
 def _of_mode(mode: str, cost: LayerCost) -> LayerPlan:
     if mode == "attention":
         return LayerPlan(off_device=frozenset(i for i, op in enumerate(cost.operations) if op.name in _ATTENTION))
-    return LayerPlan(keep=mode == "plain", boundary_leaves=mode != "checkpointing")
+    return LayerPlan(keep=mode == "plain", offload_boundary=mode != "checkpointing")
 
 
 def _last(holds: Callable[[int], bool]) -> int:

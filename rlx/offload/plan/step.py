@@ -21,7 +21,7 @@ The last layer can therefore be kept at no price in memory, unless something wid
 Note [a layer as two lines]
 What a layer does to the clock is the later of two: it computes without a break from where it begins, or it waits for the
 link, which works without a break, and then has left what comes after the piece that it waited for. So each layer is a
-handful of numbers, worked out once for each choice (`StepPart`), and playing a step through is a few additions a layer.
+handful of numbers, worked out once for each choice (`LayerEstimate`), and playing a step through is a few additions a layer.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def held_bytes(cost: LayerCost, plan: LayerPlan) -> int:
     """What a layer holds on the device from forward to backward."""
     if plan.keep:
         return cost.saved_bytes
-    boundary = 0 if plan.boundary_leaves else cost.boundary_bytes
-    stays = sum(cost.operations[i].stays_bytes for i in plan.off_device)
+    boundary = 0 if plan.offload_boundary else cost.boundary_bytes
+    stays = sum(cost.operations[i].small_bytes for i in plan.off_device)
     return boundary + stays + sum(cost.operations[i].nbytes for i in plan.on_device)
 
 
@@ -83,13 +83,13 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], machine: Bu
         costs, layers: of each layer, from the first to the last.
         machine: link and budgets; `device_bytes` says when bytes are asked for, 0 as late as can be.
     """
-    parts = [part_of(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)]
-    prediction = play(placed(parts, machine), machine)
+    parts = [estimate_layer(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)]
+    prediction = simulate(assign_tiers(parts, machine), machine)
     assert prediction is not None
     return prediction
 
 
-class StepPart(NamedTuple):
+class LayerEstimate(NamedTuple):
     """What a step needs to know of one layer (Note [a layer as two lines]).
 
     Args:
@@ -117,10 +117,10 @@ class StepPart(NamedTuple):
     working_bytes: int
     points: tuple[tuple[float, int], ...]
     is_on_disk: bool = False
-    on_disk: StepPart | None = None
+    on_disk: LayerEstimate | None = None
 
 
-def part_of(cost: LayerCost, plan: LayerPlan, machine: Budget) -> StepPart:
+def estimate_layer(cost: LayerCost, plan: LayerPlan, machine: Budget) -> LayerEstimate:
     """What a step needs to know of a layer under a plan."""
     part = _part(cost, plan, machine.out_bytes_per_s, machine.in_bytes_per_s)
     if not machine.has_disk or not part.sent_bytes:
@@ -129,7 +129,7 @@ def part_of(cost: LayerCost, plan: LayerPlan, machine: Budget) -> StepPart:
     return part._replace(on_disk=_part(cost, plan, *rates)._replace(is_on_disk=True))
 
 
-def placed(parts: Sequence[StepPart], machine: Budget) -> Sequence[StepPart]:
+def assign_tiers(parts: Sequence[LayerEstimate], machine: Budget) -> Sequence[LayerEstimate]:
     """The layers with what leaves on the host for as long as that has room, then on disk."""
     if not machine.has_disk:
         return parts
@@ -143,16 +143,16 @@ def placed(parts: Sequence[StepPart], machine: Budget) -> Sequence[StepPart]:
     return found
 
 
-def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> StepPart:
+def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> LayerEstimate:
     again_s = recompute_s(cost, plan)
     out_s = left_s = in_s = ready_s = 0.0
-    for leaves_at, nbytes, end, at in _sent(cost, plan):
+    for offload_at, nbytes, end, at in _sent(cost, plan):
         seconds = _over(nbytes, out_rate)
-        out_s, left_s = out_s + seconds, max(left_s, leaves_at * cost.forward_s) + seconds
+        out_s, left_s = out_s + seconds, max(left_s, offload_at * cost.forward_s) + seconds
         in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
     # What was kept of a layer is let go with the layer, not when recomputation, or backward, is through with it.
-    stays = sum(cost.operations[i].extra_bytes for i in plan.on_device) + cost.extra_bytes * (not plan.boundary_leaves)
+    stays = sum(cost.operations[i].extra_bytes for i in plan.on_device) + cost.extra_bytes * (not plan.offload_boundary)
     stays = 0 if plan.keep else stays
 
     def kept(point: Point) -> int:
@@ -161,7 +161,7 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         operations = map(cost.operations.__getitem__, plan.on_device)
         return sum(op.nbytes - op.extra_bytes for op in operations if op.at >= point.forward_at)
 
-    return StepPart(
+    return LayerEstimate(
         forward_s=cost.forward_s,
         recompute_s=again_s,
         backward_s=cost.backward_s,
@@ -195,10 +195,11 @@ def _sent(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, float
         return []
     operations = [(i, cost.operations[i]) for i in plan.off_device]
     pieces = [
-        (op.at if op.leaves_at is None else op.leaves_at, op.nbytes - op.stays_bytes, i, op.at) for i, op in operations
+        (op.at if op.offload_at is None else op.offload_at, op.nbytes - op.small_bytes, i, op.at)
+        for i, op in operations
     ]
     pieces.sort(key=lambda piece: (piece[0], piece[2]))
-    return [(0.0, cost.boundary_bytes, 0, 0.0), *pieces] if plan.boundary_leaves else pieces
+    return [(0.0, cost.boundary_bytes, 0, 0.0), *pieces] if plan.offload_boundary else pieces
 
 
 def _recomputed_until(cost: LayerCost, plan: LayerPlan, at: float, end: int) -> float:
@@ -212,23 +213,23 @@ def _over(nbytes: int, rate: float) -> float:
     return nbytes / rate if rate else inf if nbytes else 0.0
 
 
-def play(parts: Sequence[StepPart], machine: Budget, faster_than: float = inf) -> Prediction | None:
+def simulate(parts: Sequence[LayerEstimate], machine: Budget, faster_than: float = inf) -> Prediction | None:
     """What is expected of a step of these layers.
 
     None if it takes as long as `faster_than` or longer [s]; where that is given also if the device has no room for it.
     """
-    fetches = fetches_of(parts, machine.device_bytes)
-    peaks = _peaks(parts, fetches, machine.turn_bytes)
+    fetches = choose_fetch_points(parts, machine.device_bytes)
+    peaks = _peaks(parts, fetches, machine.turnaround_bytes)
     if max(peaks) > machine.device_bytes and faster_than < inf:
         return None
     forward_s, left_before, left = _forward(parts)
     written = left if any([part.is_on_disk for part in parts]) else 0.0
-    step_s = _backward(parts, fetches, max(forward_s + machine.turn_s, left_before), written)
+    step_s = _backward(parts, fetches, max(forward_s + machine.turnaround_s, left_before), written)
     if step_s >= faster_than < inf:
         return None
     return Prediction(
         step_s,
-        max(0.0, step_s - machine.turn_s - sum(map(busy_s, parts))),
+        max(0.0, step_s - machine.turnaround_s - sum(map(compute_s, parts))),
         max(peaks),
         sum(part.sent_bytes for part in parts if not part.is_on_disk),
         sum(part.sent_bytes for part in parts if part.is_on_disk),
@@ -237,12 +238,12 @@ def play(parts: Sequence[StepPart], machine: Budget, faster_than: float = inf) -
     )
 
 
-def busy_s(part: StepPart) -> float:
+def compute_s(part: LayerEstimate) -> float:
     """Time in which the device computes for a layer, which a step cannot be shorter than."""
     return part.forward_s + part.recompute_s + part.backward_s
 
 
-def _forward(parts: Sequence[StepPart]) -> tuple[float, float, float]:
+def _forward(parts: Sequence[LayerEstimate]) -> tuple[float, float, float]:
     """When forward ends, and when all has left that the last layer but one and the last send."""
     now = link_free = left_before = left = 0.0
     for part in parts:
@@ -253,7 +254,7 @@ def _forward(parts: Sequence[StepPart]) -> tuple[float, float, float]:
     return now, left_before, left
 
 
-def fetches_of(parts: Sequence[StepPart], device_bytes: int) -> list[int]:
+def choose_fetch_points(parts: Sequence[LayerEstimate], device_bytes: int) -> list[int]:
     """In the backward of each layer the point at which what the layer before has sent is asked for: the first with room."""
     fetches, room, coming = [], device_bytes, 0
     for part in parts:
@@ -269,7 +270,7 @@ def fetches_of(parts: Sequence[StepPart], device_bytes: int) -> list[int]:
     return fetches
 
 
-def _backward(parts: Sequence[StepPart], fetches: Sequence[int], now: float, written: float) -> float:
+def _backward(parts: Sequence[LayerEstimate], fetches: Sequence[int], now: float, written: float) -> float:
     """When backward ends that begins now, where nothing is fetched before all has been `written`."""
     asked, link_free = now, max(now, written)
     is_here = True
@@ -285,7 +286,7 @@ def _backward(parts: Sequence[StepPart], fetches: Sequence[int], now: float, wri
     return now
 
 
-def _peaks(parts: Sequence[StepPart], fetches: Sequence[int], turn_bytes: int) -> Peaks:
+def _peaks(parts: Sequence[LayerEstimate], fetches: Sequence[int], turnaround_bytes: int) -> Peaks:
     """The most that is held for backward at once."""
     forward = backward = held = coming = last = 0
     for index, (part, fetch) in enumerate(zip(parts, fetches, strict=True), 1):
@@ -297,6 +298,6 @@ def _peaks(parts: Sequence[StepPart], fetches: Sequence[int], turn_bytes: int) -
             backward = max(backward, held + own)
         held += part.held_bytes
         coming = part.sent_bytes
-    if turn_bytes:
-        last = max(last, held + sum(part.sent_bytes for part in parts[-2:]) + turn_bytes)
+    if turnaround_bytes:
+        last = max(last, held + sum(part.sent_bytes for part in parts[-2:]) + turnaround_bytes)
     return Peaks(forward, last, backward)

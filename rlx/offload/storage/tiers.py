@@ -1,19 +1,20 @@
-"""Where bytes wait off the device: in host memory, or on disk.
+"""The two tiers that hold offloaded bytes: host memory and disk.
 
 Note [reads and writes cannot wait for each other]
-Bytes go to and from the disk in chunks, through page-locked staging buffers. Forward takes a staging buffer, queues the
-copy into it and hands it to a writer thread, which waits for the copy, writes the chunk and returns the buffer; forward
-waits when all are in use. A reader thread waits until the writes of what it reads are done, takes a staging buffer, reads
-and queues the copy to the device. There is no circle in who waits for whom: writers wait for the device only; readers
-wait for writers and have threads and staging buffers of their own, at most one buffer a thread; forward and backward wait
-for writers and readers, and no thread of these ever takes a lock that is held while one waits. On the device a copy
-waits only for what was queued before it.
+Bytes go to and from the disk in chunks, through page-locked staging buffers.
+*Write.* Forward allocates a staging buffer, queues the copy into it and hands it to a writer thread. The thread waits for the
+copy, writes the chunk and frees the buffer. Forward waits while all staging buffers are in use.
+*Read.* A reader thread waits until the chunks of its allocation are written. It then allocates a staging buffer, reads the
+chunk and queues the copy to the device.
+These waits make no circle. Writers wait for the device only. Readers wait for writers, and have threads and staging buffers of
+their own, at most one buffer a thread. Forward and backward wait for writers and readers. No writer or reader takes a lock that
+is held during a wait. On the device a copy waits only for work that was queued before it.
 
 Note [who may free an extent]
-As a host buffer's owner (Note [who may free a host buffer]), so may an extent's die at any moment, with writes and reads
-of it queued or running. A queued task holds the place weakly and finds it gone; a running one holds it. So the last to
-let go returns the extents, which takes no lock: it appends them to a queue that is emptied before more is taken. What
-the place holds counts no more from the moment its owner is done with it.
+The owner of a disk allocation may die at any moment, like that of a host buffer (Note [who may free a host buffer]), while
+writes and reads of the allocation are queued or running. A queued task has a weak reference to the allocation and finds it
+gone. A running task has a strong one. So the last holder frees the extents in `DiskAllocation.__del__`. That takes no lock: it
+appends them to a queue, which is emptied before the file hands out more. `held_bytes` drops earlier, when the owner calls `free`.
 """
 
 from __future__ import annotations
@@ -31,53 +32,37 @@ import torch
 from torch import Tensor
 
 from rlx.offload.storage.arena import Account, Block, HostArena, as_bytes, host_arena
-from rlx.offload.storage.copy_streams import Arrival, CopyStreams, Latch
+from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer, PendingTasks
 from rlx.offload.storage.pages import Pages
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Piece
-from rlx.offload.storage.spill_file import READER_THREADS, DiskError, ExtentFile, extent_files
+from rlx.offload.storage.ranges import Extent
+from rlx.offload.storage.spill_file import DiskError, ExtentFile, extent_files
+from rlx.offload.storage.staging import WRITE_BUFFERS, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
 
-MAX_CHUNK_BYTES = 16 << 20
-WRITE_BUFFERS = 16
-MIN_STAGING_BYTES = (WRITE_BUFFERS + READER_THREADS) * PAGE_ALIGN_BYTES
-
-
-def chunk_bytes(max_staging_bytes: int | None) -> int:
-    """Size of a staging buffer when all of them together may take so much; 0 if that is too little."""
-    if max_staging_bytes is None:
-        return MAX_CHUNK_BYTES
-    share = max_staging_bytes // (WRITE_BUFFERS + READER_THREADS)
-    return min(MAX_CHUNK_BYTES, share - share % PAGE_ALIGN_BYTES)
-
-
-def staging_bytes(chunk_bytes: int) -> int:
-    """What all staging buffers of a size take together."""
-    return chunk_bytes * (WRITE_BUFFERS + READER_THREADS)
-
 
 class Allocation(Protocol):
-    """Room for one range of bytes off the device."""
+    """Room in a tier for one range of bytes."""
 
-    def write(self, copier: CopyStreams, source: Tensor) -> torch.Event | None:
-        """Begin to send a contiguous tensor here; returns the event after which the source is not read any more."""
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
+        """Begin to copy a contiguous tensor here; return the event after which its memory is not read any more."""
 
-    def read(self, copier: CopyStreams, arrival: Arrival) -> None:
-        """Begin to bring back what was sent here, into a buffer made now."""
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
+        """Allocate the fetch buffer and begin to copy the bytes into it."""
 
-    def give(self) -> None:
-        """The owner is done. Never blocks, on any thread."""
+    def free(self) -> None:
+        """Give the room back. Callable on any thread; never blocks."""
 
 
 class Tier(Protocol):
-    """One user's room in one tier."""
+    """One user's share of host memory or of a file."""
 
-    def take(self, nbytes: int) -> Allocation | None:
-        """Room for `nbytes`, or None where there is none."""
+    def allocate(self, nbytes: int) -> Allocation | None:
+        """Return room for `nbytes`, or None if the tier is full."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait here now."""
+        """Bytes that are allocated now."""
 
 
 class HostAllocation:
@@ -90,33 +75,33 @@ class HostAllocation:
         self._block = block
         self._last_copy: torch.Event | None = None
 
-    def write(self, copier: CopyStreams, source: Tensor) -> torch.Event | None:
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
         """See `Allocation.write`."""
-        self._last_copy = copier.off(source, self._block)
+        self._last_copy = copy_streams.copy_to_host(source, self._block)
         return self._last_copy
 
-    def read(self, copier: CopyStreams, arrival: Arrival) -> None:
-        """See `Allocation.read`. The copy that left may still be writing the block."""
-        self._last_copy = copier.back(self._block, arrival, after=self._last_copy)
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
+        """See `Allocation.read`. The copy to the host may still be writing the block, so that this one waits for it."""
+        self._last_copy = copy_streams.copy_to_device(self._block, fetch_buffer, after=self._last_copy)
 
-    def give(self) -> None:
-        """See `Allocation.give`."""
-        self._account.give(self._block, self._last_copy)
+    def free(self) -> None:
+        """See `Allocation.free`."""
+        self._account.free(self._block, self._last_copy)
 
 
 class HostTier:
     """Host memory.
 
     Args:
-        account: where it comes from.
+        account: the share of the arena that the blocks come from.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
 
-    def take(self, nbytes: int) -> HostAllocation | None:
-        """See `Tier.take`."""
-        block = self._account.take(nbytes)
+    def allocate(self, nbytes: int) -> HostAllocation | None:
+        """See `Tier.allocate`."""
+        block = self._account.allocate(nbytes)
         return None if block is None else HostAllocation(self._account, block)
 
     @property
@@ -126,11 +111,11 @@ class HostTier:
 
 
 class StagingBuffers:
-    """Host memory between the device and the disk, in a bounded number of buffers.
+    """A fixed number of host buffers between the device and the disk.
 
     Args:
-        arena: where it comes from.
-        chunk_bytes: size of a buffer; `nbytes` is the most that all together take.
+        arena: the host memory that they come from.
+        chunk_bytes: size of a buffer [bytes]; all together have at most `nbytes`.
     """
 
     def __init__(self, arena: HostArena, chunk_bytes: int) -> None:
@@ -140,110 +125,112 @@ class StagingBuffers:
         self._free_to_write = threading.BoundedSemaphore(WRITE_BUFFERS)
         self._has_warned = False
 
-    def take_to_write(self, nbytes: int, copier: CopyStreams) -> Block:
-        """A buffer to write from; waits until a writer returns one if all are in use."""
+    def allocate_to_write(self, nbytes: int, copy_streams: CopyStreams) -> Block:
+        """Return a buffer for a writer thread; wait for one if all are in use."""
         if not self._free_to_write.acquire(blocking=False):
-            with copier.stalling(copier.compute_stream()):
+            with copy_streams.stalling(copy_streams.compute_stream()):
                 self._free_to_write.acquire()
         try:
-            return self.take(nbytes)
+            return self.allocate(nbytes)
         except BaseException:
             self._free_to_write.release()
             raise
 
-    def give_written(self, block: Block) -> None:
-        """Return a buffer that was written from."""
-        self.give(block, None)
+    def free_written(self, block: Block) -> None:
+        """Free a buffer that `allocate_to_write` returned."""
+        self.free(block, None)
         self._free_to_write.release()
 
-    def take(self, nbytes: int) -> Block:
-        """A buffer for a reader thread."""
-        block = self._account.take(nbytes)
+    def allocate(self, nbytes: int) -> Block:
+        """Return a buffer for a reader thread."""
+        block = self._account.allocate(nbytes)
         if block is None:
-            # What is on disk must come back. The account has room by construction: others hold all the arena may have.
+            # Backward needs the bytes on disk. The account has room for all buffers, so the arena's own limit is reached.
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "activation offloading: the host arena is full and has no page-locked memory left for copies to and "
-                    "from the disk; up to %d bytes of pageable memory are used beside it. Raise the arena's limit",
+                    "activation offloading: the host arena is full; it has no page-locked memory left for copies to and from the disk: "
+                    "up to %d bytes of pageable memory are used in addition. Raise the arena's limit",
                     self.nbytes,
                 )
             block = Block(nbytes, [], [Pages(nbytes, is_locked=False).bytes])
         return block
 
-    def give(self, block: Block, after: torch.Event | None) -> None:
-        """Return a reader's buffer; `after`: the event that ends the copy from it."""
-        if block.pieces:
-            self._account.give(block, after)
+    def free(self, block: Block, after: torch.Event | None) -> None:
+        """Free a reader's buffer; `after` is the event that ends the copy from it."""
+        if block.extents:
+            self._account.free(block, after)
         elif after is not None:
             after.synchronize()
 
 
 class Chunk(NamedTuple):
-    """A part of a place that goes through one staging buffer."""
+    """The part of a disk allocation that one staging buffer holds."""
 
     offset: int  # in the file
-    first_byte: int  # of the place's bytes
-    nbytes: int  # a multiple of ALIGN_BYTES; the last chunk ends with bytes that mean nothing
+    first_byte: int  # of the allocation's bytes
+    nbytes: int  # a multiple of PAGE_ALIGN_BYTES; the last chunk ends with padding
 
 
 class DiskAllocation:
-    """Extents of a file. Nothing but tasks that run and the owner hold it (Note [who may free an extent])."""
+    """Extents of a file, held by their owner and by running tasks only (Note [who may free an extent])."""
 
-    def __init__(self, store: DiskTier, nbytes: int, pieces: list[Piece]) -> None:
-        self.store = store
-        self.written = Latch()
+    def __init__(self, tier: DiskTier, nbytes: int, extents: list[Extent]) -> None:
+        self.tier = tier
+        self.written = PendingTasks()
         self._nbytes = nbytes
-        self._pieces = pieces
+        self._extents = extents
 
-    def write(self, copier: CopyStreams, source: Tensor) -> torch.Event | None:
-        """See `Allocation.write`. Waits where the disk does not keep up."""
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
+        """See `Allocation.write`. Waits for a staging buffer if the disk is slower than forward."""
         here, left, source = weakref.ref(self), None, as_bytes(source)
         for chunk in self._chunks():
-            block = self.store.staging.take_to_write(chunk.nbytes, copier)
+            block = self.tier.staging.allocate_to_write(chunk.nbytes, copy_streams)
             try:
-                left = copier.off(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block)
+                left = copy_streams.copy_to_host(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block)
             except BaseException:
-                self.store.staging.give_written(block)
+                self.tier.staging.free_written(block)
                 raise
             self.written.expect(1)
-            self.store.file.submit_write(_Write(here, self.store, self.written, chunk, copier, block, left).run)
+            self.tier.file.submit_write(_Write(here, self.tier, self.written, chunk, copy_streams, block, left).run)
         return left
 
-    def read(self, copier: CopyStreams, arrival: Arrival) -> None:
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
         """See `Allocation.read`."""
-        arrival.allocate()
-        here, arrival.issued = weakref.ref(self), Latch()
+        fetch_buffer.allocate()
+        here, fetch_buffer.issued = weakref.ref(self), PendingTasks()
         for chunk in self._chunks():
-            arrival.issued.expect(1)
-            self.store.file.submit_read(
-                _Read(here, self.store, self.written, chunk, copier, weakref.ref(arrival), arrival.issued).run
+            fetch_buffer.issued.expect(1)
+            self.tier.file.submit_read(
+                _Read(
+                    here, self.tier, self.written, chunk, copy_streams, weakref.ref(fetch_buffer), fetch_buffer.issued
+                ).run
             )
 
-    def give(self) -> None:
-        """See `Allocation.give`."""
-        self.store.given.append(self._nbytes)
+    def free(self) -> None:
+        """See `Allocation.free`."""
+        self.tier.freed.append(self._nbytes)
 
     def __del__(self) -> None:
-        self.store.file.returned.append(self._pieces)
+        self.tier.file.freed.append(self._extents)
 
     def _chunks(self) -> Iterator[Chunk]:
         first_byte = 0
-        for piece in self._pieces:
-            for start in range(0, piece.length, self.store.staging.chunk_bytes):
-                nbytes = min(self.store.staging.chunk_bytes, piece.length - start)
-                yield Chunk(piece.start + start, first_byte, nbytes)
+        for extent in self._extents:
+            for start in range(0, extent.length, self.tier.staging.chunk_bytes):
+                nbytes = min(self.tier.staging.chunk_bytes, extent.length - start)
+                yield Chunk(extent.start + start, first_byte, nbytes)
                 first_byte += nbytes
 
 
 class _Write(NamedTuple):
     """Writes one chunk, on a writer thread."""
 
-    place: weakref.ref[DiskAllocation]
-    store: DiskTier
-    written: Latch
+    allocation: weakref.ref[DiskAllocation]
+    tier: DiskTier
+    written: PendingTasks
     chunk: Chunk
-    copier: CopyStreams
+    copy_streams: CopyStreams
     block: Block
     copied: torch.Event | None
 
@@ -251,63 +238,63 @@ class _Write(NamedTuple):
         failure: BaseException | None = None
         try:
             if self.copied is not None:
-                with self.copier.device_is_current():
+                with self.copy_streams.device_is_current():
                     self.copied.synchronize()
-            place = self.place()
-            if place is not None:
-                with self.store.working("write", self.chunk):
-                    self.store.file.write(self.block.views, self.chunk.offset)
+            allocation = self.allocation()
+            if allocation is not None:
+                with self.tier.working("write", self.chunk):
+                    self.tier.file.write(self.block.views, self.chunk.offset)
         except BaseException as error:
             failure = _without_frames(error)
-        place = None  # before anybody goes on: all that the place held is free then
-        self.store.staging.give_written(self.block)
+        allocation = None  # dropped before anybody waits no longer, so that its extents are free by then
+        self.tier.staging.free_written(self.block)
         self.written.done(failure)
 
 
 class _Read(NamedTuple):
     """Reads one chunk and queues its copy to the device, on a reader thread."""
 
-    place: weakref.ref[DiskAllocation]
-    store: DiskTier
-    written: Latch
+    allocation: weakref.ref[DiskAllocation]
+    tier: DiskTier
+    written: PendingTasks
     chunk: Chunk
-    copier: CopyStreams
-    arrival: weakref.ref[Arrival]
-    issued: Latch
+    copy_streams: CopyStreams
+    fetch_buffer: weakref.ref[FetchBuffer]
+    issued: PendingTasks
 
     def run(self) -> None:
         failure: BaseException | None = None
         copied: torch.Event | None = None
         try:
             self.written.wait()
-            with self.copier.device_is_current():
+            with self.copy_streams.device_is_current():
                 copied = self._bring_back()
         except BaseException as error:
             failure = _without_frames(error)
         self.issued.done(failure)
         if copied is not None:
-            with self.copier.device_is_current():
-                copied.synchronize()  # else this thread would fill one buffer after another while the device is busy
+            with self.copy_streams.device_is_current():
+                copied.synchronize()  # else this thread would fill all staging buffers while the device is busy
 
     def _bring_back(self) -> torch.Event | None:
-        place, arrival = self.place(), self.arrival()
-        if place is None or arrival is None:
+        allocation, fetch_buffer = self.allocation(), self.fetch_buffer()
+        if allocation is None or fetch_buffer is None:
             return None
-        staging, copied = self.store.staging, None
-        block = staging.take(self.chunk.nbytes)
+        staging, copied = self.tier.staging, None
+        block = staging.allocate(self.chunk.nbytes)
         try:
-            with self.store.working("read", self.chunk):
-                self.store.file.read(block.views, self.chunk.offset)
+            with self.tier.working("read", self.chunk):
+                self.tier.file.read(block.views, self.chunk.offset)
             first_byte = self.chunk.first_byte
-            target = as_bytes(arrival.buffer)[first_byte : first_byte + block.nbytes]
-            copied = self.copier.back_into(target, block, arrival, after=None, is_ahead=True)
+            target = as_bytes(fetch_buffer.tensor)[first_byte : first_byte + block.nbytes]
+            copied = self.copy_streams.copy_into(target, block, fetch_buffer, after=None, is_ahead=True)
         finally:
-            staging.give(block, copied)
+            staging.free(block, copied)
         return copied
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    # Kept until somebody reads; the frames of a traceback would keep the place and the buffer as long.
+    # The error is kept until somebody waits. The frames of its traceback would keep the allocation and the buffer alive.
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -316,15 +303,15 @@ class DiskTier:
     """Disk space.
 
     Args:
-        file: where it is.
-        staging: host memory on the way.
-        warning: said when the store is first used; None: nothing.
+        file: the file that the extents are in.
+        staging: host memory for the copies.
+        warning: logged when the tier is first used; None: no warning.
     """
 
     def __init__(self, file: ExtentFile, staging: StagingBuffers, warning: str | None) -> None:
         self.file = file
         self.staging = staging
-        self.given: deque[int] = deque()
+        self.freed: deque[int] = deque()
         self.moved_bytes = 0
         self.busy_ms = 0.0  # time in which at least one thread was writing or reading
         self._held_bytes = 0
@@ -333,31 +320,36 @@ class DiskTier:
         self._busy_since = 0.0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> DiskAllocation:
-        """See `Tier.take`.
+    def allocate(self, nbytes: int) -> DiskAllocation:
+        """See `Tier.allocate`.
 
         Raises:
             DiskError: if the disk is full.
         """
-        pieces = self.file.take(nbytes)
+        extents = self.file.allocate(nbytes)
         if self._warning is not None:
             logger.warning(self._warning)
             self._warning = None
         with self._lock:
             self._held_bytes += nbytes
-        return DiskAllocation(self, nbytes, pieces)
+        return DiskAllocation(self, nbytes, extents)
 
     @property
     def held_bytes(self) -> int:
         """See `Tier.held_bytes`."""
         with self._lock:
-            while self.given:
-                self._held_bytes -= self.given.popleft()
+            while self.freed:
+                self._held_bytes -= self.freed.popleft()
             return self._held_bytes
 
     @contextlib.contextmanager
     def working(self, what: str, chunk: Chunk) -> Iterator[None]:
-        """Count the time and the bytes of a block of code that writes or reads a chunk, and name the chunk if it fails."""
+        """Count time and bytes of the code in the block, which writes or reads a chunk; name the chunk in errors.
+
+        Args:
+            what: `"write"` or `"read"`.
+            chunk: the bytes in question.
+        """
         with self._lock:
             if self._busy_threads == 0:
                 self._busy_since = time.perf_counter()
@@ -370,7 +362,7 @@ class DiskTier:
             raise DiskError(
                 error.errno,
                 f"activation offloading to disk failed to {what} {chunk.nbytes} bytes at byte {chunk.offset} of its file "
-                f"({error.strerror}); this step's gradients are incomplete: see to the disk, or choose another "
+                f"({error.strerror}); this step's gradients are incomplete. Check the disk, or choose another "
                 "OffloadOptions.directory",
                 self.file.directory,
             ) from error
@@ -382,10 +374,10 @@ class DiskTier:
 
 
 def trim() -> int:
-    """Give back to the system what waits for nothing: host memory of all arenas, and the room of files on disk.
+    """Return unused memory to the system: slabs of all arenas, and files on disk of which nothing is in use.
 
     Returns:
-        Host memory that was given back [bytes].
+        Host memory that was returned [bytes].
     """
     for file in extent_files():
         file.trim()

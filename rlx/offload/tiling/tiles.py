@@ -28,11 +28,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from rlx.offload.recompute.ambient_state import AmbientState
 
 
-class _EnoughRecomputedError(BaseException):
+class _TileRecomputedError(BaseException):
     """Ends the recomputation of a tile."""
 
 
-class TileRange(NamedTuple):
+class TiledModule(NamedTuple):
     """A module as tiles need it.
 
     Args:
@@ -156,7 +156,7 @@ class TiledCall:
         length: positions of a tile.
     """
 
-    def __init__(self, part: TileRange, hidden: Tensor, length: int) -> None:
+    def __init__(self, part: TiledModule, hidden: Tensor, length: int) -> None:
         self._part = part
         self._tiles = _tiles(hidden, length)
         self._edges: list[tuple[GradientEdge, GradientEdge | None]] = []  # of each tile's output and input
@@ -222,14 +222,14 @@ class TiledCall:
         def collect(tensor: Tensor) -> None:
             saved.append(tensor.detach())
             if len(saved) >= len(tile.looks):
-                raise _EnoughRecomputedError
+                raise _TileRecomputedError
 
         def run() -> None:
             with torch.enable_grad(), saved_tensors_hooks(collect, _unused):
                 self._part.forward(entry)
 
         assert self._ambient is not None
-        with contextlib.suppress(_EnoughRecomputedError), self._ambient.restored() or contextlib.nullcontext():
+        with contextlib.suppress(_TileRecomputedError), self._ambient.restored() or contextlib.nullcontext():
             self._part.with_weights(leaves, run)
         if [(tensor.shape, tensor.dtype) for tensor in saved] != tile.looks:
             raise RuntimeError(
@@ -255,7 +255,7 @@ class _Held(torch.autograd.Function):
         return None, None, *ctx.call.backward(gradient, hidden, weights)
 
 
-def run_tiled(part: TileRange, hidden: Tensor, weights: Sequence[Tensor], length: int, dtype: torch.dtype) -> Tensor:
+def run_tiled(part: TiledModule, hidden: Tensor, weights: Sequence[Tensor], length: int, dtype: torch.dtype) -> Tensor:
     """What the module gives, computed in tiles.
 
     Args:
@@ -271,7 +271,7 @@ def run_tiled(part: TileRange, hidden: Tensor, weights: Sequence[Tensor], length
     return out
 
 
-def run_tiled_without_graph(part: TileRange, hidden: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def run_tiled_without_graph(part: TiledModule, hidden: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The same where no gradient is wanted."""
     out = torch.empty_like(hidden, dtype=dtype)
     with torch.no_grad():

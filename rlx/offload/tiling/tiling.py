@@ -19,7 +19,7 @@ from rlx.offload.replay.replay_mode import run_as_one_call, unrecorded
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import find_layers
 from rlx.offload.storage.regions import is_plain
-from rlx.offload.tiling.tiles import TileRange, run_tiled, run_tiled_without_graph
+from rlx.offload.tiling.tiles import TiledModule, run_tiled, run_tiled_without_graph
 
 logger = logging.getLogger("rlx.offload")
 
@@ -30,7 +30,7 @@ _SEVERAL_STREAMS = "computes on several streams"  # a tile's recomputation would
 _FUSED = (nn.LayerNorm, nn.RMSNorm)  # keep nothing but their input anyway
 
 
-class TileableModules(NamedTuple):
+class TileableModule(NamedTuple):
     """A module that may be computed in tiles."""
 
     name: str
@@ -41,7 +41,7 @@ class TileableModules(NamedTuple):
 class TiledForward(ForwardOverride):
     """Stands in for the forward of a position-wise module."""
 
-    def __init__(self, tiling: Tiling, found: TileableModules) -> None:
+    def __init__(self, tiling: Tiling, found: TileableModule) -> None:
         super().__init__(found.module)
         self._tiling = tiling
         self._name, self._is_mlp = found.name, found.is_mlp
@@ -89,10 +89,10 @@ class TiledForward(ForwardOverride):
         part = self._part(module)
         return run_tiled(part, hidden, weights, self._length(hidden), self._dtype(part, hidden))
 
-    def _part(self, module: nn.Module) -> TileRange:
-        return TileRange(module, self.original(module), _weight_names(module), self._lock)
+    def _part(self, module: nn.Module) -> TiledModule:
+        return TiledModule(module, self.original(module), _weight_names(module), self._lock)
 
-    def _why_not(self, part: TileRange, hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
+    def _why_not(self, part: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
         if not all(map(is_plain, (hidden, *weights))) or _has_units(part.module):
             return "gets or holds other than plain tensors"
         if not hidden.is_contiguous():
@@ -103,13 +103,13 @@ class TiledForward(ForwardOverride):
         found = self._dtypes[key]
         return found if isinstance(found, str) else None
 
-    def _dtype(self, part: TileRange, hidden: Tensor) -> torch.dtype:
+    def _dtype(self, part: TiledModule, hidden: Tensor) -> torch.dtype:
         dtype = self._dtypes[self._key(part, hidden)]
         assert not isinstance(dtype, str)
         return dtype
 
     @staticmethod
-    def _key(part: TileRange, hidden: Tensor) -> tuple[Any, ...]:
+    def _key(part: TiledModule, hidden: Tensor) -> tuple[Any, ...]:
         kind = hidden.device.type
         is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
         cast = torch.get_autocast_dtype(kind) if is_cast else None
@@ -130,7 +130,7 @@ class Tiling:
         self.mlps: tuple[str, ...] = ()
         self.norms: tuple[str, ...] = ()
 
-    def add(self, found: Sequence[TileableModules]) -> None:
+    def add(self, found: Sequence[TileableModule]) -> None:
         """Compute modules in tiles from now on."""
         self._forwards += [weakref.ref(TiledForward(self, each)) for each in found]
         self.mlps += tuple(each.name for each in found if each.is_mlp)
@@ -199,9 +199,9 @@ def enable_tiling(
         if isinstance(mlp, str):
             alone.setdefault(mlp, name)
         else:
-            tiling.add([TileableModules(f"{name}.{mlp[0]}", mlp[1], is_mlp=True)])
+            tiling.add([TileableModule(f"{name}.{mlp[0]}", mlp[1], is_mlp=True)])
     tiling.add(
-        [TileableModules(name, norm, is_mlp=False) for name, norm in _norms(model, [layer for _, layer in named])]
+        [TileableModule(name, norm, is_mlp=False) for name, norm in _norms(model, [layer for _, layer in named])]
     )
     logger.info(
         "tiling: %d MLPs and %d norms in tiles of %s positions%s",
@@ -258,7 +258,7 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _dtype_if_position_wise(part: TileRange, hidden: Tensor) -> torch.dtype | str:
+def _dtype_if_position_wise(part: TiledModule, hidden: Tensor) -> torch.dtype | str:
     """The type of a module's output; or why there are no tiles: the module does not give for each position what it gives
     without the others, or it saves tensors on other streams than the current one.
     """

@@ -203,37 +203,37 @@ CASES = [
         "tiled_mlp=0",
     ),
     (
-        "offload_saves_what_is_there",
+        "offload_options_agree",
         f"{MODEL}.activation_offload.save=all",
         ["boundary, attention and auto recompute"],
-        "activation_offload.save to boundary, attention or auto",
+        "activation_offload.save=boundary",
     ),
     (
-        "offload_saves_what_is_there",
+        "offload_options_agree",
         f"{GAE} critic.model.activation_offload.save=attention critic.model.enable_gradient_checkpointing=False",
         ["boundary, attention and auto recompute"],
         "critic.model.enable_gradient_checkpointing=True",
     ),
     (
-        "offload_has_a_directory",
+        "offload_options_agree",
         f"{MODEL}.activation_offload.tier=disk",
         ["activations that go to disk have no usable folder"],
         f"{MODEL}.activation_offload.directory",
     ),
     (
-        "offload_has_a_directory",
+        "offload_options_agree",
         f"{GAE} critic.model.activation_offload.tier=disk critic.model.activation_offload.directory=/nowhere",
         ["activations that go to disk have no usable folder"],
         "critic.model.activation_offload.tier=cpu",
     ),
     (
-        "offload_has_a_directory",
+        "offload_options_agree",
         f"{MODEL}.activation_offload.max_host_bytes=999999 {MODEL}.activation_offload.directory={__file__}",
         ["activations that go to disk have no usable folder"],
         "directory=null",
     ),
     (
-        "offload_has_staging_memory",
+        "offload_options_agree",
         f"{MODEL}.activation_offload.max_host_bytes=4096 {MODEL}.activation_offload.directory=/tmp",
         ["too little host memory"],
         f"{MODEL}.activation_offload.max_host_bytes=1073741824",
@@ -725,16 +725,17 @@ def test_no_rule_complains_about_a_key_that_could_not_be_read(verdict):
     assert "there is no model" not in whats(misspelt)
 
 
-def test_no_value_of_any_key_makes_a_rule_crash(cpu_machine: Machine):
+def test_no_value_of_any_key_makes_a_rule_crash(cpu_machine: Machine, quick: bool):
     everything = compose([GAE, f"{ACTOR}.use_kl_loss=True"])
     tree = OmegaConf.to_container(OmegaConf.create(everything.yaml))
-    for key, leaf in LEAVES.items():
+    for number, (key, leaf) in enumerate(LEAVES.items()):
         *sections, name = key.split(".")
         place = tree
         for section in sections:
             place = place[section]
         before = place[name]
-        for value in (0, 7, None, "x", [], {}, *(leaf.info.choices or ())):
+        values = [0, 7, None, "x", [], {}, *(leaf.info.choices or ())]
+        for value in values[number % len(values) :][:1] if quick else values:
             place[name] = value
             config, faults = build(tree)
             found = check(Composed(config, frozenset({key}), tuple(faults)), cpu_machine)

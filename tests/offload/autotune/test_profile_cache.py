@@ -1,4 +1,4 @@
-"""Measurements of earlier runs: where they hold they stand for measured passes, where they do not nothing changes."""
+"""Profiles of earlier runs: a run plans with them if its first pass comes to the same bytes, and measures otherwise."""
 
 import copy
 import json
@@ -13,10 +13,10 @@ import transformers
 from torch import nn
 
 from rlx.offload import enable_tiling
+from rlx.offload.autotune.consensus import bytes_ratio, longest_input_bytes
 from rlx.offload.autotune.layer_profile import DeviceMemoryProbe
-from rlx.offload.autotune.profile_cache import compared, longest_bytes
-from rlx.offload.autotune.profile_files import ProfileFolder
-from rlx.offload.autotune.profile_key import describe_call, describe_layer
+from rlx.offload.autotune.profile_cache import from_json, to_json
+from rlx.offload.autotune.profile_key import describe_call, describe_layer, digest
 
 PLENTY, CPU = 1 << 40, torch.device("cpu")
 
@@ -34,12 +34,12 @@ class Run:
         self.handle = enable(
             self.model, True, save="auto", max_device_bytes=budget, cache_directory=folder and str(folder), **options
         )
-        self.follow, self.handle.engine.orders = self.handle.engine.orders, self.note
+        self.follow, self.handle.runner.decide = self.handle.runner.decide, self.note
         self.samples = 0
 
     def note(self, *call):
         orders = self.follow(*call)
-        self.samples += orders is not None and orders.sample is not None
+        self.samples += isinstance(orders, LayerProfile)
         return orders
 
     def passes(self, number, step=read):
@@ -69,7 +69,7 @@ RECALLED = [(4, False), (0, True), (0, True)]
 
 
 def files(folder):
-    return sorted((folder / "files").glob("*/*.json"))
+    return sorted((folder / "files").glob("*.json"))
 
 
 def test_a_second_run_plans_after_the_pass_that_warms_up(run, tmp_path):
@@ -104,7 +104,7 @@ def test_nothing_is_kept_where_nobody_wants_it(run, tmp_path, monkeypatch):
     run(folder=None).passes(3)
     assert list(tmp_path.iterdir()) == []
     run(folder="auto").passes(3)
-    assert len(list((tmp_path / "cache/rlx/measurements").glob("*/*.json"))) == 1
+    assert len(list((tmp_path / "cache/rlx/measurements").glob("*.json"))) == 1
     assert run(folder=None).passes(3) == AS_WITHOUT_FILES
     assert run(folder="auto").passes(3) == RECALLED
 
@@ -113,19 +113,20 @@ PROCESS = """
 import sys, torch
 from torch import nn
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.autotune.layer_profile import LayerProfile
 
 torch.manual_seed(0)
 encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
 model = nn.TransformerEncoder(encoder, 4, enable_nested_tensor=False)
 options = OffloadOptions(save="auto", min_bytes=0, max_device_bytes=20_000, cache_directory=sys.argv[1])
 handle = enable_activation_offloading(model, True, options)
-follow, samples = handle.engine.orders, []
-handle.engine.orders = lambda *call: samples.append(follow(*call)) or samples[-1]
+follow, samples = handle.runner.decide, []
+handle.runner.decide = lambda *call: samples.append(follow(*call)) or samples[-1]
 for _ in range(3):
     model.zero_grad()
     torch.manual_seed(1)
     model(torch.randn(2, 6, 16)).square().mean().backward()
-    print(sum(orders is not None and orders.sample is not None for orders in samples), handle.plan() is not None)
+    print(sum(isinstance(orders, LayerProfile) for orders in samples), handle.plan() is not None)
     samples.clear()
 print([parameter.grad.double().sum().item() for parameter in model.parameters()])
 """
@@ -215,18 +216,21 @@ def test_a_folder_that_cannot_be_written_changes_nothing(run, tmp_path, caplog):
     (tmp_path / "files").write_text("")
     for _ in range(2):
         assert run().passes(3) == AS_WITHOUT_FILES
-    assert [record.levelno for record in caplog.records if "cannot be" in record.getMessage()] == [logging.WARNING] * 4
+    said = [record.levelno for record in caplog.records if "cannot be kept" in record.getMessage()]
+    assert said == [logging.WARNING] * 2
+    assert sum("is ignored" in record.getMessage() for record in caplog.records) == 2
 
 
-def altered(folder, **changes):
-    """Change what the cost of the layers is in the one file, as a run of another kind would have written it."""
+def altered(folder, length=None, **changes):
+    """Change the costs in the one file, of the shortest length or of that which is given, as a run of another kind writes it."""
     (path,) = files(folder)
     content = json.loads(path.read_text())
-    about, length = content["about"], content["length"]
-    written = ProfileFolder(folder / "files").read(about, length)
-    outside = changes.pop("outside_bytes", written.outside_bytes)
-    kinds = [kind._replace(cost=replace(kind.cost, **changes)) for kind in written.kinds]
-    ProfileFolder(folder / "files").write(about, length, written._replace(kinds=tuple(kinds), outside_bytes=outside))
+    name = length or min(content["profiles"], key=lambda name: int(name.split(".")[1]))
+    profile = from_json(content["profiles"][name])
+    outside = changes.pop("outside_bytes", profile.outside_bytes)
+    kinds = tuple(kind._replace(cost=replace(kind.cost, **changes)) for kind in profile.kinds)
+    content["profiles"][name] = to_json(profile._replace(kinds=kinds, outside_bytes=outside))
+    path.write_text(json.dumps({**content, "check": digest(content["profiles"])}))
 
 
 def test_a_run_whose_bytes_are_others_measures_and_writes_anew(run, tmp_path):
@@ -248,32 +252,42 @@ def test_a_run_whose_bytes_are_others_measures_and_writes_anew(run, tmp_path):
 def test_files_that_were_found_wrong_are_not_read_for_other_lengths(run, tmp_path):
     first = run()
     first.passes(3)
-    altered(tmp_path, working_bytes=5)
     first.passes(2, lambda model: read(model, 40))
+    altered(tmp_path, working_bytes=5)
     other = run()
     assert other.passes(3) == CHECKED_AND_MEASURED
     assert other.passes(2, lambda model: read(model, 40)) == [(4, False), (0, True)]
 
 
-def test_the_larger_bytes_of_both_count_and_other_lengths_have_as_much_more(run, tmp_path):
+def test_files_that_were_found_wrong_are_written_anew_as_a_whole(run, tmp_path):
+    first = run()
+    first.passes(3)
+    first.passes(2, lambda model: read(model, 40))
+    altered(tmp_path, working_bytes=5)
+    assert run().passes(3) == CHECKED_AND_MEASURED
+    (path,) = files(tmp_path)
+    assert len(json.loads(path.read_text())["profiles"]) == 1, "lengths that the run has not met are of another kind"
+
+
+def test_bytes_of_the_cache_count_as_much_more_as_the_first_pass_has_more(run, tmp_path):
     first = run()
     first.passes(3)
     right = first.handle.measurement()
     first.passes(2, lambda model: read(model, 40))
     longer = first.handle.measurement()
-    contents = [json.loads(file.read_text()) for file in files(tmp_path)]
-    content = min(contents, key=lambda one: one["length"])
-    less = [
-        kind._replace(cost=replace(kind.cost, working_bytes=round(kind.cost.working_bytes / 1.05)))
-        for kind in right.kinds
-    ]
-    ProfileFolder(tmp_path / "files").write(content["about"], content["length"], right._replace(kinds=tuple(less)))
+    (kind,) = right.kinds
+    altered(tmp_path, working_bytes=round(kind.cost.working_bytes / 1.05))
     second = run()
     assert second.passes(2) == RECALLED[:2]
-    assert second.handle.measurement() == right  # its times are those of the file, and so are these
+    own = second.handle.measurement().kinds[0].cost
+    assert own.working_bytes == pytest.approx(kind.cost.working_bytes, rel=1e-3)
+    assert own.saved_bytes == pytest.approx(1.05 * kind.cost.saved_bytes, rel=1e-3)
+    assert own.forward_s == kind.cost.forward_s, "times are those of the file"
     second.passes(1, lambda model: read(model, 40))
     for kind, wanted in zip(second.handle.measurement().kinds, longer.kinds, strict=True):
         assert kind.cost.working_bytes == pytest.approx(1.05 * wanted.cost.working_bytes, rel=1e-3)
+        for one, other in zip(kind.cost.operations, wanted.cost.operations, strict=True):
+            assert one.nbytes == round(second.follow.__self__._consensus._ratio * other.nbytes)
         assert kind.cost.forward_s == wanted.cost.forward_s
 
 
@@ -281,22 +295,23 @@ def test_what_is_compared(run):
     first = run()
     first.passes(3)
     one = first.handle.measurement()
-    assert compared(one, one) == 1.0
+    assert bytes_ratio(one, one) == 1.0
     (kind,) = one.kinds
 
     def with_cost(**changes):
         return one._replace(kinds=(kind._replace(cost=replace(kind.cost, **changes)),))
 
     more = with_cost(saved_bytes=round(1.08 * kind.cost.saved_bytes))
-    assert compared(more, one) == pytest.approx(1.08, rel=1e-3) and compared(one, more) == 1.0
-    assert compared(with_cost(saved_bytes=2 * kind.cost.saved_bytes), one) is None
-    assert compared(with_cost(forward_s=1e9), one) == 1.0, "times are not compared"
-    assert compared(one._replace(kinds=(kind._replace(names=kind.names[:-1]),)), one) is None
-    assert compared(one._replace(kinds=(kind._replace(members=(0, 1)),)), one) is None
+    assert bytes_ratio(more, one) == pytest.approx(1.08, rel=1e-3) and bytes_ratio(one, more) == 1.0
+    assert bytes_ratio(with_cost(saved_bytes=2 * kind.cost.saved_bytes), one) is None
+    assert bytes_ratio(with_cost(forward_s=1e9), one) == 1.0, "times are not compared"
+    assert bytes_ratio(one._replace(kinds=(kind._replace(names=kind.names[:-1]),)), one) is None
+    assert bytes_ratio(one._replace(kinds=(kind._replace(members=(0, 1)),)), one) is None
     longer = with_cost(
         **{name: round(1.2 * value) for name, value in vars(kind.cost).items() if name.endswith("bytes")}
     )
-    assert compared(longer, one) == pytest.approx(1.0, abs=1e-3) and longest_bytes(longer) > longest_bytes(one)
+    assert bytes_ratio(longer, one) == pytest.approx(1.0, abs=1e-3)
+    assert longest_input_bytes(longer) > longest_input_bytes(one)
 
 
 class Roomy(DeviceMemoryProbe):

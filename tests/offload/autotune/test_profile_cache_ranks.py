@@ -1,12 +1,13 @@
-"""Measurements of earlier runs where ranks agree: all of them end with the same figures."""
+"""Profiles of earlier runs with several ranks: the first rank reads them, and all plan with them or none does."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from rlx.offload.autotune.consensus import Means, Shared, join
-from rlx.offload.autotune.profile_files import ProfileFolder
+from rlx.offload.autotune.consensus import Consensus, Limits, RankReport
+from rlx.offload.autotune.profile_cache import from_json, to_json
+from rlx.offload.autotune.profile_key import digest
 
 
 def replaced(measurement, **changes):
@@ -20,33 +21,43 @@ def test_ranks_with_and_without_files_end_with_equal_plans(two_ranks, tmp_path):
     tokens = (6, 40, 300)
     full, empty, other = (str(tmp_path / name) for name in ("full", "empty", "other"))
     two_ranks("auto", "with_files", (full, other), tokens, 3)
+    assert not (tmp_path / "other").exists(), "the first rank writes what all have measured"
     (plans, counts), (others, other_counts) = two_ranks("auto", "with_files", (full, empty), tokens, 2)
-    # The first round has no plan. In the second all lengths have one: the files of one rank count for both.
+    # The first round has no plan. In the second all lengths have one: the files of the first rank count for both.
     assert plans == others
     assert [plan is None for plan in plans] == [True, False, False, False]
     assert counts == other_counts == [3, 0]
-    # Where nobody has files the lengths are measured first.
-    nobody = [str(tmp_path / name) for name in ("a", "b")]
-    (plans, counts), (others, other_counts) = two_ranks("auto", "with_files", nobody, tokens, 3)
-    assert plans == others and [plan is None for plan in plans[:4]] == [True] * 4 and None not in plans[4:]
-    assert counts == other_counts == [3, 9, 0]
+    # Where the first rank has no files the lengths are measured first, whatever the other has.
+    for folders in ([str(tmp_path / name) for name in ("a", "b")], (str(tmp_path / "c"), full)):
+        (plans, counts), (others, other_counts) = two_ranks("auto", "with_files", folders, tokens, 3)
+        assert plans == others and [plan is None for plan in plans[:4]] == [True] * 4 and None not in plans[4:]
+        assert counts == other_counts == [3, 9, 0]
 
 
-def test_a_rank_whose_files_are_wrong_takes_those_of_another_with_which_its_own_bytes_agree(two_ranks, tmp_path):
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["other bytes", "damaged"])
+def test_ranks_measure_where_the_files_of_the_first_are_wrong(two_ranks, tmp_path, is_damaged):
     tokens = (6, 40)
-    right, wrong = str(tmp_path / "right"), tmp_path / "wrong"
-    two_ranks("auto", "with_files", (right, str(wrong)), tokens, 3)
-    for path in wrong.glob("*/*.json"):
-        content, folder = json.loads(path.read_text()), ProfileFolder(wrong)
-        measurement = folder.read(content["about"], content["length"])
-        folder.write(content["about"], content["length"], measurement._replace(outside_bytes=1 << 30))
-    (plans, counts), (others, other_counts) = two_ranks("auto", "with_files", (right, str(wrong)), tokens, 3)
-    assert plans == others and None not in plans[1:]
-    assert counts == other_counts == [3, 0, 0]
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    two_ranks("auto", "with_files", folders, tokens, 3)
+    (path,) = (tmp_path / "one").iterdir()
+    content = json.loads(path.read_text())
+    for name, data in content["profiles"].items():
+        content["profiles"][name] = to_json(from_json(data)._replace(outside_bytes=1 << 30))
+    text = json.dumps({**content, "check": digest(content["profiles"])})
+    path.write_text(text[:-100] if is_damaged else text)
+    (plans, counts), (others, other_counts) = two_ranks("auto", "with_files", folders, tokens, 3)
+    assert plans == others and [plan is None for plan in plans] == [True] * 3 + [False] * 2
+    assert counts == other_counts == [3, 6, 0]
+    (plans, counts), (others, other_counts) = two_ranks("auto", "with_files", folders, tokens, 3)
+    assert plans == others and None not in plans[1:] and counts == other_counts == [3, 0, 0], "they were written anew"
 
 
 SHORT, LONG = (0, 20), (0, 30)
-MEANS = Means(None, None, None, None)
+LIMITS = Limits(None, None, None, None)
+
+
+def report(measured=(), warm_up=(), cached=()):
+    return RankReport(dict(measured), dict(warm_up), dict(cached), LIMITS)
 
 
 @pytest.fixture
@@ -63,38 +74,42 @@ def held(measurement):
     return measurement.kinds[0].cost.saved_bytes
 
 
-def test_ranks_join_what_they_know(one):
-    files = Shared({SHORT: one}, {}, {LONG: one}, MEANS, believes=True)
-    # A rank that has compared nothing has only measured another length; and one whose first pass holds a little more.
-    unknown = Shared({LONG: one}, {}, {}, MEANS, believes=None)
-    fuller = Shared({}, {SHORT: replaced(one, saved_bytes=round(1.05 * held(one)))}, {}, MEANS, believes=None)
-    joint = join([files, files])
-    assert joint.are_files_checked and joint.measurements == {SHORT: one, LONG: one}
-    assert join([files, unknown]).are_files_checked, "what it has measured is what files say"
-    joint = join([files, fuller])
-    assert joint.are_files_checked and joint.ratio == pytest.approx(1.05, rel=1e-3)
-    assert held(joint.measurements[SHORT]) == round(1.05 * held(one)), (
-        "of the length that it has met it is its own bytes"
-    )
-    assert held(joint.measurements[LONG]) == pytest.approx(1.05 * held(one), rel=1e-3), (
-        "of others files' have as much more"
-    )
-    assert joint.measurements[SHORT].kinds[0].cost.forward_s == one.kinds[0].cost.forward_s
+def test_a_cache_counts_once_all_ranks_have_found_its_bytes_right(one):
+    first = report(warm_up={SHORT: one}, cached={SHORT: one, LONG: one})
+    fuller = report(warm_up={SHORT: replaced(one, saved_bytes=round(1.05 * held(one)))})
+    # A rank that has only measured another length, and one whose first pass holds a little more.
+    consensus = Consensus()
+    assert consensus.join([first, report(measured={LONG: one})]) == {LONG: one}
+    assert consensus.accepted() == {SHORT: one, LONG: one}
+    consensus = Consensus()
+    assert consensus.join([first, fuller]) == {}
+    for profile in consensus.accepted().values():
+        assert held(profile) == pytest.approx(1.05 * held(one), rel=1e-3)
+        assert profile.kinds[0].cost.forward_s == one.kinds[0].cost.forward_s
+    # A rank that has met no length of the cache yet is waited for.
+    consensus = Consensus()
+    assert consensus.join([first, report(warm_up={(0, 5): one})]) == {} == consensus.accepted()
+    assert consensus.join([report(), report(measured={(0, 5): one})]) == {(0, 5): one} and consensus.accepted() == {}
+    consensus.join([report(), report(measured={LONG: one})])
+    assert consensus.accepted().keys() == {SHORT, LONG}
 
 
-def test_ranks_that_cannot_know_keep_to_what_is_measured(one):
-    files = Shared({SHORT: one}, {}, {LONG: one}, MEANS, believes=True)
-    elsewhere = Shared({(0, 5): one}, {}, {}, MEANS, believes=None)
-    joint = join([files, elsewhere])
-    assert not joint.are_files_checked and not joint.are_files_wrong
-    assert joint.measurements.keys() == {SHORT, (0, 5)}
-    assert join([files, elsewhere], were_files_checked=True).measurements.keys() == {SHORT, LONG, (0, 5)}
-    for wrong in (
-        elsewhere._replace(believes=False),
-        elsewhere._replace(first={SHORT: replaced(one, saved_bytes=2 * held(one))}),
-    ):
-        joint = join([files, wrong], were_files_checked=True)
-        assert joint.are_files_wrong and not joint.are_files_checked
-        assert joint.measurements.keys() == {SHORT, (0, 5)}
-    nobody = Shared({}, {SHORT: one}, {}, MEANS, believes=None)
-    assert join([nobody, nobody]).measurements == {}, "bytes without times are no measurement"
+def test_a_cache_with_other_bytes_is_ignored_from_then_on(one):
+    other = replaced(one, saved_bytes=2 * held(one))
+    consensus = Consensus()
+    first = report(warm_up={SHORT: one}, cached={SHORT: one, LONG: one})
+    consensus.join([first, report(warm_up={SHORT: other})])
+    assert consensus.accepted() == {} and not consensus.is_refuted, "in the first pass kernels may have taken memory"
+    consensus.join([report(), report(measured={SHORT: one})])
+    assert consensus.accepted().keys() == {SHORT, LONG}
+    assert consensus.join([report(), report(measured={SHORT: other})]) == {SHORT: other}
+    assert consensus.is_refuted and consensus.accepted() == {}
+    consensus.join([report(warm_up={SHORT: one}, cached={SHORT: one})] * 2)
+    assert consensus.accepted() == {}
+
+
+def test_of_several_ranks_the_longest_times_and_most_bytes_count(one):
+    slower, fuller = replaced(one, forward_s=1e9), replaced(one, saved_bytes=1 << 30)
+    joined = Consensus().join([report(measured={SHORT: slower}), report(measured={SHORT: fuller, LONG: one})])
+    assert joined == {SHORT: replaced(one, forward_s=1e9, saved_bytes=1 << 30), LONG: one}
+    assert Consensus().join([report(warm_up={SHORT: one})] * 2) == {}, "bytes without times are no measurement"

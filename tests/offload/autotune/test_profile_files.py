@@ -1,4 +1,4 @@
-"""Measurements as files: what is written is read again field by field, and whatever else lies there is ignored."""
+"""Files of the profile cache: every field that is written is read again, and a damaged or foreign file is ignored."""
 
 import dataclasses
 import itertools
@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from rlx.offload import OffloadOptions
-from rlx.offload.autotune.pass_profile import PassProfile
-from rlx.offload.autotune.profile_files import FORMAT, ProfileFolder, from_json, to_json
+from rlx.offload.autotune.pass_profile import PROFILE_VERSION, LayerKind, PassProfile
+from rlx.offload.autotune.profile_cache import ProfileCache, from_json, to_json
+from rlx.offload.autotune.profile_key import digest
+from rlx.offload.plan.costs import LayerCost, Operation, Point
+from rlx.offload.replay.dataflow import Dataflow, OpNode
 
-ABOUT = {"layers": ["a", 1], "machine": {"device": "CPU", "threads": 2}}
+KEY = {"version": 1, "layers": ["a", 1], "devices": ["CPU"]}
+LENGTH, OTHER = (0, 7), (1, -3)  # device and length
 
 
 def made(hint, numbers, empty=False):
@@ -43,69 +47,55 @@ def measurement(empty=False):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return ProfileFolder(tmp_path / "measurements")
+def open_cache(tmp_path):
+    """`open_cache(folder)`: a cache as another process opens it."""
+    return lambda folder=tmp_path / "profiles": ProfileCache(folder, OffloadOptions(), lambda: None, lambda: ())
 
 
 @pytest.fixture
-def file(folder):
-    """A file with a measurement."""
-    folder.write(ABOUT, 7, measurement())
-    (found,) = folder.root.glob("*/*.json")
+def cache(open_cache):
+    return open_cache()
+
+
+@pytest.fixture
+def file(cache, tmp_path):
+    """A file with one profile."""
+    cache.write(KEY, {LENGTH: measurement()}, keep_others=True)
+    (found,) = (tmp_path / "profiles").iterdir()  # nothing unfinished is left
     return found
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_every_field_comes_back_as_it_was(folder, empty):
+def test_every_field_comes_back_as_it_was(cache, open_cache, empty):
     written = measurement(empty)
-    assert from_json(PassProfile, json.loads(json.dumps(to_json(written)))) == written
-    folder.write(ABOUT, 3, written)
-    assert folder.read(ABOUT, 3) == ProfileFolder(folder.root).read(ABOUT, 3) == written
-    assert len(list(folder.root.glob("*/*"))) == 1  # nothing unfinished is left
+    assert from_json(json.loads(json.dumps(to_json(written)))) == written
+    cache.write(KEY, {LENGTH: written}, keep_others=True)
+    assert cache.read(KEY) == open_cache().read(KEY) == {LENGTH: written}
 
 
-class Named(typing.NamedTuple):
-    names: frozenset[str]
-    pairs: tuple[tuple[int, str], ...]
-    share: float | None = None
+def test_a_change_of_fields_has_a_version_of_its_own():
+    """Whoever changes a field of a profile raises `PROFILE_VERSION`, and then changes both numbers here."""
+    fields = [
+        list(typing.get_type_hints(kind))
+        for kind in (PassProfile, LayerKind, LayerCost, Operation, Point, Dataflow, OpNode)
+    ]
+    assert (PROFILE_VERSION, digest(fields)[:8]) == (1, "9c48bb46")
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    named: Named
-    is_known: bool
-    several: tuple[Named, ...] = ()
+def test_lengths_of_several_runs_are_in_one_file(cache, open_cache, file):
+    other = measurement()._replace(outside_bytes=5)
+    second = open_cache()
+    second.write(KEY, {OTHER: other}, keep_others=True)
+    assert cache.read(KEY) == {LENGTH: measurement(), OTHER: other}
+    second.write(KEY, {}, keep_others=False)
+    assert cache.read(KEY) == {OTHER: other}
+    assert cache.read({**KEY, "layers": ["a", 2]}) == {}
 
 
-def test_fields_of_other_types_need_nothing():
-    one = Named(frozenset("ab"), ((1, "a"), (2, "b")))
-    value = Figures(one, True, (one, one._replace(share=0.25)))
-    assert from_json(Figures, json.loads(json.dumps(to_json(value)))) == value
-    with pytest.raises(TypeError, match="got a dict"):
-        to_json({})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"turn_s": "long"}, r"PassProfile.turn_s: got 'long', expected float"),
-        ({"turn_s": float("nan")}, r"turn_s: got 'nan'"),
-        ({"outside_bytes": 1.5}, r"outside_bytes: got '1.5', expected int"),
-        ({"outside_bytes": True}, r"outside_bytes: got 'True'"),
-        ({"kinds": 3}, r"kinds: got '3'"),
-        ({"more": 3}, r"expected the fields kinds, outside_bytes, turn_s"),
-    ],
-)
-def test_data_of_other_types_is_refused(change, words):
-    with pytest.raises(ValueError, match=words):
-        from_json(PassProfile, {**to_json(measurement()), **change})
-
-
-def test_other_descriptions_and_lengths_are_other_measurements(folder, file):
-    assert folder.read(ABOUT, 7) == measurement()
-    assert folder.read(ABOUT, 8) is None
-    assert folder.read({**ABOUT, "layers": ["a", 2]}, 7) is None
-    assert (folder.lengths(ABOUT), folder.lengths({})) == ([7], [])
+def with_right_checksum(text):
+    content = json.loads(text)
+    content["profiles"]["0.7"]["kinds"] = 3
+    return json.dumps({**content, "check": digest(content["profiles"])})
 
 
 @pytest.mark.parametrize(
@@ -115,61 +105,63 @@ def test_other_descriptions_and_lengths_are_other_measurements(folder, file):
         lambda text: "",
         lambda text: "[1, 2]",
         lambda text: text.replace('"outside_bytes": ', '"outside_bytes": 1'),
-        lambda text: text.replace(f'"format": {FORMAT}', '"format": 0'),
-        lambda text: text.replace('"device": "CPU"', '"device": "TPU"'),
+        lambda text: text.replace('"version": 1', '"version": 0'),
+        lambda text: text.replace('"CPU"', '"TPU"'),
+        with_right_checksum,
         lambda text: "[" * 100_000,
         lambda text: "\0\x80",
     ],
-    ids=["cut", "empty", "other", "a figure", "format", "of something else", "deep", "bytes"],
+    ids=["cut", "empty", "other", "a figure", "version", "of something else", "other types", "deep", "bytes"],
 )
-def test_a_damaged_or_foreign_file_is_ignored_with_one_line_and_replaced(folder, file, caplog, damage):
+def test_a_damaged_or_foreign_file_is_ignored_with_one_line_and_replaced(cache, file, caplog, damage):
     file.write_bytes(damage(file.read_text()).encode("latin-1"))
-    assert folder.read(ABOUT, 7) is None and folder.read(ABOUT, 7) is None
+    assert cache.read(KEY) == cache.read(KEY) == {}
     (record,) = caplog.records
     assert str(file) in record.getMessage() and record.levelno == logging.WARNING
-    folder.write(ABOUT, 7, measurement())
-    assert folder.read(ABOUT, 7) == measurement()
+    cache.write(KEY, {LENGTH: measurement()}, keep_others=True)
+    assert cache.read(KEY) == {LENGTH: measurement()}
 
 
-def test_a_folder_where_a_file_should_be_is_ignored(folder, file, caplog):
+def test_a_folder_where_a_file_should_be_is_ignored(cache, file, caplog):
     file.unlink()
     file.mkdir()
-    assert folder.read(ABOUT, 7) is None
-    folder.write(ABOUT, 7, measurement())
-    assert [("cannot be read" in r.getMessage(), "cannot be kept" in r.getMessage()) for r in caplog.records] == [
+    assert cache.read(KEY) == {}
+    cache.write(KEY, {LENGTH: measurement()}, keep_others=True)
+    assert [("is ignored" in r.getMessage(), "cannot be kept" in r.getMessage()) for r in caplog.records] == [
         (True, False),
         (False, True),
     ]
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, open_cache, caplog):
     (tmp_path / "file").write_text("")
-    folder = ProfileFolder(tmp_path / "file" / "below")
+    cache = open_cache(tmp_path / "file" / "below")
     for length in range(3):
-        folder.write(ABOUT, length, measurement())
+        cache.write(KEY, {(0, length): measurement()}, keep_others=False)
     assert sum("cannot be kept" in record.getMessage() for record in caplog.records) == 1
-    assert folder.read(ABOUT, 0) is None and folder.lengths(ABOUT) == []
+    assert cache.read(KEY) == {}
 
 
-def test_who_reads_while_others_write_has_a_whole_file(folder):
+def test_who_reads_while_others_write_has_a_whole_file(cache, open_cache, caplog):
     one, other = measurement(), measurement()._replace(outside_bytes=5)
-    folder.write(ABOUT, 0, one)
+    cache.write(KEY, {LENGTH: one}, keep_others=True)
     is_over = threading.Event()
 
     def write():
         while not is_over.is_set():
-            ProfileFolder(folder.root).write(ABOUT, 0, one)
-            ProfileFolder(folder.root).write(ABOUT, 0, other)
+            open_cache().write(KEY, {LENGTH: one}, keep_others=True)
+            open_cache().write(KEY, {LENGTH: other}, keep_others=True)
 
     writers = [threading.Thread(target=write) for _ in range(2)]
     for writer in writers:
         writer.start()
-    found = [folder.read(ABOUT, 0) for _ in range(100)]
+    found = [cache.read(KEY) for _ in range(100)]
     is_over.set()
     for writer in writers:
         writer.join()
-    assert all(measured in (one, other) for measured in found)
+    assert all(read in ({LENGTH: one}, {LENGTH: other}) for read in found)
+    assert not caplog.records
 
 
 def test_where_they_lie(monkeypatch, tmp_path):

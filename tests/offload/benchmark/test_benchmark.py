@@ -14,7 +14,7 @@ from rlx.offload.benchmark import modes
 from rlx.offload.benchmark.__main__ import main
 from rlx.offload.benchmark.curve import memory_curve
 from rlx.offload.benchmark.models import Case, build, read_shape, share
-from rlx.offload.benchmark.modes import KINDS, EnabledMode, Mode, parse_mode
+from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, EnabledMode, Mode, parse_mode
 from rlx.offload.benchmark.overhead import overhead_of
 from rlx.offload.benchmark.report import table
 from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, Row
@@ -152,6 +152,7 @@ def test_no_round_begins_after_the_time_is_up(run_benchmark):
     assert 1 <= len(rows_of(results)["plain"]["step_s"]) < 1000000
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_layers(run_benchmark):
     _, results = run_benchmark(*TINY, "--modes", "checkpointing,boundary", "--gpus", "2")
     rows = rows_of(results)
@@ -172,6 +173,7 @@ def test_the_disk_tier(run_benchmark, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_overhead_runs(tmp_path, capsys):
     assert main(["--overhead", "--rounds", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -259,7 +261,7 @@ def test_a_mode_takes_options_of_its_own():
     assert mode == Mode("boundary:prefetch_layers=2:pin_memory=false", "boundary", options)
     assert parse_mode("plain:tile=auto", {}) == Mode("plain:tile=auto", "plain", None, 0)
     assert parse_mode("all:min_bytes=5:tile=9", {}).tile == 9
-    assert set(KINDS) == {*modes.OWN, *modes.PEERS}
+    assert set(MODE_DESCRIPTIONS) == {*modes.OWN, *modes.PEERS}
 
 
 # What is refused

@@ -21,7 +21,7 @@ def test_groups_and_their_figures(decoder_layer):
     cost = replace(decoder_layer(), saved_bytes=3 * 10**9, boundary_bytes=10**9)
     costs = [cost] * 6
     whole, inputs = LayerPlan(keep=True), LayerPlan()
-    attention = LayerPlan(boundary_leaves=False, off_device=frozenset({3}), on_device=frozenset({0}))
+    attention = LayerPlan(offload_boundary=False, off_device=frozenset({3}), on_device=frozenset({0}))
     layers = (inputs, attention, attention, inputs, attention, whole)
     plan = make_plan(costs, AMPLE)._replace(layers=layers, prediction=predict(costs, layers, AMPLE))
     rows = rows_of(explain(costs, plan, AMPLE))

@@ -15,7 +15,7 @@ from rlx.models import head_log_probs
 from rlx.models.lora import add_lora
 from rlx.offload.benchmark.models import Case, build
 from rlx.offload.plan import Budget, LayerPlan, make_plan, predict, sent_bytes
-from rlx.offload.plan.decoder import KINDS as READ
+from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import (
@@ -44,7 +44,7 @@ SMALL = {
     "vocab_size": 64,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-KINDS = [
+ARCHITECTURES = [
     {"model_type": "qwen2"},
     {"model_type": "llama"},
     {"model_type": "qwen3"},
@@ -52,7 +52,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["model_type"])
+@pytest.mark.parametrize("kind", ARCHITECTURES, ids=lambda kind: kind["model_type"])
 def test_a_layer_saves_as_many_bytes_as_the_formula_says(kind):
     shape, tokens = {**SMALL, **kind}, 512
     model = build(shape, Case(tokens, 1), torch.device("cpu"), torch.bfloat16)
@@ -78,7 +78,7 @@ def test_a_layer_saves_as_many_bytes_as_the_formula_says(kind):
 
 
 @pytest.mark.parametrize("mlp_width", [300, 640, 1500])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["model_type"])
+@pytest.mark.parametrize("kind", ARCHITECTURES, ids=lambda kind: kind["model_type"])
 def test_without_backward_a_model_holds_as_much_as_its_widest_layer(kind, mlp_width, tmp_path):
     shape, tokens, trace = {**SMALL, **kind, "intermediate_size": mlp_width}, 512, tmp_path / "trace.json"
     model = build(shape, Case(tokens, 2), torch.device("cpu"), torch.bfloat16)
@@ -94,7 +94,7 @@ def test_without_backward_a_model_holds_as_much_as_its_widest_layer(kind, mlp_wi
     assert expected == pytest.approx(peak - rotary_tables, rel=0.1)
 
 
-@pytest.mark.parametrize("kind", KINDS[:3], ids=lambda kind: kind["model_type"])
+@pytest.mark.parametrize("kind", ARCHITECTURES[:3], ids=lambda kind: kind["model_type"])
 def test_linear_maps_compute_as_much_as_the_formula_says(kind):
     shape, tokens = {**SMALL, **kind}, 512
     model = build(shape, Case(tokens, 1), torch.device("cpu"), torch.bfloat16)
@@ -117,8 +117,10 @@ def test_weights_are_as_many_as_published(name, billions):
 
 
 def test_what_is_read_of_a_configuration():
-    with_objects = read_decoder(build(SMALL | KINDS[3], Case(8, 4), torch.device("meta"), torch.bfloat16).config)
-    assert with_objects == read_decoder(SMALL | KINDS[3])
+    with_objects = read_decoder(
+        build(SMALL | ARCHITECTURES[3], Case(8, 4), torch.device("meta"), torch.bfloat16).config
+    )
+    assert with_objects == read_decoder(SMALL | ARCHITECTURES[3])
     sliding = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2}
     assert read_decoder(SMALL | sliding).windows == (128, None, 128, None)
     assert read_decoder(SMALL | sliding, layers=3).windows == (128, None, 128)
@@ -271,7 +273,7 @@ def test_a_model_that_is_not_trained_has_weights_alone():
     )
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=lambda kind: kind["model_type"])
+@pytest.mark.parametrize("kind", [ARCHITECTURES[0], ARCHITECTURES[3]], ids=lambda kind: kind["model_type"])
 def test_adapters_are_as_many_as_peft_makes(kind):
     shape = {**SMALL, **kind}
     with torch.device("meta"):

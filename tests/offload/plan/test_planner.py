@@ -15,7 +15,7 @@ from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.model_costs import layer_cost
 from rlx.offload.plan.shapes import SHAPES
 
-KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
+KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(offload_boundary=False), LayerPlan()
 NO_LINK = Budget(0, 0, 0)
 
 
@@ -92,7 +92,7 @@ def test_more_device_memory_takes_load_off_a_slow_link(decoder_layer):
 
 def test_what_is_needed_late_leaves_in_place_of_what_is_needed_early():
     # Both may leave at the end of forward alone, as much saves as much. Only the late one is back in time.
-    early, late = (Operation(name, at, 0.2, 50, leaves_at=0.9) for name, at in (("early", 0.3), ("late", 0.8)))
+    early, late = (Operation(name, at, 0.2, 50, offload_at=0.9) for name, at in (("early", 0.3), ("late", 0.8)))
     cost = LayerCost(1.0, 2.0, 0.6, 10, 300, 430, 180, (early, late), late_at=0.7)
     plan = make_plan([cost] * 12, Budget(70, 70, 430))
     assert [layer.off_device for layer in plan.layers] == [{1}] * 11 + [set()]
@@ -120,7 +120,7 @@ def test_plans_of_a_real_model(tokens, layers, gb, ratio):
         "up": ends["up"],
     }  # when it is known what came of them
     operations = tuple(
-        replace(op, leaves_at=leaves.get(op.name), extra_bytes=op.nbytes * (op.name in ("q", "k", "o")))
+        replace(op, offload_at=leaves.get(op.name), extra_bytes=op.nbytes * (op.name in ("q", "k", "o")))
         for op in cost.operations
     )
     costs = [replace(cost, operations=operations, forward_bytes=cost.saved_bytes + 5 * hidden, late_at=0.63)] * layers
@@ -324,12 +324,12 @@ def test_close_to_the_best_of_all_plans():
 def test_the_search_stays_short(decoder_layer, monkeypatch, count, kinds, room):
     played = 0
 
-    def counted(*arguments, play=planner.play):
+    def counted(*arguments, play=planner.simulate):
         nonlocal played
         played += 1
         return play(*arguments)
 
-    monkeypatch.setattr(planner, "play", counted)
+    monkeypatch.setattr(planner, "simulate", counted)
     costs = [decoder_layer(0.2 + 0.2 * (i % kinds)) for i in range(count)]
     make_plan(costs, Budget(50, 50, int(430 * room)))
     assert played < 2000  # of a tenth of a millisecond or two

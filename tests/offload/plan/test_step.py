@@ -18,18 +18,18 @@ from rlx.offload.plan import (
     recompute_s,
     sent_bytes,
 )
-from rlx.offload.plan.step import fetches_of, part_of
+from rlx.offload.plan.step import choose_fetch_points, estimate_layer
 
 # A layer of 1 s forward and 2 s backward, half of whose recomputation of 0.8 s are two operations.
 FIRST, SECOND = Operation("first", 0.5, 0.3, 4), Operation("second", 1.0, 0.1, 2)
 LAYER = LayerCost(1.0, 2.0, 0.8, 10, saved_bytes=30, working_bytes=40, late_bytes=20, operations=(FIRST, SECOND))
 FAST = Budget(1e9, 1e9, 0)
 ROOM = 1 << 40
-KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(boundary_leaves=False), LayerPlan()
+KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(offload_boundary=False), LayerPlan()
 
 
 def saving(off=(), on=(), leaves=True):
-    return LayerPlan(boundary_leaves=leaves, on_device=frozenset(on), off_device=frozenset(off))
+    return LayerPlan(offload_boundary=leaves, on_device=frozenset(on), off_device=frozenset(off))
 
 
 def play(plans, machine=FAST, early=False, cost=LAYER):
@@ -76,10 +76,10 @@ def test_forward_waits_for_the_layer_before_the_last():
 
 def test_what_follows_the_layers_gives_the_link_time():
     # All but the last layer's has left at 7.5 s, forward ends at 6 and backward could begin at 7.25, or at 8.
-    for turn_s, stall_s in ((1.25, 2.25), (2.0, 2.0)):
-        step = play([BOUNDARY] * 4, Budget(4, 1e9, 0, turn_s=turn_s))
+    for turnaround_s, stall_s in ((1.25, 2.25), (2.0, 2.0)):
+        step = play([BOUNDARY] * 4, Budget(4, 1e9, 0, turnaround_s=turnaround_s))
         assert step.stall_s == pytest.approx(stall_s)
-        assert step.step_s == pytest.approx(4 * (3 + 0.8) + turn_s + stall_s)
+        assert step.step_s == pytest.approx(4 * (3 + 0.8) + turnaround_s + stall_s)
 
 
 def test_a_result_leaves_when_it_is_there():
@@ -111,11 +111,14 @@ def test_bytes_are_asked_for_at_the_first_point_with_room_for_them(room, stall_s
 
 def test_with_each_layer_that_is_done_there_is_more_room():
     machine = Budget(1e9, 5, 0)
-    stay = [part_of(POINTED, STAYS, machine)] * 4
-    assert fetches_of(stay, 0) == [0] * 4  # nothing comes
+    stay = [estimate_layer(POINTED, STAYS, machine)] * 4
+    assert choose_fetch_points(stay, 0) == [0] * 4  # nothing comes
     sends = [saving(on=[0])] * 4
     # 10 bytes come each time, beside 4, 8 and 12 that lie below the second, third and fourth layer.
-    found = {room: fetches_of([part_of(POINTED, plan, machine) for plan in sends], room) for room in (54, 58, 62, 51)}
+    found = {
+        room: choose_fetch_points([estimate_layer(POINTED, plan, machine) for plan in sends], room)
+        for room in (54, 58, 62, 51)
+    }
     assert found == {54: [0, 0, 1, 1], 58: [0, 0, 0, 1], 62: [0, 0, 0, 0], 51: [0, 1, 1, 2]}
 
 
@@ -194,13 +197,13 @@ def test_in_forward_all_that_a_layer_saves_is_there_beside_what_the_one_before_i
 
 def test_what_follows_the_layers_stands_on_what_they_hold_and_what_the_last_two_sent():
     plans = [saving(on=[0]), saving(off=[0]), BOUNDARY]
-    assert play(plans, replace(FAST, turn_bytes=60)).peaks.last == 4 + 14 + 10 + 60
-    assert play([*plans[:2], KEPT], replace(FAST, turn_bytes=60)).peaks.last == 4 + 14 + 30 + 60
-    assert play(plans, replace(FAST, turn_bytes=1)).peaks == play(plans).peaks
+    assert play(plans, replace(FAST, turnaround_bytes=60)).peaks.last == 4 + 14 + 10 + 60
+    assert play([*plans[:2], KEPT], replace(FAST, turnaround_bytes=60)).peaks.last == 4 + 14 + 30 + 60
+    assert play(plans, replace(FAST, turnaround_bytes=1)).peaks == play(plans).peaks
 
 
 def test_what_is_too_small_to_leave_stays():
-    cost = replace(LAYER, operations=(replace(FIRST, stays_bytes=1), SECOND))
+    cost = replace(LAYER, operations=(replace(FIRST, small_bytes=1), SECOND))
     assert held_bytes(cost, saving(off=[0])) == 1
     assert sent_bytes(cost, saving(off=[0])) == 10 + 3
     assert held_bytes(cost, saving(on=[0])) == 4
@@ -208,12 +211,12 @@ def test_what_is_too_small_to_leave_stays():
 
 def test_a_result_that_may_leave_late_leaves_late_and_comes_back_in_that_order():
     # `first` is there at 0.5 s, may leave at 1, and has left at 1 + 4 / 2 = 3: before that the third layer does not begin.
-    cost = replace(LAYER, operations=(replace(FIRST, leaves_at=1.0), SECOND))
+    cost = replace(LAYER, operations=(replace(FIRST, offload_at=1.0), SECOND))
     machine, plans = Budget(2, 1e9, 0), [saving(off=[0], leaves=False), STAYS, STAYS]
     assert play(plans, machine, cost=cost).forward_s == pytest.approx(3 + 1)
     assert play(plans, machine).forward_s == pytest.approx(2.5 + 1)
     # Asked for at 3.8 s; `second`, which left first, is there at 5.8, `first` at 9.8, for which `second` does not wait.
-    cost = replace(cost, operations=(replace(FIRST, at=0.5, leaves_at=1.0), replace(SECOND, leaves_at=0.6)))
+    cost = replace(cost, operations=(replace(FIRST, at=0.5, offload_at=1.0), replace(SECOND, offload_at=0.6)))
     late = play([saving(off=[0, 1], leaves=False), BOUNDARY], Budget(1e9, 1, 0), cost=cost)
     assert late.step_s == pytest.approx(9.8 + 0.2 + 2)
 
@@ -273,7 +276,7 @@ def naive_step_s(costs, plans, early, machine):
         link = max(link, asked)
         arrivals = {}
         if index < len(costs) - 1 and not plan.keep:
-            names = (["inputs"] if plan.boundary_leaves else []) + sorted(plan.off_device)
+            names = (["inputs"] if plan.offload_boundary else []) + sorted(plan.off_device)
             for name, (_, nbytes) in zip(names, pieces(cost, plan), strict=True):
                 link += nbytes / machine.in_bytes_per_s
                 arrivals[name] = link
@@ -293,7 +296,7 @@ def naive_step_s(costs, plans, early, machine):
 def pieces(cost, plan):
     if plan.keep:
         return []
-    inputs = [(0.0, cost.boundary_bytes)] if plan.boundary_leaves else []
+    inputs = [(0.0, cost.boundary_bytes)] if plan.offload_boundary else []
     return inputs + [(cost.operations[i].at, cost.operations[i].nbytes) for i in sorted(plan.off_device)]
 
 
@@ -311,6 +314,6 @@ def test_what_is_kept_of_a_layer_is_there_when_backward_is_through_with_it():
     """But for what autograd would hold as well at the point: results of operations before it."""
     cost = replace(POINTED, points=tuple(point._replace(forward_at=SECOND.at) for point in POINTED.points))
     machine = Budget(1e9, 5, 1000)
-    none, first, second = (part_of(cost, saving(on=on), machine).points for on in ([], [0], [1]))
+    none, first, second = (estimate_layer(cost, saving(on=on), machine).points for on in ([], [0], [1]))
     assert first == none
     assert [after[1] - before[1] for after, before in zip(second, none, strict=True)] == [0, *[SECOND.nbytes] * 3]

@@ -36,10 +36,10 @@ def test_lengths_below_the_longest_seen_reserve_no_more(lengths, seed):
     account = arena.account()
 
     def step(length):
-        blocks = [account.take(length * 100_000 + layer) for layer in range(6)]
+        blocks = [account.allocate(length * 100_000 + layer) for layer in range(6)]
         held = account.held_bytes
         for block in blocks[seed % 6 :] + blocks[: seed % 6]:
-            account.give(block)
+            account.free(block)
         return held
 
     largest = step(max(lengths))
@@ -55,14 +55,14 @@ def test_a_block_holds_what_was_written_to_it_over_several_pieces():
     arena = HostArena(pinned=False)
     arena.limit(6 * MIB)
     account = arena.account()
-    parts = [account.take(MIB) for _ in range(6)]
+    parts = [account.allocate(MIB) for _ in range(6)]
     for part in parts[::2]:
-        account.give(part)
+        account.free(part)
     kept = parts[1::2]
     for number, part in enumerate(kept):
         part.views[0].fill_(number)
     reserved = arena.reserved_bytes
-    block = account.take(3 * MIB - 7)
+    block = account.allocate(3 * MIB - 7)
     assert arena.reserved_bytes == reserved  # laid over the gaps
     assert sum(view.numel() for view in block.views) == block.nbytes
     for view in block.views:
@@ -71,16 +71,16 @@ def test_a_block_holds_what_was_written_to_it_over_several_pieces():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-@pytest.mark.parametrize("gaps, longer", [(False, 0), (False, 100), (True, 0)], ids=["whole", "longer", "pieces"])
+@pytest.mark.parametrize("gaps, longer", [(False, 0), (False, 100), (True, 0)], ids=["whole", "longer", "extents"])
 def test_a_block_pairs_with_tensors_of_any_look(dtype, gaps, longer):
     """Also with one look after the other, as when a layer's dtype changes under it."""
     arena = HostArena(pinned=False)
     arena.limit(6 * MIB)
     account = arena.account()
-    parts = [account.take(MIB) for _ in range(6)] if gaps else []
+    parts = [account.allocate(MIB) for _ in range(6)] if gaps else []
     for part in parts[::2]:
-        account.give(part)
-    block = account.take(3 * MIB + longer if gaps or longer else 2 * MIB)
+        account.free(part)
+    block = account.allocate(3 * MIB + longer if gaps or longer else 2 * MIB)
     assert (len(block.views) > 1) == gaps
     for shape in ((4, -1), (-1,), (2, 8, -1)):
         nbytes = block.nbytes - longer
@@ -100,40 +100,40 @@ def test_a_block_pairs_with_tensors_of_any_look(dtype, gaps, longer):
 def test_a_cap_is_never_passed_and_counts_what_is_held():
     arena = HostArena(pinned=False)
     account = arena.account(max_bytes=3 * MIB)
-    blocks = [account.take(MIB) for _ in range(4)]
+    blocks = [account.allocate(MIB) for _ in range(4)]
     assert blocks[3] is None
     assert arena.reserved_bytes <= 3 * MIB
     assert account.held_bytes == 3 * MIB
-    account.give(blocks[0])
-    assert account.take(MIB) is not None
+    account.free(blocks[0])
+    assert account.allocate(MIB) is not None
     assert arena.reserved_bytes <= 3 * MIB
 
 
 def test_a_cap_below_a_slab_holds_too():
     arena = HostArena(pinned=False)
     account = arena.account(max_bytes=5000)
-    assert account.take(4096) is not None
-    assert account.take(4096) is None
+    assert account.allocate(4096) is not None
+    assert account.allocate(4096) is None
     assert arena.reserved_bytes <= 5000
-    assert arena.account(max_bytes=0).take(1) is None
+    assert arena.account(max_bytes=0).allocate(1) is None
 
 
 def test_caps_are_per_account_and_end_with_it():
     arena = HostArena(pinned=False)
     small, free = arena.account(max_bytes=MIB), arena.account()
-    assert small.take(2 * MIB) is None
-    assert free.take(2 * MIB) is not None
+    assert small.allocate(2 * MIB) is None
+    assert free.allocate(2 * MIB) is not None
     del small
     gc.collect()
-    assert free.take(8 * MIB) is not None
+    assert free.allocate(8 * MIB) is not None
 
 
 def test_the_arena_says_who_holds_what():
     arena = HostArena(pinned=False)
     one, other, unnamed = arena.account(name="one"), arena.account(name="one"), arena.account()
-    blocks = [one.take(MIB), other.take(2 * MIB), unnamed.take(100)]
+    blocks = [one.allocate(MIB), other.allocate(2 * MIB), unnamed.allocate(100)]
     assert arena.holders() == {"one": 3 * MIB, "others": 100}
-    other.give(blocks[1])
+    other.free(blocks[1])
     assert arena.holders()["one"] == MIB
     del one, other
     gc.collect()
@@ -144,14 +144,14 @@ def test_a_cap_for_all_holds_whatever_the_accounts_may():
     arena = HostArena(pinned=False)
     arena.limit(3 * MIB)
     one, two = arena.account(), arena.account(max_bytes=10 * MIB)
-    first = one.take(2 * MIB)
-    assert two.take(2 * MIB) is None
-    assert two.take(MIB) is not None
+    first = one.allocate(2 * MIB)
+    assert two.allocate(2 * MIB) is None
+    assert two.allocate(MIB) is not None
     assert arena.reserved_bytes == 3 * MIB
-    one.give(first)
-    assert two.take(2 * MIB) is not None
+    one.free(first)
+    assert two.allocate(2 * MIB) is not None
     arena.limit(None)
-    assert one.take(8 * MIB) is not None
+    assert one.allocate(8 * MIB) is not None
     with pytest.raises(ValueError, match="-1 bytes"):
         arena.limit(-1)
 
@@ -159,8 +159,8 @@ def test_a_cap_for_all_holds_whatever_the_accounts_may():
 def test_a_block_that_a_copy_still_reads_is_not_handed_on():
     arena = HostArena(pinned=False)
     account = arena.account()
-    block, copy = account.take(MIB), Later()
-    account.give(block, copy)
+    block, copy = account.allocate(MIB), Later()
+    account.free(block, copy)
     assert account.held_bytes == 0
     assert arena.held_bytes == MIB
     copy.passed = True
@@ -170,33 +170,33 @@ def test_a_block_that_a_copy_still_reads_is_not_handed_on():
 def test_a_steady_step_waits_for_a_copy_rather_than_ask_for_memory():
     arena = HostArena(pinned=False)
     account = arena.account()
-    block, copy = account.take(2 * MIB), Later()
-    account.give(block, copy)
+    block, copy = account.allocate(2 * MIB), Later()
+    account.free(block, copy)
     allocations = arena.allocations
-    assert account.take(2 * MIB).pieces == block.pieces
+    assert account.allocate(2 * MIB).extents == block.extents
     assert (copy.waited, arena.allocations) == (1, allocations)
 
 
 def test_trim_gives_back_what_is_free():
     arena = HostArena(pinned=False)
     account = arena.account()
-    one, two = account.take(40 * MIB), account.take(48 * MIB)
-    account.give(one)
+    one, two = account.allocate(40 * MIB), account.allocate(48 * MIB)
+    account.free(one)
     reserved = arena.reserved_bytes
     assert arena.trim() == 40 * MIB
     assert arena.reserved_bytes == reserved - 40 * MIB
     two.views[0].fill_(1)
-    account.give(two)
+    account.free(two)
     arena.trim()
     assert arena.reserved_bytes == 0
-    assert account.take(MIB) is not None
+    assert account.allocate(MIB) is not None
 
 
 def test_trim_waits_for_the_last_copy_on_a_slab():
     arena = HostArena(pinned=False)
     account = arena.account()
-    block, copy = account.take(MIB), Later()
-    account.give(block, copy)
+    block, copy = account.allocate(MIB), Later()
+    account.free(block, copy)
     assert arena.trim() > 0
     assert (copy.waited, arena.reserved_bytes) == (1, 0)
 
@@ -208,11 +208,11 @@ def test_trim_lowers_resident_memory():
 
     arena = HostArena(pinned=False)
     account = arena.account()
-    block = account.take(64 * MIB)
+    block = account.allocate(64 * MIB)
     for view in block.views:
         view.fill_(1)
     before = resident()
-    account.give(block)
+    account.free(block)
     del block, view
     arena.trim()
     assert resident() <= before - 60 * MIB
@@ -221,9 +221,9 @@ def test_trim_lowers_resident_memory():
 def test_what_still_looks_at_a_slab_keeps_it_readable():
     arena = HostArena(pinned=False)
     account = arena.account()
-    block = account.take(4 * MIB)
+    block = account.allocate(4 * MIB)
     view = block.views[0].fill_(7)
-    account.give(block)
+    account.free(block)
     assert arena.trim() > 0
     assert bool((view == 7).all())
 
@@ -235,12 +235,12 @@ def test_threads_share_an_arena():
     def work(value):
         account = arena.account()
         for length in range(1, 60):
-            block = account.take(length * 1000)
+            block = account.allocate(length * 1000)
             for view in block.views:
                 view.fill_(value)
             if not all(bool((view == value).all()) for view in block.views):
                 errors.append(value)
-            account.give(block)
+            account.free(block)
 
     threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
     for thread in threads:
@@ -255,15 +255,15 @@ def test_memory_that_the_system_refuses_is_no_crash(caplog):
     arena = HostArena(pinned=False)
     account = arena.account()
     for _ in range(2):
-        assert account.take(1 << 60) is None  # more than any machine has
+        assert account.allocate(1 << 60) is None  # more than any machine has
     assert caplog.text.count("no host memory left") == 1
-    assert account.take(MIB) is not None
+    assert account.allocate(MIB) is not None
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locked memory can be had here")
 def test_page_locked_memory_that_is_refused_becomes_pageable_with_one_warning(caplog):
     arena = HostArena(pinned=True)
     account = arena.account()
-    assert account.take(MIB) is not None
-    assert account.take(8 * MIB) is not None
+    assert account.allocate(MIB) is not None
+    assert account.allocate(8 * MIB) is not None
     assert len([r for r in caplog.records if "page-locked" in r.getMessage()]) == 1

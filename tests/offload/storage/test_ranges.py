@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.offload.storage.ranges import MIN_PIECE_BYTES, PAGE_ALIGN_BYTES, RangeAllocator, aligned, growth_bytes
+from rlx.offload.storage.ranges import MIN_EXTENT_BYTES, PAGE_ALIGN_BYTES, RangeAllocator, growth_bytes, page_aligned
 
 GIB = 1 << 30
 
@@ -21,19 +21,19 @@ def test_pieces_never_overlap_and_everything_comes_back(slabs, actions):
     total = sum(slabs) * PAGE_ALIGN_BYTES
     held = []
     for size, choice in actions:
-        pieces = ranges.take(size * PAGE_ALIGN_BYTES)
-        if pieces is not None:
-            assert sum(piece.length for piece in pieces) == size * PAGE_ALIGN_BYTES
-            held.append(pieces)
+        extents = ranges.allocate(size * PAGE_ALIGN_BYTES)
+        if extents is not None:
+            assert sum(extent.length for extent in extents) == size * PAGE_ALIGN_BYTES
+            held.append(extents)
         elif held:
-            ranges.give(held.pop(choice % len(held)))
-        taken = sorted(piece for pieces in held for piece in pieces)
+            ranges.free(held.pop(choice % len(held)))
+        taken = sorted(extent for extents in held for extent in extents)
         for one, two in pairwise(taken):
             assert one.slab < two.slab or one.start + one.length <= two.start
-        assert all(piece.start + piece.length <= slabs[piece.slab] * PAGE_ALIGN_BYTES for piece in taken)
-        assert ranges.free_bytes == total - sum(piece.length for piece in taken)
-    for pieces in held:
-        ranges.give(pieces)
+        assert all(extent.start + extent.length <= slabs[extent.slab] * PAGE_ALIGN_BYTES for extent in taken)
+        assert ranges.free_bytes == total - sum(extent.length for extent in taken)
+    for extents in held:
+        ranges.free(extents)
     assert ranges.free_bytes == total
     assert sorted(ranges.remove_free_slabs()) == list(range(len(slabs)))
     assert ranges.free_bytes == 0
@@ -42,24 +42,24 @@ def test_pieces_never_overlap_and_everything_comes_back(slabs, actions):
 def test_a_slab_grows_at_its_end_and_joins_what_is_free_there():
     ranges = RangeAllocator()
     ranges.extend(0, 4 * PAGE_ALIGN_BYTES)
-    taken = ranges.take(PAGE_ALIGN_BYTES)
+    taken = ranges.allocate(PAGE_ALIGN_BYTES)
     ranges.extend(0, 5 * PAGE_ALIGN_BYTES)
-    (piece,) = ranges.take(8 * PAGE_ALIGN_BYTES)
-    assert piece == (0, PAGE_ALIGN_BYTES, 8 * PAGE_ALIGN_BYTES)
+    (extent,) = ranges.allocate(8 * PAGE_ALIGN_BYTES)
+    assert extent == (0, PAGE_ALIGN_BYTES, 8 * PAGE_ALIGN_BYTES)
     assert ranges.remove_free_slabs() == []
-    ranges.give([piece, *taken])
+    ranges.free([extent, *taken])
     assert ranges.remove_free_slabs() == [0]
 
 
 def test_no_piece_is_too_short_to_be_worth_a_copy():
     ranges = RangeAllocator()
-    ranges.extend(0, 10 * MIN_PIECE_BYTES)
-    parts = [ranges.take(MIN_PIECE_BYTES // 2) for _ in range(20)]
+    ranges.extend(0, 10 * MIN_EXTENT_BYTES)
+    parts = [ranges.allocate(MIN_EXTENT_BYTES // 2) for _ in range(20)]
     for part in parts[::2]:
-        ranges.give(part)
-    assert ranges.free_bytes == 5 * MIN_PIECE_BYTES
-    assert ranges.take(MIN_PIECE_BYTES) is None
-    assert ranges.usable_bytes(MIN_PIECE_BYTES) == 0
+        ranges.free(part)
+    assert ranges.free_bytes == 5 * MIN_EXTENT_BYTES
+    assert ranges.allocate(MIN_EXTENT_BYTES) is None
+    assert ranges.usable_bytes(MIN_EXTENT_BYTES) == 0
 
 
 def test_200_steps_of_a_7b_model_reserve_at_most_a_twentieth_too_much():
@@ -72,16 +72,16 @@ def test_200_steps_of_a_7b_model_reserve_at_most_a_twentieth_too_much():
             tokens, held = draw.randint(4096, 32768), []
             grown_before = slabs
             for nbytes in [width * tokens for _ in range(layers) for width in bytes_per_token]:
-                pieces = ranges.take(aligned(nbytes))
-                if pieces is None:
-                    more = growth_bytes(aligned(nbytes) - ranges.usable_bytes(aligned(nbytes)), reserved)
+                extents = ranges.allocate(page_aligned(nbytes))
+                if extents is None:
+                    more = growth_bytes(page_aligned(nbytes) - ranges.usable_bytes(page_aligned(nbytes)), reserved)
                     ranges.extend(slabs, more)
                     reserved, slabs = reserved + more, slabs + 1
-                    pieces = ranges.take(aligned(nbytes))
-                held.append(pieces)
+                    extents = ranges.allocate(page_aligned(nbytes))
+                held.append(extents)
             assert slabs == grown_before or tokens > longest  # none after the longest seen
             longest, largest = max(longest, tokens), max(largest, layers * sum(bytes_per_token) * tokens)
             assert reserved <= 1.05 * largest or largest < GIB
-            for pieces in reversed(held):
-                ranges.give(pieces)
+            for extents in reversed(held):
+                ranges.free(extents)
         assert slabs < 200

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.offload import OffloadOptions, host_arena, offload_activations, trim
-from rlx.offload.storage.copy_streams import Arrival, CopyStreams
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, aligned
+from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
+from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, page_aligned
 from rlx.offload.storage.spill_file import extent_file
+from rlx.offload.storage.staging import MIN_STAGING_BYTES
 from rlx.offload.storage.stats import Counters, Timeline
-from rlx.offload.storage.tiers import MIN_STAGING_BYTES, DiskTier, StagingBuffers
+from rlx.offload.storage.tiers import DiskTier, StagingBuffers
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
 MIB = 1 << 20
@@ -150,12 +151,12 @@ def test_an_arena_that_others_fill_makes_room_beside_it_with_one_warning(compare
     arena.trim()
     arena.limit(MIB)
     account = arena.account()
-    block = account.take(MIB)
+    block = account.allocate(MIB)
     try:
         stats = compare(toys.wide(), toys.read_wide, True, **on_disk(tmp_path))
     finally:
         arena.limit(None)
-        account.give(block)
+        account.free(block)
     assert stats.reserved_bytes == MIB
     assert caplog.text.count("host arena is full") == 1
 
@@ -207,16 +208,16 @@ def test_two_models_in_two_threads(enable, toys, tmp_path):
 
 def test_trim_empties_the_file_once_nothing_is_in_use(tmp_path):
     file = extent_file(str(tmp_path))
-    kept, given = file.take(5 * MIB), file.take(MIB)
-    file.returned.append(given)
+    kept, given = file.allocate(5 * MIB), file.allocate(MIB)
+    file.freed.append(given)
     trim()
     assert file.nbytes >= 6 * MIB
     assert os.fstat(file._descriptor).st_blocks * 512 >= 6 * MIB  # the room is taken, not only promised
-    file.returned.append(kept)
+    file.freed.append(kept)
     trim()
     assert file.nbytes == 0
     assert os.fstat(file._descriptor).st_size == 0
-    assert file.take(MIB)
+    assert file.allocate(MIB)
 
 
 @settings(deadline=None, max_examples=25)
@@ -228,32 +229,32 @@ def test_trim_empties_the_file_once_nothing_is_in_use(tmp_path):
 def test_what_comes_back_is_what_left(tmp_path_factory, sizes, order, chunk_pages):
     """Tensors of any length through chunks of any size; some are dropped on the way, others take their extents."""
     file = extent_file(str(tmp_path_factory.getbasetemp()))
-    store = DiskTier(file, StagingBuffers(host_arena(False), chunk_pages * PAGE_ALIGN_BYTES), warning=None)
-    copier = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
+    tier = DiskTier(file, StagingBuffers(host_arena(False), chunk_pages * PAGE_ALIGN_BYTES), warning=None)
+    copy_streams = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
     held = []
     for number, size in enumerate(sizes):
         source = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        place = store.take(size)
-        place.write(copier, source)
-        held.append((place, source))
-        del place
+        allocation = tier.allocate(size)
+        allocation.write(copy_streams, source)
+        held.append((allocation, source))
+        del allocation
         if number % 3 == 2:
-            held.pop(order.randrange(len(held)))[0].give()
+            held.pop(order.randrange(len(held)))[0].free()
     order.shuffle(held)
     arrivals = []
-    for place, source in held:
-        arrival = Arrival(source.shape, source.dtype, source.device, None)
-        place.read(copier, arrival)
-        arrivals.append((arrival, source))
-    for arrival, source in arrivals:
-        copier.wait_for(arrival)
-        assert torch.equal(arrival.buffer, source)
-    assert store.held_bytes == sum(source.numel() for _, source in held)
-    for place, _ in held:
-        place.give()
-    assert store.held_bytes == 0
-    assert aligned(sum(sizes)) <= file.nbytes
-    del place
+    for allocation, source in held:
+        fetch_buffer = FetchBuffer(source.shape, source.dtype, source.device, None)
+        allocation.read(copy_streams, fetch_buffer)
+        arrivals.append((fetch_buffer, source))
+    for fetch_buffer, source in arrivals:
+        copy_streams.wait_for(fetch_buffer)
+        assert torch.equal(fetch_buffer.tensor, source)
+    assert tier.held_bytes == sum(source.numel() for _, source in held)
+    for allocation, _ in held:
+        allocation.free()
+    assert tier.held_bytes == 0
+    assert page_aligned(sum(sizes)) <= file.nbytes
+    del allocation
     held.clear()
     file.trim()
     assert file.nbytes == 0

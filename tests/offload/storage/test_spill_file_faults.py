@@ -71,6 +71,7 @@ def child(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_folder_and_one_that_is_killed(child, tmp_path):
     killed, other = child(), child()
     assert (killed.stdout.readline(), other.stdout.readline()) == ("forward\n", "forward\n")
@@ -114,11 +115,11 @@ def test_a_full_disk_is_an_error_in_forward_and_the_next_step_is_clean(enable, t
 
 def test_less_than_a_growth_step_is_taken_where_no_more_is_left(tmp_path, room):
     file = ExtentFile(str(tmp_path))
-    file.take(2 * MIB)
+    file.allocate(2 * MIB)
     room(2 * MIB + 5 * PAGE_ALIGN_BYTES)
-    file.take(5 * PAGE_ALIGN_BYTES)
+    file.allocate(5 * PAGE_ALIGN_BYTES)
     with pytest.raises(DiskError):
-        file.take(PAGE_ALIGN_BYTES)
+        file.allocate(PAGE_ALIGN_BYTES)
     assert file.nbytes == 2 * MIB + 5 * PAGE_ALIGN_BYTES
 
 
@@ -216,7 +217,7 @@ def test_a_forked_child_is_refused(enable, toys, tmp_path):
     enable(model, False, **on_disk(tmp_path))
     loss = model(torch.randn(4, 8)).sum()
     file = extent_file(str(tmp_path))
-    for run in (loss.backward, lambda: file.take(1)):
+    for run in (loss.backward, lambda: file.allocate(1)):
         child = os.fork()
         if child == 0:
             signal.alarm(20)
@@ -231,7 +232,7 @@ def test_a_forked_child_is_refused(enable, toys, tmp_path):
 
 def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
     file = extent_file(str(tmp_path))
-    file.returned.append(file.take(MIB))
+    file.freed.append(file.allocate(MIB))
     size = file.nbytes
     child = os.fork()
     if child == 0:
@@ -244,8 +245,8 @@ def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
 
 def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(tmp_path, monkeypatch):
     file = ExtentFile(str(tmp_path))
-    store = DiskTier(file, StagingBuffers(host_arena(False), PAGE_ALIGN_BYTES), warning=None)
-    copier = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
+    tier = DiskTier(file, StagingBuffers(host_arena(False), PAGE_ALIGN_BYTES), warning=None)
+    copy_streams = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
     source = torch.zeros(40 * PAGE_ALIGN_BYTES, dtype=torch.uint8)
     go_on = threading.Event()
     file.submit_write(go_on.wait)  # the one thread there is has something to do
@@ -256,14 +257,14 @@ def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(t
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            store.take(source.numel()).write(copier, source)
+            tier.allocate(source.numel()).write(copy_streams, source)
     go_on.set()
     gc.collect()
-    place = store.take(source.numel())
-    place.write(copier, source)
+    allocation = tier.allocate(source.numel())
+    allocation.write(copy_streams, source)
     file.drain()
-    place.written.wait()
-    del place
+    allocation.written.wait()
+    del allocation
     assert host_arena(False).held_bytes == 0
     file.trim()
     assert file.nbytes == 0

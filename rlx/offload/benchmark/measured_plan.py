@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlx.offload.plan.costs import Budget, LayerCost
-from rlx.offload.plan.explain import aligned, explain
+from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.scenario import Scenario
+from rlx.offload.plan.text_table import GB, aligned
 
-_GB = 1e9
 
-
-class Measured(NamedTuple):
+class MeasuredCosts(NamedTuple):
     """What was measured where.
 
     Args:
@@ -32,7 +31,7 @@ class Measured(NamedTuple):
     figures: Mapping[str, Any]
 
 
-class MeasuredOutcome(NamedTuple):
+class MeasuredPlan(NamedTuple):
     """The plan, what it was made of, and what there was to spend."""
 
     costs: tuple[LayerCost, ...]
@@ -40,7 +39,7 @@ class MeasuredOutcome(NamedTuple):
     machine: Budget
 
 
-def outcome_of(measured: Measured, setting: Scenario, tokens: int, uses_link: bool) -> MeasuredOutcome:
+def plan_measured(measured: MeasuredCosts, setting: Scenario, tokens: int, uses_link: bool) -> MeasuredPlan:
     """The plan for measured layers, with the formulas' head behind them.
 
     Args:
@@ -53,10 +52,10 @@ def outcome_of(measured: Measured, setting: Scenario, tokens: int, uses_link: bo
     machine, link = setting.machine, measured.link_bytes_per_s
     if uses_link and link is not None:
         machine = replace(machine, out_bytes_per_s=link, in_bytes_per_s=link)
-    return MeasuredOutcome(costs, make_plan(costs, machine), machine)
+    return MeasuredPlan(costs, make_plan(costs, machine), machine)
 
 
-def text_of(measured: Measured, setting: Scenario, tokens: int, outcome: MeasuredOutcome) -> str:
+def describe_measured(measured: MeasuredCosts, setting: Scenario, tokens: int, outcome: MeasuredPlan) -> str:
     """Measured and computed costs of one layer of each kind, and the plan."""
     rows: list[tuple[str, ...]] = [
         ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB"),
@@ -71,7 +70,7 @@ def text_of(measured: Measured, setting: Scenario, tokens: int, outcome: Measure
     return "\n".join(
         [
             f"measured: {measured.layers} layers in bf16 on {measured.device}"
-            + ("" if link is None else f", copies to and from the host at {link / _GB:.1f} GB/s"),
+            + ("" if link is None else f", copies to and from the host at {link / GB:.1f} GB/s"),
             "",
             *aligned(rows, texts=2),
             "",

@@ -7,10 +7,10 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from rlx.offload.benchmark.layer_costs import layers_to_build
-from rlx.offload.plan.__main__ import main
+from rlx.offload.benchmark.plan_command import main
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.scenario import MODES, STEP_TOKENS, Scenario
+from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
 from rlx.offload.plan.shapes import SHAPES
 
 
@@ -88,7 +88,7 @@ def test_the_longest_context_fits_and_one_step_more_does_not(plan):
     printed, written, _ = plan(*arguments, "--longest")
     setting = Scenario(read_decoder(SHAPES["qwen2-7b"]), PROFILES["a100-40"], gpus=8)
     longest = written["longest_tokens"]
-    assert list(longest) == list(MODES)
+    assert list(longest) == list(PLANNED_MODES)
     for mode, tokens in longest.items():
         assert setting.fits(setting.plan(mode, tokens))
         assert not setting.fits(setting.plan(mode, tokens + STEP_TOKENS))

@@ -1,0 +1,58 @@
+"""Links, files, names and commands in README.md and docs/ exist."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            missing.append(target)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_there(page: Path):
+    modules = set(re.findall(r"-m (rlx[\w.]*\w)", page.read_text()))
+    assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []
+
+
+def test_the_files_of_the_map_exist():
+    """A path may begin at any folder: `storage/tiers.py`."""
+    page = ARCHITECTURE.read_text()
+    named = {*re.findall(r"[\w/.]*\w\.(?:py|md)\b", page), *re.findall(r"`([\w/]+)/`", page)}
+    assert len(named) > 60
+    paths = [
+        f"/{path.relative_to(ROOT)}"
+        for top in ("rlx", "tests", "docs")
+        for path in (ROOT / top, *(ROOT / top).rglob("*"))
+    ]
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in paths)] == []
+
+
+def test_the_names_of_the_map_exist():
+    source = "\n".join(file.read_text() for file in (ROOT / "rlx").rglob("*.py"))
+    words = set(re.findall(r"\w+", source)) | set(re.findall(r"\w+", (ROOT / "Makefile").read_text()))
+    code = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", ARCHITECTURE.read_text())
+    names = {part for name in code if not name.endswith((".py", ".md", ".jsonl")) for part in name.split(".")}
+    assert sorted(names - words) == []
