@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from rlx.algorithms.losses import LossSettings, vanilla
-from rlx.benchmarks.common import GB, chosen_device, write_random_model
+from rlx.benchmarks.common import GB, cell, chosen_device, write_random_model
 from rlx.config.schema import ActivationOffloadConfig, ActorConfig, FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -261,14 +261,10 @@ def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
     host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
     seconds = [figures["seconds"], *(figures["times"][name] for name in (*TIMES, HAND_OVER))]
     peaks = (figures["peaks"][name] / GB for name in STEP_PHASES)
-    row = "".join(_cell(value, 3) for value in seconds) + "".join(
-        _cell(value, 2) for value in (*parts(figures).values(), *peaks, host)
+    row = "".join(cell(value, 3, WIDTH) for value in seconds) + "".join(
+        cell(value, 2, WIDTH) for value in (*parts(figures).values(), *peaks, host)
     )
     return f"{mode:>24}{tokens:>10}{row}"
-
-
-def _cell(value: float | None, digits: int) -> str:
-    return f"{'-' if value is None else f'{value:.{digits}f}':>{WIDTH}}"
 
 
 def header() -> str:
