@@ -276,20 +276,20 @@ def header() -> str:
 def in_own_process(arguments: Sequence[str]) -> Figures:
     """Run a child process and return the figures in its last line, or its error; its progress is printed."""
     command = [sys.executable, "-m", "rlx.benchmarks.optimizer_step", *arguments]
-    said: list[str] = []
+    messages: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stderr is not None
         for text in child.stderr:
             if text.startswith(PROGRESS):
                 print(text, end="", file=sys.stderr, flush=True)
             elif text.strip():
-                said.append(text.strip())
+                messages.append(text.strip())
         printed = child.stdout.read()
     if child.returncode == 0:
         found: Figures = json.loads(printed.splitlines()[-1])
         return found
-    out_of_memory = any("OutOfMemoryError" in text for text in said)
-    last = said[-1] if said else f"exit code {child.returncode}"
+    out_of_memory = any("OutOfMemoryError" in text for text in messages)
+    last = messages[-1] if messages else f"exit code {child.returncode}"
     return {"error": "out of device memory" if out_of_memory else last[:200]}
 
 
