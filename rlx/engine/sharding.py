@@ -68,6 +68,9 @@ def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
 def transformer_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules of the classes in transformers' `_no_split_modules`, by their name in the model.
 
+    A module that shares a parameter with the rest of the model is left out: FSDP would give each of two units its own copy, and
+    the tie would be lost. BERT names its embeddings in `_no_split_modules`, whose weight is also its head's.
+
     Raises:
         ValueError: the model has none.
     """
@@ -76,12 +79,20 @@ def transformer_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if type(module).__name__ in classes and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
+    for name in [name for name, module in found.items() if _shares_parameters(model, name, module)]:
+        del found[name]
     if not found:
         raise ValueError(
             f"{type(model).__name__}: _no_split_modules names {sorted(classes)}, expected the classes of its layers, which FSDP "
             "shards one by one"
         )
     return found
+
+
+def _shares_parameters(model: nn.Module, name: str, module: nn.Module) -> bool:
+    inside = set(module.parameters())
+    named = model.named_parameters(remove_duplicate=False)
+    return any(tensor in inside and not other.startswith(f"{name}.") for other, tensor in named)
 
 
 class Unit(NamedTuple):

@@ -19,13 +19,13 @@ from rlx.offload.autotune.pass_profile import PassProfile
 from rlx.offload.autotune.profile_cache import ProfileCache
 from rlx.offload.plan.planner import Plan
 from rlx.offload.recompute.checkpoint import Repeatable
-from rlx.offload.recompute.module_state import TensorSites
-from rlx.offload.runner import run_recomputed
+from rlx.offload.recompute.layer import RecomputedLayer
+from rlx.offload.runner import LayerRunner
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.runtime.pytree import map_leaves, sort_leaves
-from rlx.offload.runtime.session import Layer, OffloadSession
+from rlx.offload.runtime.session import OffloadSession
 from rlx.offload.save_all import RegionHooks, run_save_all, unpack
 from rlx.offload.storage.stats import OffloadStats
 
@@ -36,11 +36,10 @@ _is_grad_enabled = torch.is_grad_enabled  # asked for each layer of each generat
 class LayerForward(ForwardOverride):
     """Stands in for a layer's forward. What it does again in backward gathers no parameters a second time."""
 
-    def __init__(self, handle: ActivationOffloading, layer: Layer, module: nn.Module) -> None:
+    def __init__(self, handle: ActivationOffloading, layer: RecomputedLayer, module: nn.Module) -> None:
         super().__init__(module)
         self.handle = handle
         self._layer = layer
-        self._places: TensorSites | None = None
         # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
@@ -60,9 +59,9 @@ class LayerForward(ForwardOverride):
         forward = self.original(module)
         if module.training and is_checkpointed(module):
             self.handle.take_over_checkpointing()
-        engine = self.handle.engine
-        if engine.save == "all":
-            return run_save_all(engine, self._layer, module, forward, args, kwargs)
+        session = self.handle.session
+        if session.save == "all":
+            return run_save_all(session, self._layer, module, forward, args, kwargs)
         tensors: list[torch.Tensor] = []
         others: list[Any] = []
         sort_leaves(args, tensors, others)
@@ -74,10 +73,8 @@ class LayerForward(ForwardOverride):
             self._check_empty(caches, module)
             args = tuple(_without_caches(value) for value in args)
             kwargs = {name: _without_caches(value) for name, value in kwargs.items()}
-        if self._places is None:
-            self._places = TensorSites(module)
-        repeatable = Repeatable(module, forward, self._places, self._recompute_context)
-        return run_recomputed(engine, self._layer, repeatable, args, kwargs, tensors)
+        repeatable = Repeatable(module, forward, self._recompute_context)
+        return self.handle.runner.run(self._layer, repeatable, args, kwargs, tensors)
 
     def _check_empty(self, caches: Sequence[Any], module: nn.Module) -> None:
         if any(is_filled(cache, module) for cache in caches):
@@ -107,15 +104,15 @@ class ActivationOffloading:
 
     def __init__(self, options: OffloadOptions, save: str) -> None:
         self.options = options
-        self.engine = OffloadSession(options, save)
+        self.session = OffloadSession(options, save)
         self._model: weakref.ref[nn.Module] | None = None
         self._controller: PlanController | None = None
         if save == "auto":
             folder = options.measurements_folder
             self._controller = PlanController(
-                self.engine, self._parameters, None if folder is None else self._profile_cache(folder)
+                self.session, self._parameters, None if folder is None else self._profile_cache(folder)
             )
-            self.engine.orders = self._controller.orders
+        self.runner = LayerRunner(self.session, None if self._controller is None else self._controller.decide)
         self.is_enabled = True
         self._layers: list[weakref.ref[LayerForward]] = []
         self._flags = CheckpointingFlags(())
@@ -128,7 +125,7 @@ class ActivationOffloading:
         Args:
             per_layer: also give the figures of each layer.
         """
-        return self.engine.stats(per_layer)
+        return self.session.stats(per_layer)
 
     def plan(self) -> Plan | None:
         """The plan that the latest forward followed with `save="auto"`; None before the first, and with any other `save`."""
@@ -176,8 +173,8 @@ class ActivationOffloading:
         self._flags = CheckpointingFlags.of(model, layers)
         self.take_over_checkpointing()
         for index, (name, module) in enumerate(layers):
-            layer = Layer(index, name)
-            self.engine.layers.append(layer)
+            layer = RecomputedLayer(index, name)
+            self.session.layers.append(layer)
             self._layers.append(weakref.ref(LayerForward(self, layer, module)))
 
     def take_over_checkpointing(self) -> None:
@@ -188,7 +185,7 @@ class ActivationOffloading:
                 "activation offloading: gradient checkpointing of transformers is switched off; %s. "
                 "disable() switches it on again",
                 "enable_ckpt=False asks for no recomputation"
-                if self.engine.save == "all"
+                if self.session.save == "all"
                 else "rlx recomputes the layers instead",
             )
 
@@ -206,7 +203,7 @@ class ActivationOffloading:
             folder,
             self.options,
             model=lambda: self._model() if self._model is not None else None,
-            layers=lambda: [layer.name for layer in self.engine.layers],
+            layers=lambda: [layer.name for layer in self.session.layers],
         )
 
     def note_dropped_cache(self) -> None:
@@ -250,7 +247,7 @@ def enable_activation_offloading(
     if wrappers:
         handle = wrappers[0].handle
         same_layers = handle.layer_ids() == {id(module) for _, module in found}
-        if same_layers and (handle.options, handle.engine.save) == (options, save):
+        if same_layers and (handle.options, handle.session.save) == (options, save):
             return handle
         raise ValueError(
             f"activation offloading is enabled already for {len(wrappers)} of {len(found)} layers with "
@@ -286,6 +283,6 @@ def offload_activations(options: OffloadOptions | None = None) -> Iterator[Activ
     save = options.resolve_save(enable_ckpt=False)
     options.log_without_effect(torch.accelerator.is_available())
     handle = ActivationOffloading(options, save)
-    region = RegionHooks(handle.engine)
+    region = RegionHooks(handle.session)
     with saved_tensors_hooks(region.pack, unpack):
         yield handle

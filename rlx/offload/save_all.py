@@ -73,14 +73,14 @@ class SaveAllCall(LayerCall):
     """A layer call, or a stretch of a region, whose saved tensors leave.
 
     Args:
-        engine: where they go.
+        session: where they go.
         layer: which place in the model this is.
         device_type: the type of device that leaves; tensors elsewhere stay where they are.
         fixed: addresses of the storages of parameters and buffers, which never leave.
     """
 
-    def __init__(self, engine: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
-        super().__init__(engine, layer)
+    def __init__(self, session: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
+        super().__init__(session, layer)
         self._device_type = device_type
         self._fixed = fixed
         self.offloaded_bytes = 0
@@ -90,7 +90,7 @@ class SaveAllCall(LayerCall):
         if is_parameter(tensor) or storage_address(tensor) in self._fixed:
             return KeptTensor(tensor)
         if self._may_leave(tensor):
-            offloaded = self.engine.offload(tensor, self)
+            offloaded = self.session.offload(tensor, self)
             if offloaded is not None:
                 self.offloaded_bytes += offloaded.nbytes
                 return OffloadedTensor(self, offloaded, tensor)
@@ -100,24 +100,34 @@ class SaveAllCall(LayerCall):
     def begin_unpack(self) -> None:
         """Fetch ahead when backward comes to this call."""
         if self.begin_backward():
-            layers = self.engine.options.prefetch_layers
+            layers = self.session.options.prefetch_layers
             self.prefetch(1 if layers is None else layers)
 
     def _may_leave(self, tensor: Tensor) -> bool:
         # Tangents that stand for zeros have no storage at all.
         if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
             return False
-        return span_length(tensor) >= (self.engine.options.min_bytes or 1)
+        return span_length(tensor) >= (self.session.options.min_bytes or 1)
 
 
 def run_save_all(
-    engine: OffloadSession, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    session: OffloadSession, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer's forward with everything that it saves for backward off the device."""
-    own = (*module.parameters(), *module.buffers())
-    accelerators = {tensor.device.type for tensor in (*own, *tensors_in((args, kwargs)))} - {"cpu", "meta"}
-    fixed = frozenset(map(storage_address, own)) - {0}
-    call = SaveAllCall(engine, layer, accelerators.pop() if accelerators else "cpu", fixed)
+    """Run a layer's forward and offload the tensors that it saves for backward.
+
+    Note [tensors that `save="all"` never offloads]
+    The layer's parameters and buffers stay on the device, and so do arguments that want no gradient, such as rotary tables
+    and masks: the model passes them to every layer, so offloading one frees nothing while a layer is at work. The rule goes
+    by storage, so that it also holds for views, such as a slice of a table that the model has registered as a buffer. A
+    storage that an argument with a gradient uses as well is offloaded: `layer(x, x.detach())` does not keep `x`.
+    Layers that are recomputed follow the same rule.
+    """
+    own, arguments = (*module.parameters(), *module.buffers()), list(tensors_in((args, kwargs)))
+    accelerators = {tensor.device.type for tensor in (*own, *arguments)} - {"cpu", "meta"}
+    constant = {storage_address(tensor) for tensor in arguments if not tensor.requires_grad}
+    constant -= {storage_address(tensor) for tensor in arguments if tensor.requires_grad}
+    fixed = frozenset(constant.union(map(storage_address, own)) - {0})
+    call = SaveAllCall(session, layer, accelerators.pop() if accelerators else "cpu", fixed)
     with saved_tensors_hooks(call.pack, unpack):
         return forward(*args, **kwargs)
 
@@ -125,18 +135,18 @@ def run_save_all(
 class RegionHooks:
     """Packs for a region of code without layers: one call after the other, a stretch of bytes each."""
 
-    def __init__(self, engine: OffloadSession) -> None:
-        self._engine = engine
+    def __init__(self, session: OffloadSession) -> None:
+        self._session = session
         accelerator = torch.accelerator.current_accelerator()
         self._device_type = accelerator.type if accelerator is not None else "cpu"
         self._layer = Layer(0, "region")
-        engine.layers.append(self._layer)
+        session.layers.append(self._layer)
         self._call: weakref.ref[SaveAllCall] | None = None
 
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         """The pack hook."""
         call = self._call() if self._call is not None else None
         if call is None or call.offloaded_bytes >= STRETCH_BYTES:
-            call = SaveAllCall(self._engine, self._layer, self._device_type, frozenset())
+            call = SaveAllCall(self._session, self._layer, self._device_type, frozenset())
             self._call = weakref.ref(call)
         return call.pack(tensor)

@@ -56,6 +56,27 @@ def weights_and_names(folder, strategy, head):
     return fresh, weights_of(engine), model.state_dict(), [name for name, _ in model.named_parameters()]
 
 
+def exported(folder, strategy):
+    """After an update: log-probs of this rank's share, and those that a plain model with the exported weights gives."""
+    engine = build(folder, strategy=strategy)
+    share = own_share(make_batch(), shares_for_world())
+    for _ in range(2):
+        engine.update(share, ROWS, policy())
+    trained = engine.log_probs(share, ROWS, temperature=1.0, with_entropy=False)["log_probs"]
+    model = load_model(ModelConfig(path=folder), "lm", torch.float64)
+    model.load_state_dict(weights_of(engine), strict=False)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    plain = build(folder, strategy=strategy, optim=None)
+    expected = torch.zeros_like(trained)
+    for row, (ids, real) in enumerate(zip(share["input_ids"], share["attention_mask"], strict=True)):
+        length = int(real[P:].sum())
+        with torch.no_grad():
+            every = model(input_ids=ids[real][None]).logits[0, int(real[:P].sum()) - 1 :][:length].log_softmax(-1)
+        expected[row, :length] = every.gather(-1, ids[real][-length:, None])[:, 0] if length else 0
+    untrained = plain.log_probs(share, ROWS, temperature=1.0, with_entropy=False)["log_probs"]
+    return trained, expected, untrained
+
+
 def shares_for_world():
     return (8,) if dist.get_world_size() == 1 else (5, 3)
 

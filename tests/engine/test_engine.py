@@ -1,5 +1,6 @@
 import pytest
 import torch
+import transformers
 
 from rlx.config.schema import ActivationOffloadConfig, MixedPrecisionConfig
 
@@ -32,6 +33,31 @@ def test_the_weight_stream_is_the_model(strategy, head, model_folder, ranks):
             "and not overwritten by the update since"
         )
         assert all(not torch.equal(trained[name], state[name]) for name in names)
+
+
+@pytest.fixture(scope="session")
+def bert_folder(model_folder, tmp_path_factory) -> str:
+    """A BERT decoder, which names its embeddings among the classes that are not split, though the head shares their weight."""
+    folder = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    torch.manual_seed(0)
+    model = transformers.BertLMHeadModel(
+        transformers.BertConfig(
+            **sizes, vocab_size=len(tokenizer), is_decoder=True, pad_token_id=tokenizer.pad_token_id
+        )
+    )
+    assert "BertEmbeddings" in model._no_split_modules
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tied_weights_stay_tied(strategy, bert_folder, ranks):
+    for trained, expected, untrained in ranks("engine", "exported", bert_folder, strategy):
+        torch.testing.assert_close(trained, expected, rtol=1e-9, atol=1e-9)
+        assert (trained - untrained).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -69,5 +69,7 @@ def test_a_class_of_transformers_stays():
 def test_an_encoder_with_a_decoder_is_refused(tmp_path):
     BartConfig(d_model=16, encoder_layers=1, decoder_layers=1).save_pretrained(tmp_path)
     for load in (load_model, load_skeleton):
-        with pytest.raises(ModelError, match=r"critic: got a model of type bart, .*set critic\.model\.path.*adv_estimator"):
+        with pytest.raises(
+            ModelError, match=r"critic: got a model of type bart, .*set critic\.model\.path.*adv_estimator"
+        ):
             load(ModelConfig(path=str(tmp_path)), "value", torch.float32)

@@ -70,7 +70,7 @@ def saving(request):
 @pytest.fixture(autouse=True)
 def ends_early(monkeypatch):
     """Layers are recomputed as large ones are: what follows the last tensor that is saved is left out."""
-    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", 0.0)
+    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", 0.0)
 
 
 @pytest.fixture(params=TIERS)
@@ -79,7 +79,7 @@ def mode(saving, request, ends_early, monkeypatch):
     if request.param != "disk":
         yield {**saving, "tier": request.param}
         return
-    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", math.inf)
+    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", math.inf)
     folder = request.getfixturevalue("tmp_path")
     yield {**saving, "tier": request.param, "directory": str(folder)}
     assert os.listdir(folder) == []

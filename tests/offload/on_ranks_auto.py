@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.autotune.layer_profile import LayerProfile
 
 WIDTH = 16
 
@@ -76,14 +77,14 @@ def with_files(folders, tokens, rounds=2):
     A round is an agreement and a pass of each length; the first one has only the first length.
     """
     model, handle = enable((10_000, 20_000), folder=folders[dist.get_rank()])
-    follow, samples = handle.engine.orders, []
+    follow, samples = handle.runner.decide, []
 
     def note(*call):
         orders = follow(*call)
-        samples.extend([orders.sample] if orders is not None and orders.sample is not None else [])
+        samples.extend([orders] if isinstance(orders, LayerProfile) else [])
         return orders
 
-    handle.engine.orders = note
+    handle.runner.decide = note
     plans, counts = [], []
     for number in range(rounds):
         handle.agree()
@@ -107,7 +108,7 @@ def sharded_windows():
         for _ in range(3):
             passed(model, 6)
         assert handle.plan() is not None
-        window = handle.engine.orders.__self__._last.backward
+        window = handle._controller._last.backward
         found.append((window.is_sharded, window.open._sharding_bytes))
         handle.disable()
     return found

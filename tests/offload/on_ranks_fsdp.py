@@ -153,7 +153,7 @@ def result_of(strategy, save, rank, folder):
     grads, gathers_now = train(model, rank)
     stats = handle.stats()
     return {
-        "layers_missed": BLOCKS - len(handle.engine.layers),
+        "layers_missed": BLOCKS - len(handle.session.layers),
         "equal": same(grads, plain),
         "gathers": gathers_now - gathers,
         "held_bytes": stats.held_bytes,
@@ -197,7 +197,7 @@ def result_of_transformers(save, rank):
     handle = enable(model, save)
     grads, gathers_now = train_transformers(model, rank)
     return {
-        "layers_missed": BLOCKS - len(handle.engine.layers),
+        "layers_missed": BLOCKS - len(handle.session.layers),
         "equal": same(grads, plain),
         "gathers": gathers_now - gathers,
         "held_bytes": handle.stats().held_bytes,

@@ -269,7 +269,7 @@ def test_layers_on_one_stream_are_known_as_such(enable, toys):
     model = toys.stack(lambda: toys.attend(WIDTH, 8, 4), blocks=3, width=WIDTH).to("cuda", torch.bfloat16)
     handle = enable(model, True)
     read(model).backward()
-    assert not any(layer.uses_streams for layer in handle.engine.layers)
+    assert not any(layer.uses_streams for layer in handle.session.layers)
 
 
 class Thin(nn.Module):

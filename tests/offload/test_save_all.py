@@ -64,10 +64,63 @@ def test_a_tensor_and_its_transpose_are_not_mixed_up(compare, toys):
 
 
 def test_what_all_layers_share_is_copied_once(compare, toys):
-    stats = compare(toys.stack(), lambda m: m(toys.batch(), scale=torch.linspace(0, 1, 8).repeat(4, 1)), False)
+    scale = torch.linspace(0, 1, 8).repeat(4, 1).requires_grad_()
+    stats = compare(toys.stack(), lambda m: m(toys.batch(), scale=scale), False)
     alone = compare(toys.stack(), toys.step, False)
-    # each block also saves the product's other factor; the scale itself once
-    assert stats.offloaded_bytes == alone.offloaded_bytes + 4 * 8 * 4
+    # each block also saves the product's other factor, and that again for the scale's gradient; the scale itself once
+    assert stats.offloaded_bytes == alone.offloaded_bytes + 4 * 8 * 4 + 3 * 4 * 8 * 4
+
+
+class WithTables(nn.Module):
+    """Layers that rotate what they compute by tables, as decoders do by rotary tables."""
+
+    def __init__(self, toys):
+        super().__init__()
+
+        def rotate(block, x, tables):
+            cos, sin = (table.unsqueeze(0) for table in tables)
+            y = block.lin(x)
+            return x + (y * cos + y.flip(-1) * sin)[0]
+
+        self.inner = toys.of(rotate)
+        self.register_buffer("cos", torch.linspace(0, 9, 64).cos().view(8, 8))
+        self.register_buffer("sin", torch.linspace(0, 9, 64).sin().view(8, 8))
+
+    def forward(self, x, computed):
+        tables = self.cos[: len(x)], self.sin[: len(x)]
+        return self.inner(x, tables=tuple(table * 1 for table in tables) if computed else tables)
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["buffers", "computed"])
+def test_tables_that_are_passed_to_layers_stay(compare, toys, computed):
+    stats = compare(WithTables(toys), lambda model: model(toys.batch(), computed), False)
+    assert stats.offloaded_bytes == 3 * (4 * 8 * 4)  # the input of each linear map
+    assert stats.kept_bytes == 0
+
+
+def test_an_activation_leaves_though_a_layer_gets_it_without_its_graph_as_well(compare, toys):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = toys.of(lambda block, x: block.lin(x))
+            self.layers = nn.ModuleList(Gated() for _ in range(3))
+
+        def forward(self, x):
+            x = self.inner.embed(x)
+            for layer in self.layers:
+                x = layer(x, x.detach())
+            return x.sum()
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x, gate):
+            return self.lin(x) * gate.sigmoid()
+
+    stats = compare(Pair(), toys.step, False, layers=["layers.0", "layers.1", "layers.2"])
+    assert stats.offloaded_bytes == 3 * 2 * (4 * 8 * 4)  # each layer's input, and the gate
 
 
 @pytest.mark.parametrize(
@@ -177,7 +230,7 @@ def test_a_retained_graph_keeps_no_copy_on_the_device(enable, toys):
     handle = enable(model, False)
     loss = toys.step(model)
     loss.backward(retain_graph=True)
-    calls = [found for found in gc.get_objects() if type(found) is SaveAllCall and found.engine is handle.engine]
+    calls = [found for found in gc.get_objects() if type(found) is SaveAllCall and found.session is handle.session]
     loaded = [any(offloaded()._fetched is not None for offloaded in call.offloaded) for call in calls]
     assert sorted(loaded) == [False, False, False, True]  # the first layer, which backward reached last
     assert handle.stats().held_bytes > 0

@@ -89,7 +89,7 @@ def soak(toys, enable, mode, device, longest, figures):
             for file in extent_files():
                 file.drain()
             assert handle.stats().held_bytes == 0
-            assert not any(offloader.table for offloader in handle.engine._offloaders.values())
+            assert not any(offloader.table for offloader in handle.session._offloaders.values())
             arenas = [(arena.reserved_bytes, arena.allocations) for arena in (host_arena(False), host_arena(True))]
             files = handle.stats().disk_reserved_bytes
             seen.append((arenas, files, objects(), figures()))

@@ -36,8 +36,8 @@ from rlx.offload.autotune.profile_key import describe_call
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.replay.dataflow import DeadOpProof
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.dead_ops import DeadOpProof
+from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.runtime.session import Layer, OffloadSession
 from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
 
@@ -72,19 +72,19 @@ class PlanController:
     """Gives each layer call its policy.
 
     Args:
-        engine: the session of the handle.
+        session: of the handle.
         parameters: gives the model's parameters.
         cache: profiles of earlier runs; None: none are read or kept.
     """
 
     def __init__(
         self,
-        engine: OffloadSession,
+        session: OffloadSession,
         parameters: Callable[[], Iterable[nn.Parameter]],
         cache: ProfileCache | None = None,
     ) -> None:
         self.plan: Plan | None = None  # of the latest planned pass
-        self._engine = engine
+        self._session = session
         self._parameters = parameters
         self._cache = cache
         self._seen: set[int] = set()  # layers that have been called
@@ -103,8 +103,10 @@ class PlanController:
         self._room_bytes: int | None = None  # the least that was found; None: none was
         self._limit_bytes: int | None = None  # set when the device has run out of memory
 
-    def orders(self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]) -> LayerPolicy | None:
-        """Return the policy of a layer called with these tensors; None: offload the inputs and recompute the rest."""
+    def decide(
+        self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]
+    ) -> LayerInstructions | LayerProfile | None:
+        """Return the plan's instructions for a layer call, or a profile that measures it; None: boundary mode."""
         sizes = [(size_bytes(tensor), tensor.device) for tensor in tensors if tensor.is_floating_point()]
         if self._is_declined or not sizes:
             return None
@@ -136,7 +138,7 @@ class PlanController:
             bucket.backward,
             bucket.finish,
             inputs.shared,
-            self._engine.options.min_bytes,
+            self._session.options.min_bytes,
             inputs=inputs.memory,
             # Gradients of parameters that FSDP2 has gathered do not stay: none of them counts as one that does.
             gradient_bytes=partial(
@@ -145,7 +147,7 @@ class PlanController:
             sees_calls=bucket.sees_calls(layer.index),
         )
         bucket.begun[layer.index] = sample
-        return LayerPolicy(sample=sample)
+        return sample
 
     def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
         """Make the plans of all lengths that any rank has profiled, together with all ranks of a group.
@@ -301,10 +303,10 @@ class PlanController:
             self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
 
     def _looks_for_room(self, device: torch.device) -> bool:
-        return isinstance(self._engine.options.max_device_bytes, str) and device.type != "cpu"
+        return isinstance(self._session.options.max_device_bytes, str) and device.type != "cpu"
 
     def _limits(self) -> Limits:
-        stats, options = self._engine.stats(per_layer=False), self._engine.options
+        stats, options = self._session.stats(per_layer=False), self._session.options
         budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
         return Limits(
             link_bytes_per_s=_rate(stats.copied_bytes, stats.copy_ms),
@@ -326,7 +328,7 @@ class PlanController:
         budget = min(budgets, default=0)
         budget = budget if self._limit_bytes is None else min(budget, self._limit_bytes)
         link = min(links, default=LINK_BYTES_PER_S)
-        disk = min(disks, default=DISK_BYTES_PER_S) if self._engine.options.uses_disk else 0.0
+        disk = min(disks, default=DISK_BYTES_PER_S) if self._session.options.uses_disk else 0.0
         return Budget(link, link, budget, min(hosts, default=None), disk)
 
     def _make_plan(self, bucket: LengthBucket, profile: PassProfile, budget: Budget) -> None:
@@ -339,7 +341,7 @@ class PlanController:
         bucket.orders.clear()
         proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
-            bucket.orders[index] = of_layer[index].orders(layer, fetch, proofs)
+            bucket.orders[index] = of_layer[index].instructions(layer, fetch, proofs)
         bucket.plan = plan
         if self._is_first_rank and logger.isEnabledFor(logging.INFO):
             logger.info(

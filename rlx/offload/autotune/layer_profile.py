@@ -243,12 +243,19 @@ class LayerProfile:
             shared.open.end_backward(now, peak)
         elif not shared.has_begun:
             inputs = self.boundary_bytes + self._leaving_bytes
-            shared.beside_bytes = max(0, allocated - shared.begin_bytes - shared.made_bytes() - inputs)
+            shared.beside_bytes = max(
+                0, allocated - shared.begin_bytes - (shared.gradient_bytes() - shared.begin_gradient_bytes) - inputs
+            )
             shared.outside_bytes = peak - allocated + shared.beside_bytes
             shared.turn = self._marks["forward_end"], now
             allocated = max(0, allocated - self._leaving_bytes)  # which is waited for now
         if shared.has_begun and shared.is_sharded:
-            beside = allocated - shared.begin_bytes - shared.made_bytes() - self.boundary_bytes
+            beside = (
+                allocated
+                - shared.begin_bytes
+                - (shared.gradient_bytes() - shared.begin_gradient_bytes)
+                - self.boundary_bytes
+            )
             self._sharding_bytes = max(0, beside - shared.beside_bytes)
         shared.has_begun = True
         shared.open = self

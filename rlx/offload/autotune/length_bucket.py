@@ -18,7 +18,7 @@ from rlx.offload.autotune.layer_profile import BackwardWindow, LayerProfile
 from rlx.offload.autotune.pass_profile import PassProfile, measured
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.instructions import LayerInstructions
 
 SPREAD = 4  # in a pass one of so many layers is profiled (Note [a device that waits for the host])
 Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
@@ -29,7 +29,7 @@ class LengthBucket:
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.orders: dict[int, LayerPolicy] = {}
+        self.orders: dict[int, LayerInstructions] = {}
         self.profile: PassProfile | None = None
         self.is_cached = False  # the profile is that of an earlier run
         self.budget: Budget | None = None  # that ranks have agreed on

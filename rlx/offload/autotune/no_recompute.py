@@ -1,4 +1,4 @@
-"""Layers that a plan keeps whole: they run as they are. Backward that comes to one fetches what the layer before has sent off."""
+"""Layers that a plan does not recompute: they run unchanged, and their backward prefetches the layer before."""
 
 from __future__ import annotations
 
@@ -7,68 +7,73 @@ from typing import Any
 
 from torch import Tensor
 
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode
 from rlx.offload.runtime.pytree import tensors_in
 from rlx.offload.runtime.session import Layer, LayerCall, OffloadSession
 
 
 class NoRecomputeCall(LayerCall):
-    """One forward call of a layer that keeps all that autograd saves."""
+    """One forward call of a layer that keeps all the tensors that autograd saves."""
 
-    def __init__(self, engine: OffloadSession, layer: Layer, orders: LayerPolicy) -> None:
-        super().__init__(engine, layer)
-        layer.counters.kept_bytes += orders.saved_bytes
-        layers = engine.options.prefetch_layers
+    def __init__(self, session: OffloadSession, layer: Layer, instructions: LayerInstructions) -> None:
+        super().__init__(session, layer)
+        layer.counters.kept_bytes += instructions.saved_bytes
+        layers = session.options.prefetch_layers
         self.prefetch_layers = 1 if layers is None else layers
-        self.fetches_early = layers is not None or orders.fetch_early
+        self.fetches_early = layers is not None or instructions.fetch_early
 
     def enter(self, gradient: Tensor) -> None:
-        """Hook of the layer's outputs: backward begins."""
+        """Hook of the layer's outputs: its backward begins."""
         self.begin_backward()
         if self.fetches_early:
             self.prefetch(self.prefetch_layers)
 
-    def pass_call(self, gradient: Tensor) -> None:
-        """Hook of a call's results: backward comes to it, and is through with the rest."""
+    def pass_op(self, gradient: Tensor) -> None:
+        """Hook of an operation's results: backward has passed all operations after it."""
         self.begin_backward()
         self.prefetch(self.prefetch_layers)
 
 
 class _LateHook(OpMode):
-    """Hooks the results of a call, or of the linear maps behind attention.
+    """Hooks the results of one call, so that backward prefetches when it gets there.
 
     Args:
-        call: which layer call fetches then.
-        place: of the call whose results are hooked; None: whatever follows attention.
+        call: the layer call that prefetches.
+        op: index of the call to hook; None: the linear map after each call of attention.
     """
 
-    def __init__(self, call: NoRecomputeCall, place: int | None) -> None:
+    def __init__(self, call: NoRecomputeCall, op: int | None) -> None:
         super().__init__()
         self._call = call
-        self._place = place
+        self._op = op
         self._count = 0
         self._wants_next = False
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         result = function(*args, **kwargs)
-        if self._wants_next if self._place is None else self._place == self._count:
-            _hook(result, self._call.pass_call)
+        if self._wants_next if self._op is None else self._op == self._count:
+            _hook(result, self._call.pass_op)
         self._wants_next = is_attention
         self._count += 1
         return result
 
 
 def run_without_recompute(
-    engine: OffloadSession, layer: Layer, forward: Callable[..., Any], args: Any, kwargs: Any, orders: LayerPolicy
+    session: OffloadSession,
+    layer: Layer,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    instructions: LayerInstructions,
 ) -> Any:
-    """Run a layer's forward as it is."""
-    call = NoRecomputeCall(engine, layer, orders)
+    """Run a layer's forward unchanged; return its outputs."""
+    call = NoRecomputeCall(session, layer, instructions)
     before = call.previous() if call.previous is not None else None
     if call.fetches_early or before is None or not before.offloaded:
         outputs = forward(*args, **kwargs)
     else:
-        with _LateHook(call, orders.fetch_call):
+        with _LateHook(call, instructions.fetch_call):
             outputs = forward(*args, **kwargs)
     _hook(outputs, call.enter)
     return outputs

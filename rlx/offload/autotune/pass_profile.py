@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from rlx.offload.autotune.layer_profile import LayerProfile
 from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
-from rlx.offload.replay.dataflow import Dataflow, DeadOpProof
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.dataflow import Dataflow
+from rlx.offload.replay.dead_ops import DeadOpProof
+from rlx.offload.replay.instructions import LayerInstructions
 
 # Part of the cache key. Raise it when the same layers on the same machine would get other figures (in `layer_profile.py`,
 # `profiler.py` or here), or when the fields of `PassProfile` or of a class inside it change. Otherwise a run reads profiles that
 # mean something else.
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 # A result so many times smaller than the largest of its layer is always kept, if that makes other operations dead.
 _SMALL = 256
@@ -30,7 +31,7 @@ class LayerKind(NamedTuple):
         members: indices of the layers.
         names: of the calls that all of them make, up to the first that differs.
         cost: mean of the layers; its operations are the calls whose results can be cached.
-        places: of the operations (Note [places] in `rlx.offload.replay.layer_policy`).
+        places: of the operations (Note [op indices] in `rlx.offload.replay.instructions`).
         flow: which operation reads which result; None: not known.
         small: places of small results that are always kept on the device, because that makes other operations dead.
     """
@@ -42,10 +43,10 @@ class LayerKind(NamedTuple):
     flow: Dataflow | None = None
     small: tuple[int, ...] = ()
 
-    def orders(
+    def instructions(
         self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]
-    ) -> LayerPolicy:
-        """Return a layer's policy by its plan.
+    ) -> LayerInstructions:
+        """Return a layer's instructions by its plan.
 
         Args:
             layer: the plan.
@@ -55,23 +56,28 @@ class LayerKind(NamedTuple):
         point = self.cost.fetch_points[fetch]
         on_device = frozenset(self.places[i] for i in layer.on_device)
         off_device = frozenset(self.places[i] for i in layer.off_device)
-        orders = LayerPolicy(
+        instructions = LayerInstructions(
             keep=layer.keep,
             offload_boundary=layer.offload_boundary,
             on_device=on_device.union(self.small),
             off_device=off_device,
-            names=self.names,
+            call_names=self.names,
             fetch_early=fetch == 0,
             fetch_call=point.call if point.call >= 0 else None,
             fetch_below=point.slots if point.call >= 0 else None,
             saved_bytes=self.cost.saved_bytes,
         )
         if self.flow is None or layer.keep:
-            return orders
-        unread = self.flow.left_out(orders.on_device | off_device)
-        proof = proofs.setdefault((self.members[0], unread), DeadOpProof()) if unread else None
-        readings = self.flow.expected(unread)
-        return replace(orders, unread=unread, others=self.flow.names, readings=readings, proof=proof)
+            return instructions
+        dead_ops = self.flow.dead_ops(instructions.cached_ops)
+        proof = proofs.setdefault((self.members[0], dead_ops), DeadOpProof()) if dead_ops else None
+        return replace(
+            instructions,
+            dead_ops=dead_ops,
+            other_names=self.flow.other_names,
+            dead_op_reads=self.flow.reads_of(dead_ops),
+            proof=proof,
+        )
 
 
 class PassProfile(NamedTuple):
@@ -200,12 +206,12 @@ def shortened(
         return sum(everything[place].seconds for place in places if place in everything)
 
     largest = max(operation.nbytes for operation in everything.values())
-    small = {place for place, one in others.items() if one.nbytes * _SMALL <= largest and flow.left_out({place})}
+    small = {place for place, one in others.items() if one.nbytes * _SMALL <= largest and flow.dead_ops({place})}
     for place in sorted(small, reverse=True):  # the mean of squares is not read where it is kept with epsilon added
-        if place in flow.left_out(small - {place}):
+        if place in flow.dead_ops(small - {place}):
             small.remove(place)
-    base = flow.left_out(small)
-    left_out = {place: flow.left_out({*small, place}) - base for place in everything if place not in base}
+    base = flow.dead_ops(small)
+    left_out = {place: flow.dead_ops({*small, place}) - base for place in everything if place not in base}
     gained = {place: seconds({place, *out}) for place, out in left_out.items()}
     found: dict[int, Operation] = {}
     for call, operation in calls.items():
@@ -214,7 +220,7 @@ def shortened(
         best = max((call, *rivals), key=lambda place: gained[place]) if call not in base else None
         if best is not None:
             found[best] = replace(everything[best], name=operation.name, seconds=gained[best])
-    order = [step.place for step in flow.steps]
+    order = [node.op for node in flow.nodes]
     ordered = {place: found[place] for place in sorted(found, key=order.index)}
     return ordered, tuple(sorted(small)), seconds(base | small)
 

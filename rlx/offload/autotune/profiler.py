@@ -1,16 +1,22 @@
-"""What looks at the operations of a layer while it is measured, in forward and as they run again."""
+"""The profiling policy: it offloads a layer's inputs, recomputes the rest, and measures each operation in both runs."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from rlx.offload.autotune.layer_profile import LayerProfile, OpProfile
+from rlx.offload.recompute.policy import LayerRecording, Run
 from rlx.offload.recompute.stash import StashedTensor
-from rlx.offload.replay.cached_op import LayerRecording, sources_of, why_not_cacheable
+from rlx.offload.replay.cached_op import sources_of, why_not_cacheable
 from rlx.offload.replay.dataflow import CALL, DataflowRecorder, known_name
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.replay.policy import CachedOpPolicy
 from rlx.offload.replay.recorder import PlannedRecorder, attention_variant, call_name, versions_of
 from rlx.offload.replay.replay_mode import ReplayMode
 from rlx.offload.runtime.pytree import tensors_in
@@ -18,13 +24,67 @@ from rlx.offload.storage.regions import is_plain, size_bytes, storage_address
 from rlx.offload.storage.stats import Mark
 
 
+class ProfilingPolicy(CachedOpPolicy):
+    """Measures one layer call. Only the layer's inputs are kept, as in boundary mode.
+
+    Args:
+        profile: takes the figures; says whether operations are measured, or only where the layer begins and ends.
+    """
+
+    def __init__(self, profile: LayerProfile) -> None:
+        super().__init__()
+        self.reuses_results = profile.sees_calls  # a layer with recorded operations is recomputed as a planned one is
+        self._profile = profile
+
+    def begin_forward(self, recording: LayerRecording) -> AbstractContextManager[object]:
+        """Measure forward."""
+        return ProfilingRecorder(recording, self._profile) if self._profile.sees_calls else self._timed_forward()
+
+    @contextlib.contextmanager
+    def _timed_forward(self) -> Iterator[None]:
+        self._profile.begin_forward()
+        yield
+        self._profile.pass_forward()
+
+    def end_forward(self, context: Any, outputs: Any) -> None:
+        """Close the recorder."""
+        if isinstance(context, ProfilingRecorder):
+            super().end_forward(context, outputs)
+
+    def release_forward(self) -> None:
+        """See `LayerProfile.leave_forward`."""
+        self._profile.leave_forward()
+
+    def begin_recompute(self) -> None:
+        """See `LayerProfile.begin_recompute`."""
+        self._profile.begin_recompute()
+
+    def recompute(self, run: Run) -> list[Tensor]:
+        """Recompute the layer and measure its operations."""
+        if not self._profile.sees_calls:
+            return run()
+        return run(partial(ProfilingReplayMode, self._profile, self._cached_ops, self._call_count))
+
+    def end_recompute(self) -> None:
+        """See `LayerProfile.end_recompute`."""
+        self._profile.end_recompute()
+
+    def first_border(self, prefetch_below: int) -> int:
+        """See `LayerProfile.begin_borders`."""
+        return self._profile.begin_borders(prefetch_below)
+
+    def pass_border(self, slot: int) -> int:
+        """See `LayerProfile.pass_border`."""
+        return self._profile.pass_border(slot)
+
+
 class ProfilingRecorder(PlannedRecorder):
-    """Times each operation and finds out what an answer to it would hold, and who reads its result; nothing is answered."""
+    """Times each operation in forward, and finds out which bytes its cached op would hold and who reads its result."""
 
     def __init__(self, recording: LayerRecording, sample: LayerProfile) -> None:
-        super().__init__(recording, LayerPolicy())
+        super().__init__(recording, LayerInstructions())
         self.sees_all = True
-        self.flow = DataflowRecorder(sample.inputs)
+        self._dataflow = DataflowRecorder(sample.inputs)
         self._sample = sample
         self._seen: set[tuple[int, int]] = set()
         self._waiting: list[OpProfile] = []  # others whose results may leave when the next call begins
@@ -34,19 +94,19 @@ class ProfilingRecorder(PlannedRecorder):
         return super().__enter__()
 
     def end_forward(self, outputs: Any) -> None:
-        """Close the forward: note what could be answered."""
+        """Close the forward: note which operations can be cached. None is."""
         super().end_forward(outputs)
-        self._let_leave()
+        self._note_stashed()
         saved = self._recording.saved_since(0)
-        can_be_answered = [self.answers[place] is not None for place in range(len(self._sample.calls))]
-        self._sample.end_forward(saved, can_be_answered, self.flow.flow(saved))
-        self.answers = {}
+        can_be_answered = [self.cached_ops[op] is not None for op in range(len(self._sample.calls))]
+        self._sample.end_forward(saved, can_be_answered, self._dataflow.dataflow(saved))
+        self.cached_ops = {}
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         variant = attention_variant(args, kwargs) if is_attention else ""
         call = OpProfile(call_name(function, args, is_attention), variant, self._sample.mark())
-        self._let_leave()
-        place = len(self._sample.calls)
+        self._note_stashed()
+        op = len(self._sample.calls)
         self._sample.calls.append(call)
         try:
             result = super()._run(function, args, kwargs, is_attention)
@@ -54,17 +114,17 @@ class ProfilingRecorder(PlannedRecorder):
             call.stop = self._sample.mark()
             call.slots = self._recording.slot_count
         call.summed_bytes = 0 if is_attention else _summed_bytes(tensors_in((args, kwargs)))
-        is_answered = self.answers[place] is not None and not is_attention
-        self.flow.step(place, CALL, tensors_in((args, kwargs)), tensors_in(result), is_answered)
+        may_be_dead = self.cached_ops[op] is not None and not is_attention
+        self._dataflow.note(op, CALL, tensors_in((args, kwargs)), tensors_in(result), may_be_dead)
         return result
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """See `Watcher.run_other`."""
+        """See `OpMode.run_other`."""
         arguments, name = tensors_in((args, kwargs)), known_name(function, kwargs)
         versions = versions_of(arguments)
         if name is None:
             result = function(*args, **kwargs)
-            self.flow.pass_by(function, arguments, versions != versions_of(arguments), tensors_in(result))
+            self._dataflow.note_unknown(function, arguments, versions != versions_of(arguments), tensors_in(result))
             return result
         sample, first_slot = self._sample, self._recording.slot_count
         call = OpProfile(name, "", sample.mark())
@@ -72,32 +132,31 @@ class ProfilingRecorder(PlannedRecorder):
         result = function(*args, **kwargs)
         call.stop = sample.mark()
         seen, results = self._recording.saved_since(first_slot), tensors_in(result)
-        may_be_left_out = why_not_cacheable((*arguments, *results)) is None and all(map(is_plain, seen))
-        if may_be_left_out:
-            may_be_left_out = sources_of(seen, arguments, [], lambda tensor: None, is_attention=False) is not None
-        # When a result may be stored follows from the graph behind it (Note [when a result is stored]).
-        call.can_be_answered = may_be_left_out and all(tensor.grad_fn is not None for tensor in results)
+        may_be_dead = why_not_cacheable((*arguments, *results)) is None and all(map(is_plain, seen))
+        may_be_dead = may_be_dead and sources_of(seen, arguments) is not None
+        # The graph decides when a result is stashed (Note [when a result is stashed]).
+        call.can_be_answered = may_be_dead and all(tensor.grad_fn is not None for tensor in results)
         for tensor in results:
             call.nbytes += size_bytes(tensor)
             call.small_bytes += size_bytes(tensor) if size_bytes(tensor) < sample.min_bytes else 0
             call.storages[storage_address(tensor)] = size_bytes(tensor)
         self._waiting.append(call)
-        self.flow.step(-len(sample.others), name, arguments, results, may_be_left_out)
+        self._dataflow.note(-len(sample.others), name, arguments, results, may_be_dead)
         return result
 
-    def _let_leave(self) -> None:
+    def _note_stashed(self) -> None:
         if self._waiting:
             now = self._sample.mark()
             for call in self._waiting:
                 call.stored = now
             self._waiting.clear()
 
-    def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
+    def _is_wanted(self, op: int, function: Any, args: Any, is_attention: bool) -> bool:
         return True
 
-    def _save(self, place: int, tensor: Tensor) -> StashedTensor:
-        storage, call, nbytes = tensor.untyped_storage(), self._sample.calls[place], size_bytes(tensor)
-        address = (place, storage.data_ptr())
+    def _stash(self, op: int, tensor: Tensor) -> StashedTensor:
+        storage, call, nbytes = tensor.untyped_storage(), self._sample.calls[op], size_bytes(tensor)
+        address = (op, storage.data_ptr())
         if address not in self._seen:  # attention saves its own result as well
             self._seen.add(address)
             call.nbytes += nbytes
@@ -138,7 +197,7 @@ class ProfilingReplayMode(ReplayMode):
         return result
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """See `Watcher.run_other`."""
+        """See `OpMode.run_other`."""
         start = self._sample.mark()
         result = super().run_other(function, args, kwargs)
         if known_name(function, kwargs) is not None:

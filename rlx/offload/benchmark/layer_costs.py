@@ -12,9 +12,9 @@ from rlx.offload.api import enable_activation_offloading
 from rlx.offload.autotune.pass_profile import planned
 from rlx.offload.autotune.profile_cache import to_json
 from rlx.offload.benchmark.device import clock, name_of
+from rlx.offload.benchmark.measured_plan import MeasuredCosts
 from rlx.offload.benchmark.models import VOCABULARY, Case, build
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.measured_plan import MeasuredCosts
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.tiling.tiling import enable_tiling
 

@@ -1,12 +1,15 @@
-"""What autograd saves while a layer is recomputed, and where the recomputation ends.
+"""The tensors that autograd saves while a layer is recomputed, and the point at which the recomputation stops.
 
 Note [layers on several streams]
-A layer may compute on streams of its own and wait for them where it needs their results. A recomputation that is ended after
-the last saved tensor would leave out the waits behind it. So where a tensor is saved on another stream than that on which
-the recomputation began, the layer runs to its end, then and from then on. That is asked for each tensor when what the layer
-saves is seen for the first time, and for the last tensor always. Backward may come to a part on such a stream first; then
-the recomputation begins on it, and nothing else may be seen on it, so that the stream on which forward began tells. Backward
-may read the tensors on any of the streams: each first waits for the recomputation.
+A layer may compute on streams of its own, and wait for them before it uses their results. A recomputation that stops after
+the last saved tensor would skip the waits behind it. So a layer that saves a tensor on another stream than the one on
+which its recomputation began is run to its end, in this recomputation and all later ones.
+
+Asking for the current stream takes time. It is asked for every tensor when the layer's saved tensors have new shapes or
+dtypes, and for the last tensor always. Backward may reach a part on a side stream first. The recomputation then begins
+on that stream, on which no other stream shows; so the stream is compared with the one on which forward began.
+
+Backward may read the tensors on any of the streams. Each of them first waits for the recomputation.
 """
 
 from __future__ import annotations
@@ -19,52 +22,54 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from rlx.offload.recompute.ambient_state import AmbientState, RandomState
+from rlx.offload.recompute.errors import not_the_same
+from rlx.offload.recompute.layer import RecomputedLayer
 from rlx.offload.recompute.saved_slots import SavedSlots
-from rlx.offload.runtime.session import Layer
 
 _NONE: frozenset[int] = frozenset()
 
 
 class _EnoughRecomputedError(BaseException):
-    """Ends a recomputation. Not an Exception, so that no layer that catches those can swallow it."""
+    """Stops a recomputation. It is no Exception, so that a layer that catches those lets it pass."""
 
 
 class Collector:
-    """Takes the tensors of one recomputation.
+    """Collects the tensors of one recomputation (a `Recomputation` for the policy).
 
     Args:
-        layer: which layer is recomputed.
-        slots: those of its forward.
-        began_on: the accelerator's stream on which its forward began; None: it is on the CPU.
-        ends: whether the recomputation may end after the last tensor.
-        fail: raises for what is not as it was.
+        layer: the layer that is recomputed.
+        slots: the slots of its forward.
+        began_on: the accelerator's stream on which forward began; None for a layer on the CPU.
+        may_stop: whether the recomputation may stop after the last slot.
+        ambient: the state around forward.
     """
 
-    __slots__ = ("_count", "_fail", "_home", "_layer", "_looks", "answered", "saved")
+    __slots__ = ("_ambient", "_checks_each", "_count", "_home", "_layer", "filled", "saved")
 
     def __init__(
         self,
-        layer: Layer,
+        layer: RecomputedLayer,
         slots: SavedSlots,
         began_on: torch.Stream | None,
-        ends: bool,
-        fail: Callable[[str], NoReturn],
+        may_stop: bool,
+        ambient: AmbientState,
     ) -> None:
         self.saved: list[Tensor] = []
-        self.answered: Set[int] = _NONE  # slots whose tensors were not computed
+        self.filled: Set[int] = _NONE  # slots whose tensors were not computed
         self._layer = layer
-        self._fail = fail
+        self._ambient = ambient
         self._home: torch.Stream | None = None
-        self._looks = False
+        self._checks_each = False
         if began_on is not None:
             self._home = torch.accelerator.current_stream(began_on.device)
             layer.uses_streams = layer.uses_streams or self._home != began_on
-            self._looks = not layer.uses_streams and layer.kinds_looked_at is not slots.kinds
-            layer.kinds_looked_at = slots.kinds
-        self._count = len(slots.versions) if ends and not layer.uses_streams else sys.maxsize
+            self._checks_each = not layer.uses_streams and layer.specs_checked is not slots.specs
+            layer.specs_checked = slots.specs
+        self._count = len(slots.versions) if may_stop and not layer.uses_streams else sys.maxsize
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a forward until enough has been saved."""
+        """Run a forward up to the last slot."""
         with saved_tensors_hooks(self._hook(), _unused):
             try:
                 forward(*args, **kwargs)
@@ -72,7 +77,7 @@ class Collector:
                 return
 
     def _hook(self) -> Callable[[Tensor], None]:
-        # The graph of what is saved holds the hook, so it holds nothing that leads to the layer's call.
+        # The graph of the saved tensors holds the hook, so the hook must hold no reference to the layer's call.
         saved, count, layer, home = self.saved, self._count, self._layer, self._home
         if home is None:
 
@@ -81,7 +86,7 @@ class Collector:
                 if len(saved) >= count:
                     raise _EnoughRecomputedError
 
-        elif self._looks:
+        elif self._checks_each:
 
             def collect(tensor: Tensor) -> None:
                 saved.append(tensor)
@@ -97,23 +102,31 @@ class Collector:
 
         return collect
 
-    def answer(self, first_slot: int, tensors: list[Tensor]) -> None:
-        """Take tensors that are there already."""
+    def fill(self, first_slot: int, tensors: list[Tensor]) -> None:
+        """Fill slots with tensors that need not be computed."""
         saved = self.saved
         if first_slot != len(saved):
-            self._fail(f"{first_slot} tensors were saved and {len(saved)} are at this point")
+            self.fail(f"{first_slot} tensors were saved and {len(saved)} are at this point")
         saved.extend(tensors)
-        self.answered = self.answered | set(range(first_slot, len(saved)))
+        self.filled = self.filled | set(range(first_slot, len(saved)))
         if len(saved) >= self._count and (self._home is None or _is_on_one_stream(self._layer, self._home)):
             raise _EnoughRecomputedError
 
+    def skip_to(self, random_state: RandomState) -> None:
+        """Set the random generators to a state that forward had."""
+        self._ambient.skip_to(random_state)
+
+    def fail(self, how: str) -> NoReturn:
+        """Raise the error for a layer that does not repeat its forward."""
+        raise not_the_same(self._layer.name, how)
+
     def end(self) -> torch.Event | None:
-        """What other streams wait for before they read the tensors; None where the layer has no other."""
+        """Return the event that other streams wait for before they read the tensors; None for a layer on one stream."""
         return self._home.record_event() if self._home is not None and self._layer.uses_streams else None
 
 
-def _is_on_one_stream(layer: Layer, home: torch.Stream) -> bool:
-    """Whether a layer has been seen on one stream only, now included."""
+def _is_on_one_stream(layer: RecomputedLayer, home: torch.Stream) -> bool:
+    """Whether the layer has computed on one stream only, up to now."""
     if torch.accelerator.current_stream(home.device) != home:
         layer.uses_streams = True
     return not layer.uses_streams

@@ -1,18 +1,24 @@
-"""What autograd holds instead of the tensors that it saves in a recomputed layer, and what is known of these.
+"""The slots of a layer call: autograd holds their numbers in place of the tensors that it saves in a recomputed layer.
+
+Example: `y = x.exp()` saves `y`. The pack hook notes `y` and returns 7, if seven tensors were saved before. When forward
+has ended, slot 7 keeps of `y` its shape, its dtype and a way to tell whether `y` was written to; the memory is free.
 
 Note [the work of hooks]
-What is done for each tensor as autograd saves it costs several times what the same costs in a loop, for the kernels of the
-layer take turns with it. So the hooks only note tensors, and what there is to look at is looked at when forward, or
-recomputation, has ended. Until then a layer's saved tensors stay alive, as without the engine: in forward this is less
-than what recomputing the layer needs later. The lists of tensors are emptied at the end in any case, for the graph holds
-the hooks, the hooks the lists, and the tensors the graph.
+Work in a hook, done for each tensor as autograd saves it, costs several times the same work in a loop, because the
+layer's kernels run between the calls. So the hooks only append tensors to a list. The tensors are
+examined when forward, or the recomputation, has ended. Until then a layer's saved tensors stay alive, as they do without
+offloading; in forward this is less than recomputing the layer needs later. The lists are cleared in any case, because
+the graph holds the hooks, the hooks hold the lists, and the tensors hold the graph.
 
 Note [who may write to a saved tensor]
-What an operation in the layer gave is computed anew before backward reads it, so that writes to what is left of the first
-one spoil nothing. They are errors in plain autograd, and are here: while forward runs the version tells, after that a weak
-reference, for a tensor of which neither it nor a view is left can be written to by nobody, but through an alias without
-a graph (`detach`). What was there before the layer (a constant, a mask) is read again by the recomputation. It may be
-written to through any alias; so one is kept, without memory, that shares its version counter.
+Plain autograd raises an error for a write to a saved tensor, so the slots must notice one.
+
+* A result of an operation in the layer. It is recomputed before backward reads it, so a write does no harm, but is
+  reported. While forward runs the version counter tells. After forward a weak reference to the tensor, or to its base,
+  is enough: once the tensor and its views are gone nobody can write to it. One case is missed: a write through an
+  alias without a graph (`y.detach()`), after `y` is gone.
+* A tensor from before the layer (a constant, a mask). Recomputation reads it again, and any alias may write to it. So
+  the slots keep an alias without memory that shares its version counter.
 """
 
 from __future__ import annotations
@@ -30,11 +36,11 @@ from torch.nn import Parameter
 from rlx.offload.storage.regions import modified_in_place, without_memory
 
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
-# On the CPU a product with which a layer ends is left out if it has as many operations: fewer take less time than an exception
-# through the operator's frames.
-WORTH_ENDING_FLOPS = 1e6
-_NOBODYS = torch.empty(0, device="cpu")
-_UNWATCHED = weakref.ref(_NOBODYS)  # stands for what has no version counter; nobody writes to it
+# On the CPU a recomputation skips the product at a layer's end if it has at least this many operations. A smaller one takes
+# less time than the exception that skips it.
+MIN_SKIPPED_FLOPS = 1e6
+_UNWRITTEN = torch.empty(0, device="cpu")  # a tensor to which nobody writes
+_NO_ALIAS = weakref.ref(_UNWRITTEN)  # for a tensor without a version counter
 
 
 class TensorSpecs(NamedTuple):
@@ -45,11 +51,11 @@ class TensorSpecs(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> TensorSpecs:
-        """Those of some tensors."""
+        """Return the dtypes and shapes of tensors."""
         return cls([tensor.dtype for tensor in tensors], [_shape(tensor) for tensor in tensors])
 
-    def are_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether they are those of some tensors; False where one of these is nested."""
+    def match(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors have these dtypes and shapes; False if one of them is nested."""
         try:
             return list(map(_DTYPE, tensors)) == self.dtypes and list(map(_SHAPE, tensors)) == self.shapes
         except RuntimeError:
@@ -61,41 +67,42 @@ class SavedSlots:
 
     def __init__(self) -> None:
         self.saved: list[Tensor] = []  # while forward runs
-        self.versions: list[int | None] = []  # of the tensors when they were saved; None for those that have none
-        # Known when forward has ended. What shares the version counter, for as long as there is somebody who may write to it
-        # (Note [who may write to a saved tensor]); for what has no counter, a tensor to which nobody writes.
-        self.watches: list[weakref.ref[Tensor]] = []
-        self._aliases: list[Tensor] = []  # of those that must be watched for as long as this lives
-        self.parameters: dict[int, Parameter] = {}  # those that slots look at
-        self._others: list[int] = []  # the slots that look at none
-        self._views: list[int] = []  # those of them that look at something else
-        self.kinds = TensorSpecs([], [])  # of what these look at
-        # While forward runs: what watches a tensor and its views, by the id of the one that they are views of. Those in it
-        # before it ends are alive as long.
-        self.watch_by_base: dict[int, Tensor] = {}
+        self.versions: list[int | None] = []  # of the tensors at the save; None for one without a version counter
+        # Known when forward has ended. Of each slot a tensor that shares the version counter, for as long as anybody may
+        # write to it (Note [who may write to a saved tensor]).
+        self.aliases: list[weakref.ref[Tensor]] = []
+        self._kept_aliases: list[Tensor] = []  # those that live as long as the slots
+        self.parameters: dict[int, Parameter] = {}  # by slot: the parameter that the slot's tensor is, or is a view of
+        self._others: list[int] = []  # the slots of all other tensors
+        self._views: list[int] = []  # those of them whose tensor is a view
+        self.specs = TensorSpecs([], [])  # of the tensors of `_others`
+        # While forward runs: the alias for a tensor and its views, by the id of their base. The layer's inputs are
+        # entered before forward ends, and live as long.
+        self.alias_by_base: dict[int, Tensor] = {}
 
     def packer(self) -> Callable[[Tensor], int]:
-        """The pack hook of forward."""
+        """Return the pack hook of forward."""
         saved, versions = self.saved, self.versions
 
         def pack(tensor: Tensor) -> int:
             saved.append(tensor)
             try:
                 versions.append(tensor._version)
-            except RuntimeError:  # of an inference tensor
+            except RuntimeError:  # an inference tensor
                 versions.append(None)
             return len(versions) - 1
 
         return pack
 
     def end_forward(self, expected: TensorSpecs | None) -> TensorSpecs:
-        """Keep of the saved tensors all but their memory.
+        """Keep all but the memory of the saved tensors; return their specs.
 
         Args:
-            expected: what this returned for the layer's last forward. As a rule it is the same: one object for all steps.
+            expected: the specs that this method returned for the layer's last forward. If they still hold, the same
+                object is returned, so that equal specs need no comparison later.
         """
-        versions, by_base = self.versions, self.watch_by_base
-        watches: list[weakref.ref[Tensor]] = []
+        versions, by_base = self.versions, self.alias_by_base
+        aliases: list[weakref.ref[Tensor]] = []
         others: list[Tensor] = []
         for index, tensor in enumerate(self.saved):
             base = tensor._base  # all views of a tensor share its version counter
@@ -104,59 +111,60 @@ class SavedSlots:
             version = versions[index]
             if type(base) is Parameter and version is not None:
                 self.parameters[index] = base
-                watches.append(weakref.ref(base))
+                aliases.append(weakref.ref(base))
                 continue
             self._others.append(index)
             others.append(tensor)
             if base is not tensor:
                 self._views.append(index)
             if type(tensor) is not Tensor or version is None:
-                watch = None
+                reference = None
             elif base.is_leaf:
                 alias = by_base.get(id(base))
                 if alias is None:
                     alias = by_base[id(base)] = _alias(tensor)
-                    self._aliases.append(alias)
-                watch = None if alias is _NOBODYS else weakref.ref(alias)
+                    self._kept_aliases.append(alias)
+                reference = None if alias is _UNWRITTEN else weakref.ref(alias)
             elif base._version == version:
-                watch = weakref.ref(base)
+                reference = weakref.ref(base)
             else:
-                watch, versions[index] = _UNWATCHED, ~version  # known to have been written to, also when it is gone
-            if watch is None:
-                watch = _UNWATCHED
-                versions[index] = _NOBODYS._version
-            watches.append(watch)
-        self.kinds = expected if expected is not None and expected.are_of(others) else TensorSpecs.of(others)
-        self.watches.extend(watches)  # at once, and last: from here on slots may be asked for
-        return self.kinds
+                reference, versions[index] = _NO_ALIAS, ~version  # it has been written to: never equal to a version
+            if reference is None:
+                reference = _NO_ALIAS
+                versions[index] = _UNWRITTEN._version
+            aliases.append(reference)
+        self.specs = expected if expected is not None and expected.match(others) else TensorSpecs.of(others)
+        self.aliases.extend(aliases)  # at once and last: from now on another thread may ask for slots
+        return self.specs
 
-    def are_worth_ending_at(self) -> bool:
-        """Whether, on the CPU, what follows the last slot takes longer than leaving it out; known for a product with a parameter.
+    def is_rest_worth_skipping(self) -> bool:
+        """Whether, on the CPU, the operations after the last slot take longer than the exception that skips them.
 
-        Always where other processes take part: sizes differ between them, and what follows may be a collective operation.
+        This is known for a product with a parameter, by its size. True for anything else, and with other processes:
+        sizes differ between ranks, and the rest may contain a collective operation.
         """
-        last, shapes = len(self.versions) - 1, self.kinds.shapes
+        last, shapes = len(self.versions) - 1, self.specs.shapes
         other = self._others[-1] if shapes else 0
         weight = self.parameters.get(last - 1 if other == last else last)  # autograd saves the two in either order
         factor = shapes[-1] if shapes and other >= last - 1 else None
         if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
             return True
-        if 2 * factor.numel() * weight.numel() // factor[-1] >= WORTH_ENDING_FLOPS:
+        if 2 * factor.numel() * weight.numel() // factor[-1] >= MIN_SKIPPED_FLOPS:
             return True
         return dist.is_available() and dist.is_initialized()
 
-    def leave_forward(self) -> None:
-        """Let go of the tensors, also when an exception has ended forward."""
+    def release_forward(self) -> None:
+        """Release the tensors, also after an exception in forward."""
         self.saved.clear()
-        self.watch_by_base.clear()
+        self.alias_by_base.clear()
 
     def is_written(self, index: int) -> bool:
-        """Whether the tensor of a slot has been written to after it was saved, by anyone who may."""
-        watched = self.watches[index]()
-        return watched is not None and watched._version != self.versions[index]
+        """Whether somebody has written to the tensor of a slot since it was saved."""
+        alias = self.aliases[index]()
+        return alias is not None and alias._version != self.versions[index]
 
     def written(self, index: int) -> RuntimeError:
-        """The error for a write to the tensor of a slot after it was saved."""
+        """Return the error for a write to the tensor of a slot."""
         version = self.versions[index]
         assert version is not None
         if version < 0:
@@ -166,26 +174,31 @@ class SavedSlots:
             shape, dtype = parameter.shape, parameter.dtype
         else:
             other = self._others.index(index)
-            shape, dtype = self.kinds.shapes[other] or torch.Size(), self.kinds.dtypes[other]
+            shape, dtype = self.specs.shapes[other] or torch.Size(), self.specs.dtypes[other]
         return modified_in_place(shape, dtype, version, "but was written to after that")
 
     def difference(self, saved: Sequence[Tensor]) -> str | None:
-        """How tensors that were saved again differ from those that were saved first; None where they do not.
+        """Say how the tensors of a recomputation differ from those of forward; None if they do not.
 
-        What looks at parameters is left to `changed_parameter`.
+        Parameters and their views are checked by `changed_parameter`.
         """
         if len(saved) != len(self.versions):
             return f"{len(self.versions)} tensors were saved and {len(saved)} are now"
         others = [saved[index] for index in self._others]
-        if self.kinds.are_of(others):
+        if self.specs.match(others):
             return None
-        for index, tensor, dtype, shape in zip(self._others, others, *self.kinds, strict=True):
+        for index, tensor, dtype, shape in zip(self._others, others, *self.specs, strict=True):
             if dtype != tensor.dtype or (shape is not None and shape != tensor.shape):
                 return f"tensor {index} was {dtype} {shape} and is {tensor.dtype} {tensor.shape} now"
         return None
 
-    def changed_parameter(self, saved: Sequence[Tensor], answered: Set[int]) -> str | None:
-        """What has been done to a parameter that was saved; None for nothing. Slots in `answered` hold results only."""
+    def changed_parameter(self, saved: Sequence[Tensor], filled: Set[int]) -> str | None:
+        """Say how a saved parameter was changed since forward; None if none was.
+
+        Args:
+            saved: the tensors of a recomputation.
+            filled: slots whose tensors were not computed. They may be copies of a parameter instead of views.
+        """
         versions, parameters = self.versions, self.parameters
         others = list(map(type, saved)).count(Parameter)
         for index, parameter in parameters.items():
@@ -195,7 +208,7 @@ class SavedSlots:
             if tensor is parameter:
                 others -= 1
             elif tensor._base is not parameter:
-                if index in answered:
+                if index in filled:
                     continue
                 return f"a parameter of shape {list(tensor.shape)} has been replaced"
             if parameter._version != versions[index]:
@@ -205,18 +218,18 @@ class SavedSlots:
                 i for i, tensor in enumerate(saved) if type(tensor) is Parameter and tensor is not parameters.get(i)
             )
             return f"a parameter of shape {list(saved[index].shape)} has been replaced"
-        for index in self._views:  # of a tensor in whose place there is a parameter now
+        for index in self._views:  # a parameter may have taken the tensor's place
             if index < len(saved) and type(saved[index]._base) is Parameter:
                 return f"a parameter of shape {list(saved[index].shape)} has been replaced"
         return None
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """`without_memory`, where that can be had."""
+    """An alias without memory; `_UNWRITTEN` for a layout that has none."""
     try:
         return without_memory(tensor)
     except RuntimeError:  # sparse and nested layouts
-        return _NOBODYS
+        return _UNWRITTEN
 
 
 def _shape(tensor: Tensor) -> torch.Size | None:

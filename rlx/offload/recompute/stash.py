@@ -1,91 +1,176 @@
-"""Tensors that recomputation needs again: a layer's inputs, and the results of operations that it does not repeat."""
+"""Tensors that a recomputation reads again: a layer's inputs, and results of operations that it does not repeat."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from rlx.offload.runtime.pytree import replace_leaves
 from rlx.offload.storage.offloader import OffloadedRange
-from rlx.offload.storage.regions import TensorLayout
+from rlx.offload.storage.regions import TensorLayout, is_parameter, size_bytes
+from rlx.offload.storage.stats import Counters
 
 
 class StashedTensor:
-    """A tensor for as long as a layer may be recomputed: its bytes off the device, or an alias where they stayed.
+    """A tensor for as long as a layer may be recomputed: offloaded bytes, or an alias of a tensor on the device.
 
-    Holds an alias and never the tensor itself, which would hold the graph that holds this.
+    It holds an alias and never the tensor itself. The tensor would hold the graph, and the graph holds this object.
 
     Args:
-        tensor: shape, dtype and layout are given back as they are.
-        offloaded: its bytes off the device; None: they stay.
-        is_result: it, or what it is an alias of, is what an operation gave: no leaf, if it wants a gradient.
+        tensor: the tensor; `tensor()` returns its shape, dtype and strides unchanged.
+        offloaded: its offloaded bytes; None: they are on the device.
+        is_result: an operation computed the tensor, or the tensor that it is an alias of. It is then no leaf if it
+            requires a gradient.
     """
 
-    __slots__ = ("_is_leaf", "_look", "_offloaded", "_requires_grad", "_version", "watch")
+    __slots__ = ("_is_leaf", "_layout", "_offloaded", "_requires_grad", "_version", "version_alias")
 
     def __init__(self, tensor: Tensor, offloaded: OffloadedRange | None, is_result: bool = False) -> None:
         self._requires_grad = tensor.requires_grad
         self._is_leaf = tensor.is_leaf and not (is_result and self._requires_grad)
         self._offloaded = offloaded
-        self._look: TensorLayout | None = None
+        self._layout: TensorLayout | None = None
         self._version: int | None
-        # What shares the tensor's version counter for as long as this lives.
-        self.watch: Tensor
+        self.version_alias: Tensor  # shares the tensor's version counter
         if offloaded is None:
             self._version = None if tensor.is_inference() else tensor._version
-            self.watch = tensor if isinstance(tensor, Parameter) else tensor.detach()
+            self.version_alias = tensor if isinstance(tensor, Parameter) else tensor.detach()
         else:
-            self._look = look = TensorLayout(tensor)
-            self._version, self.watch = look.version, look.alias
+            self._layout = layout = TensorLayout(tensor)
+            self._version, self.version_alias = layout.version, layout.alias
 
     @property
-    def is_given_as_leaf(self) -> bool:
-        """Whether `tensor()` is a leaf that the graph of a recomputation holds."""
+    def is_grad_leaf(self) -> bool:
+        """Whether `tensor()` is a leaf with a gradient, which the graph of a recomputation holds."""
         return self._is_leaf and self._requires_grad
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing has been written to the tensor since."""
-        return self._version is None or self.watch._version == self._version
+        """Whether nobody has written to the tensor since it was stashed."""
+        return self._version is None or self.version_alias._version == self._version
 
     @property
     def is_whole(self) -> bool:
-        """Whether the bytes are still those that were stored: what has left before a write is."""
+        """Whether the stashed bytes are the original ones. Bytes that were offloaded before a write are."""
         return self.is_untouched if self._offloaded is None else not self._offloaded.is_torn
 
     def tensor(self) -> Tensor:
-        """The tensor, ready for the current stream. In gradient mode only.
+        """Return the tensor, ready for the current stream. Call it in gradient mode only.
 
-        It wants a gradient where the original did, and is a leaf where that was one: layers may ask.
+        It requires a gradient if the original did, and is a leaf if the original was one: a layer may ask for both.
 
         Raises:
             RuntimeError: if the bytes were overwritten.
         """
-        if self._offloaded is not None and self._look is not None:
-            tensor = self._look.restore(*self._offloaded.on_device())
+        if self._offloaded is not None and self._layout is not None:
+            tensor = self._layout.restore(*self._offloaded.on_device())
         else:
             if not self.is_untouched:
-                raise modified_input(self.watch)
-            if isinstance(self.watch, Parameter):
-                return self.watch
-            tensor = self.watch.detach()
+                raise modified_input(self.version_alias)
+            if isinstance(self.version_alias, Parameter):
+                return self.version_alias
+            tensor = self.version_alias.detach()
         tensor.requires_grad_(self._requires_grad)
-        # Else a view, of the same strides even where these say nothing.
+        # expand_as makes a view with the same strides, also for a dimension of length 1.
         return tensor if self._is_leaf else tensor.expand_as(tensor)
 
 
+class LayerInputs:
+    """The arguments of one layer call, until the layer is recomputed.
+
+    A tensor that requires a gradient is stashed. Any other (a mask, a rotary table) is kept on the device: layers
+    mostly share it, so that it stays alive anyway.
+
+    Args:
+        args, kwargs: the call's arguments.
+        tensors: the tensors in them.
+        offload: offloads a tensor; returns None for one that is kept on the device.
+        counters: of the layer.
+        alias_by_base: gets, for each input, the alias that shares its version counter (see `SavedSlots`).
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        offload: Callable[[Tensor], OffloadedRange | None],
+        counters: Counters,
+        alias_by_base: dict[int, Tensor],
+    ) -> None:
+        self._stashed: list[StashedTensor] = []
+        self._constants: list[tuple[Tensor, int]] = []  # aliases of tensors without a gradient, and their versions
+        by_id: dict[int, StashedTensor | Tensor] = {}  # each object once: a layer may ask whether `query is key`
+        for tensor in tensors:
+            if id(tensor) in by_id:
+                continue
+            alias: Tensor | None = None
+            if tensor.requires_grad:
+                stashed = by_id[id(tensor)] = StashedTensor(tensor, None if is_parameter(tensor) else offload(tensor))
+                self._stashed.append(stashed)
+                if type(tensor) is Tensor and not is_parameter(tensor) and not tensor.is_inference():
+                    alias = stashed.version_alias
+            else:
+                counters.kept_bytes += size_bytes(tensor)
+                kept = by_id[id(tensor)] = tensor
+                if tensor.is_inference():
+                    continue
+                if type(tensor) is Tensor:
+                    # If the layer's output is added to the tensor in place, the tensor holds the graph that holds this.
+                    alias = kept = by_id[id(tensor)] = tensor.detach()
+                self._constants.append((kept, tensor._version))
+            if alias is not None:
+                base = tensor._base
+                alias_by_base[id(tensor if base is None else base)] = alias
+        self._args, self._kwargs = replace_leaves(args, by_id), replace_leaves(kwargs, by_id)
+
+    @property
+    def has_grad_leaves(self) -> bool:
+        """Whether the graph of a recomputation holds inputs."""
+        return any(stashed.is_grad_leaf for stashed in self._stashed)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has written to any input."""
+        return self.written_constant() is None and all(stashed.is_untouched for stashed in self._stashed)
+
+    def written_constant(self) -> Tensor | None:
+        """Return an input without a gradient that somebody has written to; None if there is none."""
+        for tensor, version in self._constants:
+            if tensor._version != version:
+                return tensor
+        return None
+
+    def restored(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """Return the arguments for a recomputation, and the tensors that were made for it.
+
+        Raises:
+            RuntimeError: if an input was overwritten.
+        """
+        tensors: dict[int, Tensor] = {}
+        for stashed in self._stashed:
+            tensors[id(stashed)] = stashed.tensor()
+        for kept, _ in self._constants:
+            if kept.requires_grad:
+                tensors[id(kept)] = kept.detach()
+        return replace_leaves(self._args, tensors), replace_leaves(self._kwargs, tensors), list(tensors.values())
+
+
 def release_leaf_memory(tensor: Tensor) -> None:
-    """Take the memory from the leaf that a given tensor looks at: the graph of a recomputation holds it for as long as it lives."""
+    """Free the memory of the leaf that an input is a view of: the graph of a recomputation holds the leaf."""
     leaf = tensor._base
     if leaf is not None and type(leaf) is Tensor and leaf.requires_grad and leaf.is_leaf:
-        with contextlib.suppress(RuntimeError):  # of sparse and nested layouts: they stay a little longer
+        with contextlib.suppress(RuntimeError):  # sparse and nested tensors keep theirs until the graph goes
             leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
 
 
 def modified_input(tensor: Tensor) -> RuntimeError:
-    """The error for a layer input that was written to before the layer is recomputed."""
+    """Return the error for a write to a layer's input before the layer is recomputed."""
     return RuntimeError(
         f"a {tensor.dtype} tensor of shape {list(tensor.shape)}, an input of a layer that has to be recomputed, has been "
         "modified by an inplace operation since; write out of place, or clone it before"

@@ -1,11 +1,14 @@
-"""Which calls of a layer's forward leave an `CachedOp`: those of `save="attention"`, or those that a plan names.
+"""Recorders: they make a `CachedOp` of calls in a layer's forward, those of `save="attention"` or those that a plan names.
 
-Note [when a result is stored]
-A kernel that is an autograd Function may write to a result in place past the version counter (Liger's rotary embedding
-does). Bytes that are stored before such a write could be torn by it, bytes stored after it would be written to twice. So
-the result of a linear map is stored when it is known what works on it: at the call of attention, if what attention gets
-does not lie where the result lay, or reaches it by views alone; else when a later call, or the layer's end, is reached from
-it in the graph and no autograd Function lies next to it. What is not reached within some nodes runs again.
+Note [when a result is stashed]
+A kernel may write to a result in place without the version counter noticing: Liger's rotary embedding, an autograd
+Function, does so. If a result is stashed before such a write, the write may tear the copy. If it is stashed after it,
+recomputation would apply the write a second time. So the result of a linear map waits until it is known which operation
+reads it:
+
+* At a call of attention it is stashed if the arguments do not share its memory, or are views of it.
+* Otherwise it is stashed when a later call, or the layer's end, is reached from it in the graph, and no autograd
+  Function reads it. A result that is not reached within `_MAX_NODES` nodes is not cached.
 """
 
 from __future__ import annotations
@@ -18,23 +21,25 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from rlx.offload.recompute.policy import LayerRecording
 from rlx.offload.recompute.stash import StashedTensor
-from rlx.offload.replay.cached_op import CachedOp, DeadOp, LayerRecording, sources_of, why_not_cacheable
-from rlx.offload.replay.dataflow import CALL, Trail, known_name
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
+from rlx.offload.replay.dataflow import CALL, known_name
+from rlx.offload.replay.dead_ops import DeadOpRecorder
+from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import is_plain, storage_address
 
-# The last linear map is answered if repeating it takes at least this many operations for each byte of its result: on
-# current machines a link moves one byte in the time of some thousand operations, and has room left at this point.
+# The last linear map is cached if repeating it takes at least this many operations per byte of its result. Current machines
+# compute some thousand operations while the link moves one byte, and the link is idle at this point.
 MIN_OPERATIONS_PER_BYTE = 1000
-_PLAIN = frozenset({type(None), bool, int, float, str, tuple})  # types whose values tell kinds of attention apart
-_MAX_NODES, _MAX_LEVELS = 96, 12  # of the graph that are looked at behind a call, levels since the last find
+_PLAIN = frozenset({type(None), bool, int, float, str, tuple})  # types whose values distinguish variants of attention
+_MAX_NODES, _MAX_LEVELS = 96, 12  # of the graph, searched behind a call; levels since the last find
 
 
 class Recorder(OpMode):
-    """Keeps answers while a layer's forward runs; subclasses say of which calls.
+    """Makes cached ops while a layer's forward runs; subclasses choose the calls.
 
     Args:
         recording: the layer call.
@@ -42,111 +47,114 @@ class Recorder(OpMode):
 
     def __init__(self, recording: LayerRecording) -> None:
         super().__init__()
-        self.answers: dict[int, CachedOp | None] = {}  # by places
+        self.cached_ops: dict[int, CachedOp | None] = {}  # by op index
         self.call_count = 0
         self.attention_count = 0
-        self.attention_slots: int | None = None  # how many slots there are up to the map behind the last attention
-        self.refused: str | None = None
+        self.attention_slots: int | None = None  # slots up to the end of the map after the last attention
+        self.refusal: str | None = None  # why attention was not cached
         self._recording = recording
-        # Place among the answers -> a result that may be stored, and the node of the graph that made it.
+        # By op index: a result that waits to be stashed, and the node of the graph that made it.
         self._pending: dict[int, tuple[Any, Node | None]] = {}
         self._wants_next = False
 
     def end_forward(self, outputs: Any) -> None:
-        """Close the forward: settle what is pending, and drop answers whose results were written to."""
+        """Close the forward: decide on pending results, and drop cached ops whose results were written to."""
         self._settle(outputs)
         self._drop_pending()
-        self.answers = {p: a if a is not None and a.is_result_untouched else None for p, a in self.answers.items()}
+        self.cached_ops = {
+            op: cached_op if cached_op is not None and cached_op.is_result_untouched else None
+            for op, cached_op in self.cached_ops.items()
+        }
 
     def _settle(self, outputs: Any) -> None:
-        """Store those of the pending results that are wanted, at the end of the layer."""
+        """Stash the pending results that are wanted, at the end of the layer."""
         raise NotImplementedError
 
-    def _next_place(self) -> int:
-        """The place of a call that begins."""
-        place = self.call_count
+    def _next_op(self) -> int:
+        """Return the index of a call that begins."""
+        op = self.call_count
         self.call_count += 1
-        self.answers[place] = None  # also where the call fails and the layer goes on
-        return place
+        self.cached_ops[op] = None  # stays None if the call fails and the layer goes on
+        return op
 
-    def _save(self, place: int, tensor: Tensor) -> StashedTensor | None:
-        """Where what is left of a call goes."""
-        return self._recording.store(tensor)
+    def _stash(self, op: int, tensor: Tensor) -> StashedTensor | None:
+        """Stash a tensor for a cached op."""
+        return self._recording.stash(tensor)
 
-    def _watched(
-        self, function: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_attention: bool, place: int
+    def _record(
+        self, function: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_attention: bool, op: int
     ) -> tuple[Any, CachedOp | None]:
-        """Run a call; returns its result and what is needed to answer it, None if it has to run again."""
+        """Run a call; return its result and its cached op, or None if it has to run again."""
         versions = versions_of(arguments)
         first_slot = self._recording.slot_count
         result = function(*args, **kwargs)
         seen = self._recording.saved_since(first_slot)
         results = tensors_in(result)
-        refused = why_not_cacheable((*arguments, *results))
+        refusal = why_not_cacheable((*arguments, *results))
         if not results or not all(map(is_plain, seen)):
-            refused = "gives or saves something else than tensors"
+            refusal = "returns or saves something else than tensors"
         if versions != versions_of(arguments):
-            refused = "writes to its arguments"
-        if refused is None:
-            saved = sources_of(seen, arguments, results, lambda tensor: self._save(place, tensor), is_attention)
+            refusal = "writes to its arguments"
+        if refusal is None:
+            saved = sources_of(seen, arguments, results, lambda tensor: self._stash(op, tensor), is_attention)
             if saved is not None:
                 return result, CachedOp(function, first_slot, arguments, saved, result)
-            refused = "saves more than a fused kernel of attention does: its scores, or copies"
+            refusal = "saves more than a fused kernel of attention does: its scores, or copies"
         if is_attention:
-            self.refused = refused
+            self.refusal = refusal
         return result, None
 
-    def _note_answer(self, place: int, answer: CachedOp | None, result: Any, is_attention: bool) -> None:
-        """Store the result of attention and of the map behind it, or let it wait (Note [when a result is stored])."""
-        self.answers[place] = answer
+    def _note_cached_op(self, op: int, cached_op: CachedOp | None, result: Any, is_attention: bool) -> None:
+        """Stash the result of attention and of the map after it; let others wait (Note [when a result is stashed])."""
+        self.cached_ops[op] = cached_op
         if is_attention:
             self.attention_count += 1
-            if answer is not None:
-                answer.random_state = self._recording.random_state()
-                self._store(place, result)
+            if cached_op is not None:
+                cached_op.random_state = self._recording.random_state()
+                self._stash_result(op, result)
         elif self._wants_next:
-            self._store(place, result)
-        elif answer is not None:
+            self._stash_result(op, result)
+        elif cached_op is not None:
             node = result.grad_fn if isinstance(result, Tensor) else None
-            self._pending[place] = map_leaves(_detached, result), node
+            self._pending[op] = map_leaves(_detached, result), node
 
     def _note_call(self, is_attention: bool) -> None:
         if self._wants_next and not is_attention:
             self.attention_slots = self._recording.slot_count
         self._wants_next = is_attention
 
-    def _store_pending(self, arguments: list[Tensor]) -> None:
-        """Store the results before attention, but for those that a kernel may have written to unseen."""
+    def _stash_pending(self, arguments: list[Tensor]) -> None:
+        """Stash the results before attention, except those that a kernel may have written to unnoticed."""
         addresses = list(map(storage_address, arguments))
-        for place, (result, node) in self._pending.items():
+        for op, (result, node) in self._pending.items():
             here = [storage_address(tensor) for tensor in tensors_in(result)]
-            looks = [argument for argument, address in zip(arguments, addresses, strict=True) if address in here]
-            if all(_is_reached_by_views(argument.grad_fn, node) for argument in looks):
-                self._store(place, result)
+            shared = [argument for argument, address in zip(arguments, addresses, strict=True) if address in here]
+            if all(_is_reached_by_views(argument.grad_fn, node) for argument in shared):
+                self._stash_result(op, result)
             else:
-                self.answers[place] = None
+                self.cached_ops[op] = None
         self._pending.clear()
 
-    def _store(self, place: int, result: Any) -> None:
-        answer = self.answers[place]
-        if answer is not None and not answer.store_result(lambda tensor: self._save(place, tensor), result):
-            self.answers[place] = None
+    def _stash_result(self, op: int, result: Any) -> None:
+        cached_op = self.cached_ops[op]
+        if cached_op is not None and not cached_op.stash_result(lambda tensor: self._stash(op, tensor), result):
+            self.cached_ops[op] = None
 
     def _drop_pending(self) -> None:
-        for place in self._pending:
-            self.answers[place] = None
+        for op in self._pending:
+            self.cached_ops[op] = None
         self._pending.clear()
 
 
 class AttentionRecorder(Recorder):
-    """`save="attention"`: attention, the linear maps before it, the first one behind it and the layer's last one.
+    """`save="attention"`: attention, the linear maps before it, the first one after it and the layer's last one.
 
-    Results of the linear maps behind attention are looked at when it is known what comes after them, so only one of them
-    is held.
+    Which linear map is the last one shows at the layer's end only. So the result of each map after attention waits until
+    the next map runs; one result is held at a time.
 
     Args:
         recording: the layer call.
-        expected: how many attention calls the layer made when it ran before; 0 where it has not.
+        expected: the number of attention calls in the layer's previous forward; 0 for the first.
     """
 
     def __init__(self, recording: LayerRecording, expected: int) -> None:
@@ -158,154 +166,141 @@ class AttentionRecorder(Recorder):
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         arguments = tensors_in((args, kwargs))
         if is_attention:
-            self._store_pending(arguments)
-        place = self._next_place()
-        behind_attention = self.attention_count >= max(self._expected, 1) and not is_attention and not self._wants_next
-        if behind_attention:
+            self._stash_pending(arguments)
+        op = self._next_op()
+        if self.attention_count >= max(self._expected, 1) and not is_attention and not self._wants_next:
             self._drop_pending()
-            if not _is_worth(function, args):
+            if not _is_worth_caching(function, args):
                 return function(*args, **kwargs)
-        result, answer = self._watched(function, args, kwargs, arguments, is_attention, place)
-        self._note_answer(place, answer, result, is_attention)
+        result, cached_op = self._record(function, args, kwargs, arguments, is_attention, op)
+        self._note_cached_op(op, cached_op, result, is_attention)
         self._note_call(is_attention)
         return result
 
     def _settle(self, outputs: Any) -> None:
         if self._pending and self.attention_count:
-            place, (result, _) = next(reversed(self._pending.items()))
-            answer = self.answers[place]
-            if answer is not None and answer.next_slot < self._recording.slot_count:
-                self._store(place, result)
-                self._pending.pop(place)
+            op, (result, _) = next(reversed(self._pending.items()))
+            cached_op = self.cached_ops[op]
+            if cached_op is not None and cached_op.next_slot < self._recording.slot_count:
+                self._stash_result(op, result)
+                self._pending.pop(op)
 
 
 class PlannedRecorder(Recorder):
-    """The operations that a plan names, and those whose results nobody reads then.
+    """The operations that a plan names, and the dead ops.
 
     Args:
         recording: the layer call.
-        orders: the plan for the layer.
+        instructions: the plan for the layer.
     """
 
-    def __init__(self, recording: LayerRecording, orders: LayerPolicy) -> None:
+    def __init__(self, recording: LayerRecording, instructions: LayerInstructions) -> None:
         super().__init__(recording)
-        self._orders = orders
-        self.is_off_plan = False  # the layer calls something else than when it was measured
-        self.sees_all = bool(orders.others)
+        self._instructions = instructions
+        self._cached = instructions.cached_ops
+        self.is_off_plan = False  # the layer makes other calls than when it was profiled
+        self.sees_all = bool(instructions.other_names)
         self._other_count = 0
-        self._is_off_flow = False  # it does anything else than when it was measured
-        self._unread = Trail()
-        self._readings: list[tuple[str, int]] = []
+        self._is_same_flow = True  # the other operations are those of the profile, up to now
+        self._dead_ops = DeadOpRecorder(recording, instructions.dead_ops)
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         arguments = tensors_in((args, kwargs))
         if is_attention:
-            self._store_pending(arguments)
+            self._stash_pending(arguments)
         elif self._pending and self.attention_count:
-            self._store_reached(arguments)
-        place = self._next_place()
-        self._look_at_readers(CALL, arguments)
-        if place in self._orders.unread:
-            result = self._run_unread(place, function, args, kwargs, arguments)
-            self._is_wanted(place, function, args, is_attention)
-        elif not self._is_wanted(place, function, args, is_attention):
+            self._stash_reached(arguments)
+        op = self._next_op()
+        self._dead_ops.note_reads(CALL, arguments)
+        is_wanted = self._is_wanted(op, function, args, is_attention)
+        if op in self._instructions.dead_ops:
+            result = self._run_dead(op, function, args, kwargs, arguments)
+        elif not is_wanted:
             result = function(*args, **kwargs)
             self.attention_count += is_attention
         else:
-            result, answer = self._watched(function, args, kwargs, arguments, is_attention, place)
-            self._note_answer(place, answer, result, is_attention)
+            result, cached_op = self._record(function, args, kwargs, arguments, is_attention, op)
+            self._note_cached_op(op, cached_op, result, is_attention)
         self._note_call(is_attention)
         return result
 
     def end_forward(self, outputs: Any) -> None:
-        """Close the forward: without its results that something reads by another way than it was measured."""
+        """Close the forward; drop the dead ops if it differs from the profile."""
         super().end_forward(outputs)
-        orders = self._orders
-        is_same = not self._is_off_flow and not self.is_off_plan and self._other_count == len(orders.others)
-        if not is_same or tuple(self._readings) != orders.readings:
-            self.answers = {p: a for p, a in self.answers.items() if not isinstance(a, DeadOp)}
+        names, reads = self._instructions.other_names, self._instructions.dead_op_reads
+        is_same = self._is_same_flow and not self.is_off_plan and self._other_count == len(names)
+        if not is_same or tuple(self._dead_ops.reads) != reads:
+            self.cached_ops = {op: one for op, one in self.cached_ops.items() if one is None or not one.is_dead}
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
         """See `OpMode.run_other`."""
-        orders, arguments = self._orders, tensors_in((args, kwargs))
+        instructions, arguments = self._instructions, tensors_in((args, kwargs))
         name = known_name(function, kwargs)
+        self._dead_ops.note_reads(getattr(function, "__name__", "") if name is None else name, arguments)
         if name is None:
-            self._look_at_readers(getattr(function, "__name__", ""), arguments)
             return function(*args, **kwargs)
-        self._look_at_readers(name, arguments)
         self._other_count += 1
-        place, index = -self._other_count, self._other_count - 1
-        self._is_off_flow = self._is_off_flow or index >= len(orders.others) or orders.others[index] != name
-        if self._is_off_flow:
+        op, names = -self._other_count, instructions.other_names
+        self._is_same_flow = self._is_same_flow and -op <= len(names) and names[-op - 1] == name
+        if not self._is_same_flow:
             return function(*args, **kwargs)
-        if place in orders.unread:
-            return self._run_unread(place, function, args, kwargs, arguments)
-        if place not in orders.on_device and place not in orders.off_device:
+        if op in instructions.dead_ops:
+            return self._run_dead(op, function, args, kwargs, arguments)
+        if op not in self._cached:
             return function(*args, **kwargs)
-        result, answer = self._watched(function, args, kwargs, arguments, False, place)
-        self.answers[place] = answer
-        if answer is not None:
-            self._pending[place] = map_leaves(_detached, result), result.grad_fn
+        result, cached_op = self._record(function, args, kwargs, arguments, False, op)
+        self.cached_ops[op] = cached_op
+        if cached_op is not None:
+            self._pending[op] = map_leaves(_detached, result), result.grad_fn
         return result
 
-    def _run_unread(self, place: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
-        """Run an operation whose result nobody is going to read when the layer is recomputed."""
-        first_slot = self._recording.slot_count
-        result = function(*args, **kwargs)
-        seen = self._recording.saved_since(first_slot)
-        saved = sources_of(seen, arguments, [], lambda tensor: None, is_attention=False)
-        if saved is not None and isinstance(result, Tensor) and why_not_cacheable((*arguments, result)) is None:
-            self.answers[place] = DeadOp(function, first_slot, arguments, saved, result)
-            self._unread.note(result, place)
+    def _run_dead(self, op: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
+        result, dead_op = self._dead_ops.run(op, function, args, kwargs, arguments)
+        if dead_op is None:
+            self._is_same_flow = False
         else:
-            self._is_off_flow = True
+            self.cached_ops[op] = dead_op
         return result
 
-    def _look_at_readers(self, name: str, arguments: list[Tensor]) -> None:
-        if self._orders.unread:
-            for tensor in arguments:
-                place = self._unread.of(tensor) if type(tensor) is Tensor else None
-                if place is not None:
-                    self._readings.append((name, place))
+    def _is_wanted(self, op: int, function: Any, args: Any, is_attention: bool) -> bool:
+        names = self._instructions.call_names
+        if names is not None and not self.is_off_plan and op < len(names):
+            self.is_off_plan = names[op] != call_name(function, args, is_attention)
+        return not self.is_off_plan and op in self._cached
 
-    def _is_wanted(self, place: int, function: Any, args: Any, is_attention: bool) -> bool:
-        names = self._orders.names
-        if names is not None and not self.is_off_plan and place < len(names):
-            self.is_off_plan = names[place] != call_name(function, args, is_attention)
-        return not self.is_off_plan and (place in self._orders.on_device or place in self._orders.off_device)
-
-    def _save(self, place: int, tensor: Tensor) -> StashedTensor | None:
-        return self._recording.keep(tensor) if place in self._orders.on_device else self._recording.store(tensor)
+    def _stash(self, op: int, tensor: Tensor) -> StashedTensor | None:
+        is_on_device = op in self._instructions.on_device
+        return self._recording.keep(tensor) if is_on_device else self._recording.stash(tensor)
 
     def _settle(self, outputs: Any) -> None:
-        for place in tuple(self._pending):
-            answer = self.answers[place]
-            if answer is None or answer.next_slot >= self._recording.slot_count:  # recomputation ends before its result
-                self._pending.pop(place)
-                self.answers[place] = None
+        for op in tuple(self._pending):
+            cached_op = self.cached_ops[op]
+            if cached_op is None or cached_op.next_slot >= self._recording.slot_count:  # recomputation stops before it
+                self._pending.pop(op)
+                self.cached_ops[op] = None
         if self._pending:
-            self._store_reached(tensors_in(outputs))
+            self._stash_reached(tensors_in(outputs))
 
-    def _store_reached(self, tensors: Iterable[Tensor]) -> None:
-        """Store the pending results from which the tensors were made, unless an autograd Function works on them."""
-        nodes = {node: place for place, (_, node) in self._pending.items() if node is not None}
+    def _stash_reached(self, tensors: Iterable[Tensor]) -> None:
+        """Stash the pending results from which the tensors were made, unless an autograd Function reads them."""
+        nodes = {node: op for op, (_, node) in self._pending.items() if node is not None}
         found, order = _reached(tensors, nodes), list(self._pending)
-        # They leave, and come back, in the order in which recomputation asks for them.
+        # In the order in which recomputation asks for them.
         for node, is_next_to_function in sorted(found.items(), key=lambda one: order.index(nodes[one[0]])):
-            place = nodes[node]
-            result, _ = self._pending.pop(place)
+            op = nodes[node]
+            result, _ = self._pending.pop(op)
             if is_next_to_function:
-                self.answers[place] = None
+                self.cached_ops[op] = None
             else:
-                self._store(place, result)
+                self._stash_result(op, result)
 
 
 def call_name(function: Any, args: Sequence[Any], is_attention: bool) -> str:
-    """What a call is called: `attention`, or `linear 3584x18944` with the widths of what goes in and comes out."""
+    """Return a call's name: `attention`, or `linear 3584x18944` with the widths of input and output."""
     if is_attention:
         return "attention"
-    place = 2 if function is torch.addmm else 1
-    weight = args[place] if len(args) > place else None
+    index = 2 if function is torch.addmm else 1
+    weight = args[index] if len(args) > index else None
     if not isinstance(weight, Tensor) or weight.dim() < 2:
         return "linear"
     rows, columns = weight.shape[-2:]
@@ -314,13 +309,13 @@ def call_name(function: Any, args: Sequence[Any], is_attention: bool) -> str:
 
 
 def attention_variant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What tells dear attention from cheap in one pass: all that is no tensor (windows, causality), and where masks are."""
+    """Return all arguments that are no tensors (windows, causality) and where masks are: they decide the time of attention."""
     named = [*enumerate(args), *sorted(kwargs.items())]
     return ", ".join(f"{name}={value if type(value) in _PLAIN else type(value).__name__}" for name, value in named)
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Their version counters; 0 where there is none."""
+    """Return the tensors' version counters; 0 for a tensor without one."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -329,7 +324,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _is_reached_by_views(start: Node | None, node: Node | None) -> bool:
-    """Whether the way back from one node to another passes no autograd Function."""
+    """Whether the path from one node back to another passes no autograd Function."""
     for _ in range(32):
         if start is None or isinstance(start, BackwardCFunction):
             return False
@@ -340,9 +335,9 @@ def _is_reached_by_views(start: Node | None, node: Node | None) -> bool:
 
 
 def _reached(tensors: Iterable[Tensor], wanted: Container[Node]) -> dict[Node, bool]:
-    """Of some nodes those that lie behind tensors, and whether an autograd Function works on them.
+    """Return the wanted nodes from which tensors were made, and whether an autograd Function may read them.
 
-    It may where it lies on a way to them: what is in between may be views, and nothing tells these from other nodes.
+    A Function anywhere on the path counts: the nodes between may be views, which look like other nodes.
     """
     found: dict[Node, bool] = {}
     seen: set[tuple[Node, bool]] = set()
@@ -365,10 +360,10 @@ def _reached(tensors: Iterable[Tensor], wanted: Container[Node]) -> dict[Node, b
     return found
 
 
-def _is_worth(function: Any, args: Sequence[Any]) -> bool:
-    """Whether repeating a linear map is dearer than bringing its result back: by operations for each byte of it."""
-    place = 1 if function is torch.addmm else 0  # behind the bias
-    if len(args) <= place or not isinstance(args[place], Tensor) or not args[place].dim():
+def _is_worth_caching(function: Any, args: Sequence[Any]) -> bool:
+    """Whether repeating a linear map takes longer than fetching its result, by operations per byte of it."""
+    index = 1 if function is torch.addmm else 0  # after the bias
+    if len(args) <= index or not isinstance(args[index], Tensor) or not args[index].dim():
         return False
-    tensor: Tensor = args[place]
+    tensor: Tensor = args[index]
     return 2 * tensor.shape[-1] >= MIN_OPERATIONS_PER_BYTE * tensor.element_size()

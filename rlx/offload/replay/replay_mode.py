@@ -1,21 +1,23 @@
-"""Operations whose results are kept, so that recomputation answers them instead of running them.
+"""Replay: in recomputation cached ops hand out their results instead of running.
 
-In forward a watch sees each call of attention and of a linear map and what autograd saved in it. Of a call that can be
-answered there remains an `CachedOp`: its result, and for each tensor that autograd saved either where in the arguments it
-lies or its bytes off the device. In recomputation a `ReplayMode` sees the same calls in the same order; one with an answer
-does not run: its slots are filled and its result is handed out.
+In forward a recorder (`recorder.py`) sees each call of attention and of a linear map, and the tensors that autograd saved in
+it. For a call that can be cached it makes a `CachedOp`: the result, and for each saved tensor either a view of an argument
+or stashed bytes. In recomputation a `ReplayMode` sees the same calls in the same order. A cached op does not run: its slots
+are filled and its result is handed out.
 
-Which calls leave one is said in `rlx.offload.replay.recorder`: with `save="attention"` attention, the linear maps before it (the q, k
-and v projections), the first one behind it (the output projection), and the layer's last linear map, if something behind it
-makes recomputation pass through it; with `save="auto"` those that the plan names, and what is kept of these may stay.
+Which calls are cached? With `save="attention"`: attention, the linear maps before it (the q, k and v projections), the
+first one after it (the output projection), and the layer's last one if anything after it makes recomputation pass it.
+With `save="auto"`: the operations that the plan names.
 
-Note [what makes an answer right]
-The forward of an answered call ran as in plain autograd, gradient mode on, whichever kernel was chosen: what its backward
-reads is what it saved (the log-sum-exp of fused attention, its random seed), bit for bit. A linear map is answered only if
-everything that autograd saved in it looks at its arguments, whose values recomputation has anyway. Under autocast the casts
-of activations are made before the call, so that they are its arguments; those of weights are left to autocast, which
-shares them between calls, and are made again. A result that the layer writes to before its forward ends is not answered, for the bytes that left
-may be those before or after the write. Random numbers that the call drew are skipped by setting the state behind it.
+Note [when a cached op is right]
+* The call ran as in plain autograd, in gradient mode, with the kernel that was chosen. Its backward reads exactly the
+  tensors that were saved: for fused attention the log-sum-exp and the random seed, bit for bit.
+* A linear map is cached only if all tensors saved in it are views of its arguments. Recomputation has those anyway.
+* Under autocast the casts of activations are made before the call, so that the casts are its arguments. Casts of weights
+  are made again: autocast shares them between calls.
+* If the layer writes to a result before its forward ends, the result is not cached: the offloaded bytes may be those from
+  before or after the write.
+* Random numbers that the call drew are skipped: the generators are set to their state after the call.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rlx.offload.recompute.ambient_state import RandomState
-from rlx.offload.replay.cached_op import CachedOp, DeadOp, autocast_dtype
+from rlx.offload.recompute.policy import Recomputation
+from rlx.offload.replay.cached_op import CachedOp, autocast_dtype
 from rlx.offload.replay.dataflow import GETTER, known_name
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import storage_address
 
-# The functions that are watched, and whether they are attention; attention is added by `register_attention`.
+# The functions that an OpMode sees, and whether they are attention; `register_attention` adds more.
 _IS_ATTENTION: dict[Any, bool] = {
     F.linear: False,
     torch.addmm: False,
@@ -47,11 +49,11 @@ _IS_ATTENTION: dict[Any, bool] = {
 }
 if hasattr(F, "grouped_mm"):
     _IS_ATTENTION[F.grouped_mm] = False
-# Of these, the ones whose arguments autocast casts.
+# Those of them whose arguments autocast casts.
 _CAST: frozenset[Any] = frozenset({F.linear, torch.addmm, torch.mm, F.scaled_dot_product_attention})
-_WATCHED: set[type] = set()  # autograd Functions whose `apply` looks for a watch
-# Where known attention kernels stand that are an autograd Function and thus no torch function: flash-attn 2, 3 and 4.
-_FUNCTIONS = {
+_WRAPPED: set[type] = set()  # autograd Functions whose `apply` asks for the active OpMode
+# Attention kernels that are an autograd Function and so no torch function, by module: flash-attn 2, 3 and 4.
+_KERNELS = {
     "flash_attn.flash_attn_interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
     "flash_attn_interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
     "flash_attn.cute.interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
@@ -60,12 +62,13 @@ _active = threading.local()
 
 
 def register_attention(function: Any) -> None:
-    """Let `save="attention"` answer calls of an attention kernel of one's own.
+    """Let `save="attention"` cache calls of a custom attention kernel.
 
     Args:
         function: a function that torch dispatches (`torch.ops.<namespace>.<name>`, a function of `torch.nn.functional`),
-            or a subclass of `torch.autograd.Function`, whose `apply` is wrapped once and for all. Its output may be a
-            tensor or a tuple with tensors; what it saves for backward must be among arguments and output, or small.
+            or a subclass of `torch.autograd.Function`, whose `apply` is wrapped for the life of the process. It may
+            return a tensor or a tuple with tensors. The tensors that it saves for backward must be arguments, outputs
+            or small.
 
     Raises:
         ValueError: for anything else.
@@ -77,25 +80,25 @@ def register_attention(function: Any) -> None:
                 f"register_attention: got {function!r}, expected a function that torch dispatches or a subclass of "
                 "torch.autograd.Function; a custom operator goes by torch.ops.<namespace>.<name>"
             )
-        # A call of an operator is seen as one of its overload, or of the packet of them all.
-        for watched in (packet, *(getattr(packet, name) for name in getattr(packet, "overloads", list)())):
-            _IS_ATTENTION[watched] = True
+        # A call of an operator shows as one of its overload or of the packet of all overloads.
+        for seen in (packet, *(getattr(packet, name) for name in getattr(packet, "overloads", list)())):
+            _IS_ATTENTION[seen] = True
         return
-    if function in _WATCHED:
+    if function in _WRAPPED:
         return
-    _WATCHED.add(function)
+    _WRAPPED.add(function)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         run = super(function, cls).apply
-        watch: OpMode | None = getattr(_active, "watch", None)
-        return run(*args, **kwargs) if watch is None else watch.run(run, args, kwargs, is_attention=True)
+        mode: OpMode | None = getattr(_active, "mode", None)
+        return run(*args, **kwargs) if mode is None else mode.run(run, args, kwargs, is_attention=True)
 
     function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
 def register_known_attention() -> None:
-    """Register the kernels of flash-attn as far as they are imported already."""
-    for module, names in _FUNCTIONS.items():
+    """Register the kernels of flash-attn that are imported already."""
+    for module, names in _KERNELS.items():
         if module in sys.modules:
             for name in names:
                 function = getattr(importlib.import_module(module), name, None)
@@ -104,21 +107,21 @@ def register_known_attention() -> None:
 
 
 class OpMode(TorchFunctionMode):
-    """Sees the calls of attention and linear maps on this thread; a call inside another one is part of it."""
+    """Sees the calls of attention and linear maps on this thread. A call inside another one is part of it."""
 
-    sees_all = False  # all other functions as well
+    sees_all = False  # sees all other functions as well
 
     def __init__(self) -> None:
         super().__init__()
         self._is_inside = False
 
     def __enter__(self) -> Any:
-        self._outer = getattr(_active, "watch", None)
-        _active.watch = self
+        self._outer = getattr(_active, "mode", None)
+        _active.mode = self
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
-        _active.watch = self._outer
+        _active.mode = self._outer
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,16 +133,16 @@ class OpMode(TorchFunctionMode):
         return self.run_other(function, args, kwargs or {})
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run or answer what is neither attention nor a linear map; only where `sees_all`."""
+        """Run or replay a function other than attention and linear maps; called only if `sees_all`."""
         raise NotImplementedError
 
     def run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        """Run a call or answer it."""
+        """Run or replay a call of attention or of a linear map."""
         if self._is_inside or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         self._is_inside = True
         try:
-            # What goes into a given tensor autocast leaves alone, and that tensor too.
+            # Autocast casts no arguments of a call with `out=`.
             if function in _CAST and kwargs.get("out") is None:
                 args, kwargs = _cast_activations(args, kwargs)
             return self._run(function, args, kwargs, is_attention)
@@ -147,8 +150,8 @@ class OpMode(TorchFunctionMode):
             self._is_inside = False
 
     @contextlib.contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """See nothing of a block."""
+    def paused(self) -> Iterator[None]:
+        """Ignore the calls in a block."""
         was, self._is_inside = self._is_inside, True
         try:
             yield
@@ -160,97 +163,79 @@ class OpMode(TorchFunctionMode):
 
 
 def run_as_one_call(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function so that a watch on this thread sees one linear map, its first argument, instead of what is called inside."""
-    watch: OpMode | None = getattr(_active, "watch", None)
-    return function(*args) if watch is None else watch.run(function, args, {}, is_attention=False)
+    """Run a function so that an `OpMode` on this thread sees one linear map of its first argument, not the calls inside."""
+    mode: OpMode | None = getattr(_active, "mode", None)
+    return function(*args) if mode is None else mode.run(function, args, {}, is_attention=False)
 
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Hide the calls in a block from a watch on this thread: they are not made when the layer is recomputed."""
-    watch: OpMode | None = getattr(_active, "watch", None)
-    with contextlib.nullcontext() if watch is None else watch.looking_away():
+    """Hide the calls in a block from an `OpMode` on this thread: a recomputation of the layer does not make them."""
+    mode: OpMode | None = getattr(_active, "mode", None)
+    with contextlib.nullcontext() if mode is None else mode.paused():
         yield
 
 
-class DeadOpNeededError(BaseException):
-    """What was to be answered has to run after all, with operations left out that it needs. Recomputation begins anew."""
-
-
 class ReplayMode(OpMode):
-    """Answers calls while a layer is recomputed.
+    """Replays cached ops while a layer is recomputed. Dead ops run (see `rlx.offload.replay.dead_ops`).
 
     Args:
-        answers: by places, of what does not run again.
-        calls: how many calls forward made.
-        fill: fills the slots from a given one on; may end the recomputation by an exception.
-        set_random_state: sets the state of the random generators.
-        fail: raises the error for a forward that is not the same as it was.
-        leaves_out: also what nobody reads does not run again.
-        poisons: what nobody reads is full of NaN.
+        cached_ops: by op index; None for an operation that is not cached.
+        calls: the number of calls that forward made.
+        recomputation: whose slots are filled.
     """
 
-    def __init__(
-        self,
-        answers: Mapping[int, CachedOp | None],
-        calls: int,
-        fill: Callable[[int, list[Tensor]], None],
-        set_random_state: Callable[[RandomState], None],
-        fail: Callable[[str], NoReturn],
-        leaves_out: bool = False,
-        poisons: bool = False,
-    ) -> None:
+    skips_dead_ops = False
+
+    def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Recomputation) -> None:
         super().__init__()
-        self._answers = answers
+        self._cached_ops = cached_ops
         self._calls = calls
         self._next_call, self._next_other = 0, -1
-        self._leaves_out, self._poisons = leaves_out, poisons
-        self.sees_all = min(answers, default=0) < 0
-        self._fill = fill
-        self._set_random_state = set_random_state
-        self._fail = fail
+        self.sees_all = min(cached_ops, default=0) < 0
+        self._recomputation = recomputation
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        place = self._next_call
-        if place >= self._calls:
-            self._fail(f"{function} is called once more than in forward")
+        op = self._next_call
+        if op >= self._calls:
+            self._recomputation.fail(f"{function} is called once more than in forward")
         self._next_call += 1
-        return self._answered(place, function, args, kwargs)
+        return self._replay(op, function, args, kwargs)
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
         """See `OpMode.run_other`."""
         if known_name(function, kwargs) is None:
             return function(*args, **kwargs)
-        place = self._next_other
+        op = self._next_other
         self._next_other -= 1
-        return self._answered(place, function, args, kwargs)
+        return self._replay(op, function, args, kwargs)
 
-    def _answered(self, place: int, function: Any, args: Any, kwargs: Any) -> Any:
-        answer = self._answers.get(place)
-        if answer is None:
+    def _replay(self, op: int, function: Any, args: Any, kwargs: Any) -> Any:
+        cached_op = self._cached_ops.get(op)
+        if cached_op is None or (cached_op.is_dead and not self.skips_dead_ops):
             return function(*args, **kwargs)
-        if isinstance(answer, DeadOp) and not self._leaves_out:
-            return function(*args, **kwargs)
-        if not answer.is_whole:
+        if not cached_op.is_whole:
             return self._run_again(function, args, kwargs)
-        if answer.function != function:
-            self._fail(f"{function} is called where forward called {answer.function}")
-        saved = answer.saved(tensors_in((args, kwargs)))
+        if cached_op.function != function:
+            self._recomputation.fail(f"{function} is called where forward called {cached_op.function}")
+        saved = cached_op.saved(tensors_in((args, kwargs)))
         if saved is None:
             return self._run_again(function, args, kwargs)
-        self._fill(answer.first_slot, saved)
-        if answer.random_state is not None:
-            self._set_random_state(answer.random_state)
-        return answer.result(poison=True) if isinstance(answer, DeadOp) and self._poisons else answer.result()
+        self._recomputation.fill(cached_op.first_slot, saved)
+        if cached_op.random_state is not None:
+            self._recomputation.skip_to(cached_op.random_state)
+        return self._result(cached_op)
+
+    def _result(self, cached_op: CachedOp) -> Any:
+        return cached_op.result()
 
     def _run_again(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if self._leaves_out:
-            raise DeadOpNeededError  # what it is to work on may be what was left out
+        """Run a call whose cached op cannot be used: its bytes were overwritten, or its arguments have changed."""
         return function(*args, **kwargs)
 
 
 def _cast_activations(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Cast arguments as autocast is about to, but for those whose casts it shares."""
+    """Cast arguments as autocast is about to, except those whose casts it shares."""
     tensors = tensors_in((args, kwargs))
     dtype = autocast_dtype(tensors[0].device.type) if tensors else None
     if dtype is None or not all(map(storage_address, tensors)):

@@ -1,4 +1,4 @@
-"""What all layer calls of one handle share: where bytes go, in which order layers ran, and the counters."""
+"""The session: the state that all layer calls of one model share, from the order of the calls to the counters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from rlx.offload.recompute.saved_slots import TensorSpecs
-from rlx.offload.replay.layer_policy import LayerPolicy
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.storage.arena import host_arena
 from rlx.offload.storage.copy_streams import CopyStreams
@@ -25,52 +22,47 @@ from rlx.offload.storage.tiers import DiskTier, HostTier, StagingBuffers, Tier
 
 logger = logging.getLogger("rlx.offload")
 
-# How many layer calls back a source may still be leaving: a layer's inputs have the whole layer to leave in, but what
-# `save="all"` sends off at the end of a layer has not.
+# For how many layer calls a copy to the host may take, until compute waits for it. A layer's inputs are offloaded at its
+# beginning; with `save="all"` the last tensors are offloaded at its end and need the next layer's time.
 _LAG = {"boundary": 1, "attention": 1, "all": 2, "auto": 2}
 
 
 class Layer:
-    """One place in the model where the engine works: its order among the others, its name and its counters."""
+    """A layer of the model: its position among the layers, its name and its counters."""
 
     def __init__(self, index: int, name: str) -> None:
         self.index = index
         self.name = name
         self.counters = Counters()
-        self.attention_count = 0  # how many calls of attention its last forward made
-        self.kinds: TensorSpecs | None = None  # of the tensors that were saved in it last
-        # Whether it computes on several streams, and the kinds with which that was last looked for.
-        self.uses_streams = False
-        self.kinds_looked_at: TensorSpecs | None = None
 
 
 class LayerCall:
     """One forward call of a layer, for as long as a graph needs it.
 
-    Owned by the packed objects that autograd holds, so that a dropped graph, an untouched branch or an exception frees
-    everything; owns no tensor of its own, and knows the call before it weakly.
+    The packed objects that autograd holds own the call. So a dropped graph, a branch without a loss or an exception frees
+    everything. A call owns no tensor that autograd saves, and refers to the call before it weakly.
     """
 
-    def __init__(self, engine: OffloadSession, layer: Layer) -> None:
-        self.engine = engine
+    def __init__(self, session: OffloadSession, layer: Layer) -> None:
+        self.session = session
         self.layer = layer
         self.offloaded: list[weakref.ref[OffloadedRange]] = []
         self._is_prefetched = False
-        self.number, self.previous = engine.begin_call(self)
+        self.number, self.previous = session.begin_call(self)
 
     def fetch(self) -> None:
-        """Begin to bring back what this call has offloaded."""
+        """Begin to fetch all that this call has offloaded."""
         for reference in self.offloaded:
             offloaded = reference()
             if offloaded is not None:
                 offloaded.fetch()
 
     def begin_backward(self) -> bool:
-        """Note that backward is at this call now; True if it has just come here.
+        """Note that backward is in this call; True if it has just entered it.
 
-        The call that it was at before lets the device's copies go: where a graph is retained nobody else would.
+        The call that it has left releases its device copies. With a retained graph nobody else would.
         """
-        before = self.engine.enter_backward(self)
+        before = self.session.enter_backward(self)
         if before is self:
             return False
         self._is_prefetched = False
@@ -79,7 +71,7 @@ class LayerCall:
         return True
 
     def evict(self, needed_by: LayerCall | None = None) -> None:
-        """Let the device's copies of what this call has offloaded go; the host keeps its own."""
+        """Release the device copies of all that this call has offloaded, except what `needed_by` has offloaded too."""
         if not self.offloaded:
             return
         still_used = needed_by.offloaded if needed_by is not None else []
@@ -89,7 +81,7 @@ class LayerCall:
                 offloaded.evict()
 
     def prefetch(self, layers: int) -> None:
-        """Begin to bring back what the calls before this one have offloaded, once in a backward pass."""
+        """Begin to fetch all that the `layers` calls before this one have offloaded, once in a backward pass."""
         if self._is_prefetched:
             return
         self._is_prefetched = True
@@ -102,14 +94,14 @@ class LayerCall:
 
 
 class _OfThread(threading.local):
-    """The calls that a thread was at last."""
+    """The layer calls that a thread entered last."""
 
     last: weakref.ref[LayerCall] | None = None
     in_backward: weakref.ref[LayerCall] | None = None
 
 
 class OffloadSession:
-    """The state of one handle. Knows nothing of modules.
+    """The state of one handle. It knows no modules.
 
     Args:
         options: the user's choice.
@@ -132,9 +124,6 @@ class OffloadSession:
         self._thread = _OfThread()
         self._lock = threading.Lock()
         self._has_warned_full = False
-        self._has_noted_fallback = False
-        # What a layer is to do with these inputs: set where layers are planned.
-        self.orders: Callable[[Layer, Module, Sequence[Tensor]], LayerPolicy | None] | None = None
 
     def begin_call(self, call: LayerCall) -> tuple[int, weakref.ref[LayerCall] | None]:
         """Number a layer call and link it to the one before it on this thread, unless a new forward has begun."""
@@ -148,13 +137,13 @@ class OffloadSession:
         return number, last if before is not None and before.layer.index <= call.layer.index else None
 
     def enter_backward(self, call: LayerCall) -> LayerCall | None:
-        """Note the call that backward on this thread is at; returns the one it was at before."""
+        """Note that backward on this thread has entered a call; return the call that it was in before."""
         last = self._thread.in_backward
         before = last() if last is not None else None
         if before is not call:
             self._thread.in_backward = weakref.ref(call)
             if self.save == "auto" and (before is None or before.number < call.number):
-                # A backward begins. What is still leaving is not needed yet, and the plan counts it as gone.
+                # A backward begins. It does not need yet what is still being copied, and the plan counts that memory as free.
                 for offloader in tuple(self._offloaders.values()):
                     offloader.release_older(call.number, 1)
         return before
@@ -179,29 +168,8 @@ class OffloadSession:
         call.offloaded.append(weakref.ref(offloaded))
         return offloaded
 
-    def note_fallback(self, layer: Layer, why: str) -> None:
-        """Say once that nothing but a layer's inputs is saved."""
-        if not self._has_noted_fallback:
-            self._has_noted_fallback = True
-            logger.warning(
-                "activation offloading: save='attention' has no effect in layer %s, which %s: only its inputs are kept, "
-                "and attention is recomputed. Use attn_implementation='sdpa', or register_attention. Said once",
-                layer.name,
-                why,
-            )
-
-    def note_off_plan(self, layer: Layer) -> None:
-        """Say once that a layer is not what it was when it was measured."""
-        if not self._has_noted_fallback:
-            self._has_noted_fallback = True
-            logger.info(
-                "activation offloading: layer %s calls other attention or linear maps than when it was measured: from there "
-                "on it is recomputed. Said once",
-                layer.name,
-            )
-
     def stats(self, per_layer: bool) -> OffloadStats:
-        """The figures since the engine was made; device times of work still queued are not in them yet."""
+        """Return the figures since the session began. Device times of queued work are not in them yet."""
         self.timeline.harvest()
         tiers = [tier for tiers in tuple(self._tiers.values()) for tier in tiers]
         disks = [tier for tier in tiers if isinstance(tier, DiskTier)]

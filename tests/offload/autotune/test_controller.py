@@ -10,7 +10,7 @@ import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.autotune import controller as controller
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.pass_profile import measured
 
 PLENTY = 1 << 40
@@ -159,15 +159,15 @@ def test_measured_costs(toys, enable):
     model = toys.decoder(3)
     handle = enable(model, True, save="auto", max_device_bytes=0)
     seen = []
-    follow = handle.engine.orders
+    follow = handle.runner.decide
 
     def note(layer, module, tensors):
         orders = follow(layer, module, tensors)
-        if orders is not None and orders.sample is not None:
-            seen.append(orders.sample)
+        if isinstance(orders, LayerProfile):
+            seen.append(orders)
         return orders
 
-    handle.engine.orders = note
+    handle.runner.decide = note
     for _ in range(2):
         read(model).backward()
     names = ["linear 16x16", "linear 16x8", "linear 16x8", "attention", "linear 16x16", "linear 16x32", "linear 32x16"]
@@ -236,12 +236,12 @@ def test_layers_of_different_attention_are_of_different_kinds(enable, tokens, ki
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     seen = []
     handle = enable(model, True, save="auto", max_device_bytes=0)
-    follow = handle.engine.orders
-    handle.engine.orders = lambda *call: seen.append(follow(*call)) or seen[-1]
+    follow = handle.runner.decide
+    handle.runner.decide = lambda *call: seen.append(follow(*call)) or seen[-1]
     ids = torch.arange(tokens)[None] % 64
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
-    samples = [orders.sample for orders in seen if orders is not None and orders.sample is not None]
+    samples = [orders for orders in seen if isinstance(orders, LayerProfile)]
     assert {kind.members for kind in measured(samples, 0).kinds} == kinds
 
 
@@ -270,8 +270,8 @@ def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
     model = toys.decoder(4, dropout=0.2)
     expected = toys.grade(copy.deepcopy(model), read)
     handle = auto(model, budget, min_bytes=0)
-    follow, seen = handle.engine.orders, []
-    handle.engine.orders = lambda *call: seen.append(follow(*call)) or seen[-1]
+    follow, seen = handle.runner.decide, []
+    handle.runner.decide = lambda *call: seen.append(follow(*call)) or seen[-1]
     for _ in range(4):
         expected.assert_equal(toys.grade(model, read))
     assert [orders.fetch_call for orders in seen[-3:]] == [expected_call] * 3

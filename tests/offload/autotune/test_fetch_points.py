@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.instructions import LayerInstructions
 
 
 def arrived(toys, enable, behind):
@@ -29,10 +29,10 @@ def arrived(toys, enable, behind):
 
     model = toys.of(forward, blocks=2)
     handle = enable(model, True, save="auto", min_bytes=0)
-    orders = [LayerPolicy(), behind]
-    handle.engine.orders = lambda layer, module, tensors: orders[layer.index]
+    orders = [LayerInstructions(), behind]
+    handle.runner.decide = lambda layer, module, tensors: orders[layer.index]
     loss = toys.step(model)
-    calls.append(handle.engine._thread.last().previous())
+    calls.append(handle.session._thread.last().previous())
     loss.backward()
     return seen[:3]
 
@@ -40,18 +40,19 @@ def arrived(toys, enable, behind):
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_layer_before_is_fetched_when_a_call_s_backward_begins(toys, enable, keep):
     # Of each round autograd saves two tensors for the map and one for tanh.
-    at = [LayerPolicy(keep=keep, fetch_call=call, fetch_below=3 * call + 2) for call in (2, 1, 0)]
+    at = [LayerInstructions(keep=keep, fetch_call=call, fetch_below=3 * call + 2) for call in (2, 1, 0)]
     assert [arrived(toys, enable, orders) for orders in at] == [[False, True, True], [False, False, True], [False] * 3]
-    assert arrived(toys, enable, LayerPolicy(keep=keep, fetch_early=True)) == [True] * 3
+    assert arrived(toys, enable, LayerInstructions(keep=keep, fetch_early=True)) == [True] * 3
 
 
 def test_what_has_left_comes_back_in_the_order_in_which_recomputation_asks_for_it(toys, enable):
     """Also where the graph leads from what comes after two calls to the second of them first."""
     model = toys.of(lambda block, x: block.lin(F.silu(block.lin(x)) * block.lin(x)), blocks=3)
     handle = enable(model, True, save="auto", min_bytes=0)
-    handle.engine.orders = lambda layer, module, tensors: LayerPolicy(off_device=frozenset({0, 1}))
+    handle.runner.decide = lambda layer, module, tensors: LayerInstructions(off_device=frozenset({0, 1}))
     loss = toys.step(model)
-    call = handle.engine._thread.last()
-    stored = [*call._inputs, *(answer._result for answer in map(call._answers.get, (0, 1)))]
-    assert [piece() for piece in call.offloaded] == [one._offloaded for one in stored]
+    call = handle.session._thread.last()
+    cached_ops = call._policy._cached_ops
+    stashed = [*call._inputs._stashed, cached_ops[0]._result, cached_ops[1]._result]
+    assert [piece() for piece in call.offloaded] == [one._offloaded for one in stashed]
     loss.backward()

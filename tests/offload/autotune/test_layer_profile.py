@@ -195,15 +195,15 @@ def test_a_bias_that_wants_a_gradient_is_seen(toys, enable):
     model = toys.decoder()
     model.layers[1].q.bias.requires_grad_(False)
     handle, found = enable(model, True, save="auto", max_device_bytes=0), {}
-    follow = handle.engine.orders
+    follow = handle.runner.decide
 
     def note(layer, module, tensors):
         orders = follow(layer, module, tensors)
-        if orders is not None and orders.sample is not None:
-            found[layer.index] = orders.sample
+        if isinstance(orders, LayerProfile):
+            found[layer.index] = orders
         return orders
 
-    handle.engine.orders = note
+    handle.runner.decide = note
     for _ in range(2):
         toys.read(model).backward()
     size = 2 * 6 * 16 * 4

@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.replay.layer_policy import LayerPolicy
+from rlx.offload.replay.instructions import LayerInstructions
 
 places = st.frozensets(st.integers(0, 7))
 layer_orders = st.builds(
-    lambda keep, leaves, on, off, early, call, below: LayerPolicy(
+    lambda keep, leaves, on, off, early, call, below: LayerInstructions(
         keep, leaves, on, off - on, fetch_early=early, fetch_call=call, fetch_below=below
     ),
     st.booleans() | st.just(False),
@@ -27,20 +27,25 @@ layer_orders = st.builds(
     st.none() | st.integers(0, 8),
     st.none() | st.integers(0, 40),
 )
-ALL_STAY = LayerPolicy(offload_boundary=False, on_device=frozenset(range(64)))
-ALL_LEAVE = LayerPolicy(off_device=frozenset(range(64)))
+ALL_STAY = LayerInstructions(offload_boundary=False, on_device=frozenset(range(64)))
+ALL_LEAVE = LayerInstructions(off_device=frozenset(range(64)))
 MIXED = (
-    LayerPolicy(off_device=frozenset({0, 3, 5})),
-    LayerPolicy(keep=True),
-    LayerPolicy(on_device=frozenset({1, 4}), fetch_early=True),
+    LayerInstructions(off_device=frozenset({0, 3, 5})),
+    LayerInstructions(keep=True),
+    LayerInstructions(on_device=frozenset({1, 4}), fetch_early=True),
 )
-PLANS = {"stay": (ALL_STAY,) * 3, "leave": (ALL_LEAVE,) * 3, "mixed": MIXED, "kept": (LayerPolicy(keep=True),) * 3}
+PLANS = {
+    "stay": (ALL_STAY,) * 3,
+    "leave": (ALL_LEAVE,) * 3,
+    "mixed": MIXED,
+    "kept": (LayerInstructions(keep=True),) * 3,
+}
 
 
 def under(orders, model):
     """A handle for a model whose layers follow orders."""
     handle = enable_activation_offloading(model, True, OffloadOptions(save="auto", min_bytes=0))
-    handle.engine.orders = lambda layer, module, tensors: orders[layer.index]
+    handle.runner.decide = lambda layer, module, tensors: orders[layer.index]
     return handle
 
 
@@ -153,15 +158,15 @@ def repeated(orders):
 
 @pytest.mark.parametrize("where", ["on_device", "off_device"])
 def test_named_calls_do_not_run_again(where):
-    assert repeated((LayerPolicy(),) * 3) == (18, 3)  # of seven maps a layer recomputation ends before the last
-    assert repeated((LayerPolicy(**{where: frozenset({0, 3, 6})}),) * 3) == (12, 0)  # without q, attention and up
-    assert repeated((LayerPolicy(**{where: frozenset(range(8))}),) * 3) == (0, 0)
+    assert repeated((LayerInstructions(),) * 3) == (18, 3)  # of seven maps a layer recomputation ends before the last
+    assert repeated((LayerInstructions(**{where: frozenset({0, 3, 6})}),) * 3) == (12, 0)  # without q, attention and up
+    assert repeated((LayerInstructions(**{where: frozenset(range(8))}),) * 3) == (0, 0)
 
 
 def test_a_layer_that_calls_something_else_runs_from_there_on(toys, caplog):
     caplog.set_level("INFO", "rlx.offload")
     names = ("linear 32x64", "linear 32x32", "linear 32x99", "attention", "linear 64x32")
-    orders = (LayerPolicy(on_device=frozenset(range(5)), names=names),) * 3
+    orders = (LayerInstructions(on_device=frozenset(range(5)), call_names=names),) * 3
     assert repeated(orders) == (12, 3)
     assert "calls other attention or linear maps" in caplog.text and caplog.text.count("Said once") == 1
     check(toys, build("qwen3"), read, orders)
@@ -188,7 +193,7 @@ def test_results_that_a_function_writes_to_unseen_run_again(toys, where):
         return x + Scribble.apply(m.down(y)) + m.other(x)
 
     model = toys.stack(lambda: toys.kit(scribbles), width=16)
-    check(toys, model, random_numbers, (LayerPolicy(**{where: frozenset(range(8))}),) * 3)
+    check(toys, model, random_numbers, (LayerInstructions(**{where: frozenset(range(8))}),) * 3)
 
 
 @pytest.mark.parametrize("where", ["on_device", "off_device"])
@@ -202,7 +207,7 @@ def test_results_that_the_layer_writes_to_run_again(toys, where):
         return y
 
     model = toys.stack(lambda: toys.kit(writes), width=16)
-    check(toys, model, random_numbers, (LayerPolicy(**{where: frozenset(range(8))}),) * 3)
+    check(toys, model, random_numbers, (LayerInstructions(**{where: frozenset(range(8))}),) * 3)
 
 
 @pytest.mark.parametrize("plan", PLANS)

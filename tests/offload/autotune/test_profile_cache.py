@@ -14,7 +14,7 @@ from torch import nn
 
 from rlx.offload import enable_tiling
 from rlx.offload.autotune.consensus import bytes_ratio, longest_input_bytes
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.profile_cache import from_json, to_json
 from rlx.offload.autotune.profile_key import describe_call, describe_layer, digest
 
@@ -34,12 +34,12 @@ class Run:
         self.handle = enable(
             self.model, True, save="auto", max_device_bytes=budget, cache_directory=folder and str(folder), **options
         )
-        self.follow, self.handle.engine.orders = self.handle.engine.orders, self.note
+        self.follow, self.handle.runner.decide = self.handle.runner.decide, self.note
         self.samples = 0
 
     def note(self, *call):
         orders = self.follow(*call)
-        self.samples += orders is not None and orders.sample is not None
+        self.samples += isinstance(orders, LayerProfile)
         return orders
 
     def passes(self, number, step=read):
@@ -113,19 +113,20 @@ PROCESS = """
 import sys, torch
 from torch import nn
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.autotune.layer_profile import LayerProfile
 
 torch.manual_seed(0)
 encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
 model = nn.TransformerEncoder(encoder, 4, enable_nested_tensor=False)
 options = OffloadOptions(save="auto", min_bytes=0, max_device_bytes=20_000, cache_directory=sys.argv[1])
 handle = enable_activation_offloading(model, True, options)
-follow, samples = handle.engine.orders, []
-handle.engine.orders = lambda *call: samples.append(follow(*call)) or samples[-1]
+follow, samples = handle.runner.decide, []
+handle.runner.decide = lambda *call: samples.append(follow(*call)) or samples[-1]
 for _ in range(3):
     model.zero_grad()
     torch.manual_seed(1)
     model(torch.randn(2, 6, 16)).square().mean().backward()
-    print(sum(orders is not None and orders.sample is not None for orders in samples), handle.plan() is not None)
+    print(sum(isinstance(orders, LayerProfile) for orders in samples), handle.plan() is not None)
     samples.clear()
 print([parameter.grad.double().sum().item() for parameter in model.parameters()])
 """

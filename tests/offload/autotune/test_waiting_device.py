@@ -25,21 +25,21 @@ def watched(toys, enable, monkeypatch):
         model = toys.decoder(LAYERS, dropout=0.2)
         expected = toys.grade(copy.deepcopy(model), read)
         handle = enable(model, True, save="auto", max_device_bytes=0)
-        follow, passes = handle.engine.orders, []
+        follow, passes = handle.runner.decide, []
 
         def note(layer, module, tensors):
             orders = follow(layer, module, tensors)
             if layer.index == 0:
                 passes.append([])
-            if orders is not None and orders.sample is not None:
-                passes[-1].append(orders.sample)
+            if isinstance(orders, samples.LayerProfile):
+                passes[-1].append(orders)
             return orders
 
         def is_passed(mark):
             (index,) = (s.index for s in passes[-1] if mark in (s._marks["forward"], s._marks.get("recompute")))
             return waits(len(passes) - 1, index)
 
-        handle.engine.orders = note
+        handle.runner.decide = note
         monkeypatch.setattr(samples, "is_passed", is_passed)
         return SimpleNamespace(
             handle=handle, passes=passes, step=lambda: expected.assert_equal(toys.grade(model, read))

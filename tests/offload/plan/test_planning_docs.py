@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlx.offload.benchmark.plan_command import _parser, _setting, main
 from rlx.offload.plan import Budget, LayerPlan, predict
-from rlx.offload.plan.__main__ import _parser, _setting, main
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import head_bytes, layer_bytes

@@ -50,7 +50,7 @@ def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, la
     model = toys.of(forward, blocks=4)
     handle = enable(model, True, prefetch_layers=prefetch)
     loss = toys.step(model)
-    call = handle.engine._thread.last()
+    call = handle.session._thread.last()
     while call.previous is not None:
         call = call.previous()
         calls.append(call)
@@ -83,7 +83,7 @@ def test_a_retained_graph_keeps_nothing_recomputed(enable, toys):
     loss = toys.step(model)
     loss.backward(retain_graph=True)
     alive = gc.get_objects()
-    calls = [found for found in alive if type(found) is RecomputedCall and found.engine is handle.engine]
+    calls = [found for found in alive if type(found) is RecomputedCall and found.session is handle.session]
     assert len(calls) == 3
     assert all(call.slot_count > 0 and not any(v is not None for v in call._values[0]) for call in calls)
     assert all(offloaded()._fetched is None for call in calls for offloaded in call.offloaded)
@@ -130,7 +130,7 @@ PRODUCT_FLOPS = 2 * 4 * 8 * 8
     ],
 )
 def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monkeypatch, kind, worth, again):
-    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", worth)
+    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", worth)
     ends = []
 
     def forward(block, x):
@@ -153,7 +153,7 @@ def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monk
 
 def test_among_processes_a_product_at_the_end_is_left_out_whatever_its_size(compare, toys, monkeypatch):
     """What follows may be a collective operation, which all of them repeat or none."""
-    monkeypatch.setattr(slots, "WORTH_ENDING_FLOPS", math.inf)
+    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", math.inf)
     ends = []
 
     def forward(block, x):

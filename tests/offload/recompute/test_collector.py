@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from rlx.offload.recompute.ambient_state import AmbientState
 from rlx.offload.recompute.collector import Collector
+from rlx.offload.recompute.layer import RecomputedLayer
 from rlx.offload.recompute.saved_slots import SavedSlots
-from rlx.offload.runtime.session import Layer
 
 DEVICE = torch.device("cuda", 0)
 
@@ -36,8 +37,10 @@ def streams(monkeypatch):
     return told
 
 
-def fail(how):
-    raise AssertionError(how)
+def ambient():
+    found = AmbientState(())
+    found.end_forward()
+    return found
 
 
 def recomputed(layer, slots, streams, sides):
@@ -53,7 +56,7 @@ def recomputed(layer, slots, streams, sides):
         return x
 
     streams.asked = 0
-    collector = Collector(layer, slots, streams.main, True, fail)
+    collector = Collector(layer, slots, streams.main, True, ambient())
     collector.run(forward, (torch.ones(2, requires_grad=True),), {})
     assert len(collector.saved) == 4
     return ran
@@ -70,7 +73,7 @@ def slots():
 
 
 def test_a_layer_on_one_stream_ends_after_its_last_tensor_and_is_asked_once_from_then_on(streams, slots):
-    layer = Layer(0, "layers.0")
+    layer = RecomputedLayer(0, "layers.0")
     for asked in (1 + 4, 1 + 1):
         assert recomputed(layer, slots, streams, ()) == [0, 1, 2]
         assert streams.asked == asked and not layer.uses_streams
@@ -78,25 +81,25 @@ def test_a_layer_on_one_stream_ends_after_its_last_tensor_and_is_asked_once_from
 
 @pytest.mark.parametrize("sides", [(0,), (1, 2), (3,), (0, 3)])
 def test_a_layer_on_several_streams_runs_to_its_end_and_is_not_asked_again(streams, slots, sides):
-    layer = Layer(0, "layers.0")
+    layer = RecomputedLayer(0, "layers.0")
     for _ in range(2):
         assert recomputed(layer, slots, streams, sides) == [0, 1, 2, 3]
         assert layer.uses_streams
 
 
 def test_a_layer_that_saves_something_else_is_looked_at_again(streams, slots):
-    layer = Layer(0, "layers.0")
+    layer = RecomputedLayer(0, "layers.0")
     assert recomputed(layer, slots, streams, ()) == [0, 1, 2]
     other = SavedSlots()
     pack = other.packer()
     for _ in range(4):
         pack(torch.ones(2, 1))
-    other.end_forward(slots.kinds)
+    other.end_forward(slots.specs)
     assert recomputed(layer, other, streams, (1,)) == [0, 1, 2, 3]
 
 
 def test_a_last_tensor_on_another_stream_is_seen_at_any_time(streams, slots):
-    layer = Layer(0, "layers.0")
+    layer = RecomputedLayer(0, "layers.0")
     assert recomputed(layer, slots, streams, ()) == [0, 1, 2]
     assert recomputed(layer, slots, streams, (3,)) == [0, 1, 2, 3]
     assert layer.uses_streams
@@ -104,7 +107,7 @@ def test_a_last_tensor_on_another_stream_is_seen_at_any_time(streams, slots):
 
 def test_a_recomputation_that_begins_on_another_stream_than_forward_did_runs_to_its_end(streams, slots):
     """Backward comes to the part on the side stream first. Recomputed from there, the rest is on the same stream."""
-    layer = Layer(0, "layers.0")
+    layer = RecomputedLayer(0, "layers.0")
     ran = []
 
     def forward(x):
@@ -112,6 +115,6 @@ def test_a_recomputation_that_begins_on_another_stream_than_forward_did_runs_to_
 
     for current in (streams.side, streams.main):
         streams.current = current
-        Collector(layer, slots, streams.main, True, fail).run(forward, (torch.ones(2, requires_grad=True),), {})
+        Collector(layer, slots, streams.main, True, ambient()).run(forward, (torch.ones(2, requires_grad=True),), {})
         assert layer.uses_streams
     assert len(ran) == 2

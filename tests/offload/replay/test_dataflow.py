@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload.autotune.pass_profile import shortened
 from rlx.offload.plan.costs import Operation
-from rlx.offload.replay.dataflow import Dataflow, DeadOpProof, OpNode, fingerprints
+from rlx.offload.replay.dataflow import Dataflow, OpNode
+from rlx.offload.replay.dead_ops import DeadOpProof, fingerprints
 
 WIDTH = 512  # of which a mean is small
 
@@ -29,19 +30,19 @@ NORM = Dataflow(
 
 
 def test_what_makes_an_answer_is_not_read():
-    assert NORM.left_out({-3}) == {-1, -2}
-    assert NORM.left_out({-2}) == {-1}
-    assert NORM.left_out(()) == frozenset()
-    assert NORM._replace(read=(3,)).left_out({-3}) == {-1, -2}, "what comes last is not run again anyway"
+    assert NORM.dead_ops({-3}) == {-1, -2}
+    assert NORM.dead_ops({-2}) == {-1}
+    assert NORM.dead_ops(()) == frozenset()
+    assert NORM._replace(read=(3,)).dead_ops({-3}) == {-1, -2}, "what comes last is not run again anyway"
 
 
 def test_what_is_read_elsewhere_runs():
-    assert NORM._replace(read=(0, 3, 4)).left_out({-3}) == {-2}
+    assert NORM._replace(read=(0, 3, 4)).dead_ops({-3}) == {-2}
 
 
 def test_what_cannot_be_left_out_reads_its_arguments():
     flow = Dataflow(steps((0, (), True), (-1, (0,), False), (-2, (0,), True), (-3, (), False)), (3,), (), ())
-    assert flow.left_out(()) == {-2}
+    assert flow.dead_ops(()) == {-2}
 
 
 def operation(name, seconds, nbytes):
@@ -138,7 +139,7 @@ def auto(enable):
 
 
 def bucket(handle):
-    (found,) = handle.engine.orders.__self__._buckets.values()
+    (found,) = handle.runner.decide.__self__._buckets.values()
     return found
 
 
@@ -181,7 +182,9 @@ def test_rotated_queries_are_kept_in_place_of_queries(toys, auto):
     follow(toys, model, handle, read=read)
     orders = [one for one in bucket(handle).orders.values() if not one.keep]
     assert orders and all(one.proof.is_given for one in orders)
-    assert any({0, 1} <= one.unread and "cat" in {one.others[-1 - p] for p in one.unread if p < 0} for one in orders)
+    assert any(
+        {0, 1} <= one.dead_ops and "cat" in {one.other_names[-1 - p] for p in one.dead_ops if p < 0} for one in orders
+    )
 
 
 class TwoWays(NormOfParts):
@@ -223,8 +226,8 @@ def test_what_is_read_unseen_is_proved_to_be_read(toys, auto, caplog):
     handle = auto(model)
     follow(toys, model, handle)
     orders = [one for one in bucket(handle).orders.values() if not one.keep]
-    assert all(one.unread and not one.proof.is_given for one in orders)
-    assert "ways that are not seen" in caplog.text
+    assert all(one.dead_ops and not one.proof.is_given for one in orders)
+    assert "in a way that profiling did not see" in caplog.text
 
 
 class Wary(NormOfParts):
@@ -265,7 +268,7 @@ def test_behind_an_autograd_function_nothing_is_known(toys, auto):
     model = toys.stack(WithFunction, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    assert not any(one.unread for one in bucket(handle).orders.values())
+    assert not any(one.dead_ops for one in bucket(handle).orders.values())
 
 
 class Written(NormOfParts):

@@ -29,7 +29,7 @@ def looks(draw):
 def test_a_layout_comes_back_exactly_on_copied_bytes(tensor):
     region = region_of(tensor)
     copied = in_one_piece(tensor, region).clone(memory_format=torch.contiguous_format)
-    again = TensorLayout(tensor).on(copied, region.start)
+    again = TensorLayout(tensor).restore(copied, region.start)
     assert (again.shape, again.stride(), again.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
     assert torch.equal(again, tensor)
     start, stop = span_bytes(tensor)

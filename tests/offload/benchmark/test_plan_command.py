@@ -7,7 +7,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from rlx.offload.benchmark.layer_costs import layers_to_build
-from rlx.offload.plan.__main__ import main
+from rlx.offload.benchmark.plan_command import main
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario

@@ -1,0 +1,283 @@
+"""Plan activations for a model and a machine that need not be at hand: what is kept, sent off and recomputed, time and memory.
+
+Times and sizes come from formulas (docs/planning.md). Communication between accelerators is taken to be hidden behind
+compute. Examples:
+
+    python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --gpus 8
+    python -m rlx.offload.plan --model llama3-70b --tokens 32768 --gpus 64 --hardware h100 --longest
+    python -m rlx.offload.plan --model ./my_model --tokens 8192 --hardware rtx4090 --states-gb 16 --weight-bytes 2 --host-gb 48
+    python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --measure
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rlx.offload.benchmark.measured_plan import MeasuredCosts, describe_measured, plan_measured
+from rlx.offload.plan.costs import LayerCost
+from rlx.offload.plan.decoder import read_decoder
+from rlx.offload.plan.explain import explain
+from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.memory import StateBytes, state_bytes
+from rlx.offload.plan.planner import Plan
+from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
+from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.text_table import GB, aligned
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status: 1 if not even the plan fits."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        setting = _setting(given)
+        if given.measure:
+            _check_measurable(given)
+        if given.tokens is None:
+            given.longest = True
+            given.tokens = setting.longest("auto")
+            if not given.tokens:
+                raise ValueError(
+                    f"not even {STEP_TOKENS} tokens of {given.model} fit; use more --gpus, --tile auto, --optimizer-on-host"
+                )
+        measured = _measured(given, setting) if given.measure else None
+    except (ImportError, MemoryError, OSError, ValueError) as error:
+        parser.error(str(error))
+    plans = {mode: setting.plan(mode, given.tokens) for mode in PLANNED_MODES}
+    longest = {mode: setting.longest(mode) for mode in PLANNED_MODES} if given.longest else {}
+    at_longest = {mode: setting.plan(mode, tokens) for mode, tokens in longest.items() if tokens}
+    print(_text(given, setting, plans))
+    outcome = None
+    if measured is not None:
+        outcome = plan_measured(measured, setting, given.tokens, uses_link=given.link_gb_per_s is None)
+        print("\n" + describe_measured(measured, setting, given.tokens, outcome))
+    if given.longest:
+        print("\n" + _longest(longest, at_longest))
+    if given.out is not None:
+        about: dict[str, Any] = {
+            "longest_tokens": longest,
+            "longest_steps_s": {m: p.prediction.step_s for m, p in at_longest.items()},
+        }
+        if measured is not None and outcome is not None:
+            about["measured"] = {**measured.figures, "plan": outcome.plan.prediction._asdict()}
+        try:
+            given.out.write_text(json.dumps({**_figures(given, setting, plans), **about}, indent=2) + "\n")
+        except OSError as error:
+            parser.error(f"--out: {given.out} cannot be written: {error.strerror}; name another file")
+    return int(not setting.fits(plans["auto"] if outcome is None else outcome.plan))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlx.offload.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers",
+    )
+    add(
+        "--tokens",
+        type=_positive,
+        help="of a micro-batch on one GPU, or on all that share it; default: the longest that fits",
+    )
+    add("--sequences", type=_positive, default=1, help="of equal length in the micro-batch; default 1")
+    add(
+        "--logit-tokens", type=_count, help="for how many tokens log-probs are computed; default all, 0: no output head"
+    )
+    add("--layers", type=_positive, help="as many layers instead of the model's own")
+    add("--gpus", type=_positive, default=1, help="over which FSDP cuts the model; default 1")
+    add("--weight-bytes", type=int, choices=(2, 4), default=4, help="of a stored weight, gradient and state; default 4")
+    add("--tile", type=_tile, help="tokens of a tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
+    add("--shared-by", type=_positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
+    add("--optimizer-on-host", action="store_true", help="its state waits there but for the step (optimizer_offload)")
+    add(
+        "--lora-rank",
+        type=_count,
+        default=0,
+        help="of adapters on all linear maps, which alone are trained; default 0: none",
+    )
+    add("--states-gb", type=_number, help="of all these on a GPU, where some are frozen or wait on the host")
+    add("--hardware", choices=PROFILES, default="h200", help="default h200")
+    add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
+    add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
+    add("--link-gb-per-s", type=_number, help="between device and host, each way, instead of the profile's")
+    add("--disk-gb-per-s", type=_number, default=0.0, help="of a disk for what the host has no room for; default none")
+    add("--longest", action="store_true", help="also the longest context that fits, which --tokens unknown says anyway")
+    add(
+        "--measure",
+        action="store_true",
+        help="also measure a few layers on the machine at hand, and plan with that; with --tokens",
+    )
+    add("--out", type=Path, metavar="FILE", help="write all of it to a file as JSON")
+    return parser
+
+
+def _setting(given: argparse.Namespace) -> Scenario:
+    named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
+    hardware = replace(PROFILES[given.hardware], **{k: v * GB for k, v in named.items() if v is not None})
+    decoder = read_decoder(_config(given.model), given.layers)
+    states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * GB
+    if states is None and given.lora_rank:
+        states = state_bytes(decoder, given.gpus, given.weight_bytes, adapter_rank=given.lora_rank)
+    setting = Scenario(
+        decoder=decoder,
+        hardware=hardware,
+        gpus=given.gpus,
+        weight_bytes=given.weight_bytes,
+        sequences=given.sequences,
+        logit_tokens=given.logit_tokens,
+        states=states,
+        is_head_trained=not given.lora_rank,
+        disk_bytes_per_s=given.disk_gb_per_s * GB,
+        tile=given.tile,
+        shared_by=given.shared_by,
+        optimizer_on_host=given.optimizer_on_host,
+    )
+    if setting.memory_parts["activations"] <= 0:
+        parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in setting.memory_parts.items())
+        raise ValueError(
+            f"{given.model} leaves no room for activations on {given.gpus} x {given.hardware} of "
+            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or say what is there with --states-gb"
+        )
+    return setting
+
+
+def _check_measurable(given: argparse.Namespace) -> None:
+    """Refuse what a few layers on one device cannot say."""
+    wrong = [
+        name for name, is_given in (("--shared-by", given.shared_by > 1), ("--lora-rank", given.lora_rank)) if is_given
+    ]
+    if given.tokens is None:
+        raise ValueError("--measure: got no --tokens, expected how many are to be measured; add --tokens")
+    if wrong:
+        raise ValueError(f"--measure: got {', '.join(wrong)}, which the formulas alone know of; leave one of them out")
+
+
+def _measured(given: argparse.Namespace, setting: Scenario) -> MeasuredCosts:
+    from rlx.offload.benchmark.layer_costs import measure_layers  # loads torch
+
+    config = _config(given.model)
+    shape = config if isinstance(config, dict) else config.to_dict()
+    return measure_layers(shape, setting.decoder, given.tokens, given.sequences, given.tile)
+
+
+def _config(model: str) -> Any:
+    if model in SHAPES:
+        return SHAPES[model]
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).get_text_config()
+
+
+def _text(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) -> str:
+    hardware, costs = setting.hardware, setting.costs(given.tokens)
+    parts = setting.memory_parts
+    peak = plans["auto"].prediction.peak_bytes
+    rows: list[tuple[str, ...]] = [("mode", "fits", "step s", "x plain", "tokens/s", "peak GB", "host GB")]
+    for mode, plan in plans.items():
+        step_s, _, peak_bytes, host_bytes, *_ = plan.prediction
+        ratio = step_s / plans["plain"].prediction.step_s
+        figures = (f"{step_s:.3f}", f"{ratio:.3f}", f"{given.tokens / step_s:.0f}", *map(_gb, (peak_bytes, host_bytes)))
+        rows.append((mode, "yes" if setting.fits(plan) else "no", *figures))
+    head = f"; layer {len(costs) - 1} is the output head" if len(costs) > len(setting.decoder.windows) else ""
+    return "\n".join(
+        [
+            f"{given.model}, {setting.decoder.parameters / 1e9:.2f} billion weights, {len(setting.decoder.windows)} layers, "
+            f"{given.tokens} tokens a GPU and step, {given.gpus} x {hardware.name}",
+            f"{hardware.name}: {hardware.peak_flops / 1e12:.0f} TFLOP/s, memory {_gb(hardware.device_bytes)} GB at "
+            f"{hardware.memory_bytes_per_s / 1e12:.2f} TB/s, host {_gb(hardware.host_bytes)} GB at "
+            f"{hardware.link_bytes_per_s / GB:.1f} GB/s each way ({hardware.link_both_bytes_per_s / GB:.1f} both at once)",
+            "memory, GB: " + ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in parts.items()) + " at most "
+            f"({_gb(peak)} used)",
+            "",
+            *aligned(rows, texts=2),
+            "",
+            *aligned(_phases(setting, plans), texts=1),
+            "",
+            f"auto, by layers from 0{head}:",
+            explain(costs, plans["auto"], setting.machine),
+        ]
+    )
+
+
+def _phases(setting: Scenario, plans: dict[str, Plan]) -> list[tuple[str, ...]]:
+    found = {mode: setting.phases(plan) for mode, plan in plans.items()}
+    head = ("peak by phase, all of the device, GB", "forward", "head", "backward", "optimizer step")
+    return [head, *((mode, *map(_gb, phases)) for mode, phases in found.items())]
+
+
+def _longest(longest: dict[str, int], plans: dict[str, Plan]) -> str:
+    rows: list[tuple[str, ...]] = [("longest context that fits", "tokens", "step s", "tokens/s")]
+    for mode, tokens in longest.items():
+        step_s = plans[mode].prediction.step_s if tokens else None
+        figures = ("-", "-") if step_s is None else (f"{step_s:.2f}", f"{tokens / step_s:.0f}")
+        rows.append((mode, str(tokens), *figures))
+    return "\n".join(aligned(rows, texts=1))
+
+
+def _figures(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) -> dict[str, Any]:
+    layers = zip(setting.costs(given.tokens), plans["auto"].layers, strict=True)
+    return {
+        "arguments": {name: value for name, value in vars(given).items() if name != "out"},
+        "hardware": asdict(setting.hardware),
+        "decoder": asdict(setting.decoder),
+        "memory_bytes": setting.memory_parts,
+        "modes": {
+            mode: {**plan.prediction._asdict(), "peaks": setting.phases(plan)._asdict(), "fits": setting.fits(plan)}
+            for mode, plan in plans.items()
+        },
+        "fetches": plans["auto"].fetches,
+        "layers": [
+            {
+                "keep": layer.keep,
+                "offload_boundary": layer.offload_boundary,
+                "on_device": _names(cost, layer.on_device),
+                "off_device": _names(cost, layer.off_device),
+            }
+            for cost, layer in layers
+        ],
+    }
+
+
+def _names(cost: LayerCost, indices: frozenset[int]) -> list[str]:
+    return [cost.operations[i].name for i in sorted(indices)]
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / GB:.2f}"
+
+
+def _positive(text: str, least: int = 1) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
+    return int(text)
+
+
+def _tile(text: str) -> int:
+    return 0 if text == "auto" else _positive(text)
+
+
+def _count(text: str) -> int:
+    return _positive(text, least=0)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 0")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The decisions that boundary mode leaves open: a policy may keep more than a layer's inputs, or measure the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor
+
+from rlx.offload.recompute.ambient_state import RandomState
+from rlx.offload.recompute.stash import StashedTensor
+
+
+class LayerRecording(Protocol):
+    """The layer call, as a policy sees it while forward runs."""
+
+    @property
+    def slot_count(self) -> int:
+        """The number of tensors that autograd has saved so far."""
+
+    def saved_since(self, slot: int) -> list[Tensor]:
+        """Return the tensors of the slots from `slot` on."""
+
+    def stash(self, tensor: Tensor) -> StashedTensor | None:
+        """Offload a result, or keep it on the device if it is small; None if the host has no room."""
+
+    def keep(self, tensor: Tensor) -> StashedTensor:
+        """Keep a result on the device."""
+
+    def random_state(self) -> RandomState:
+        """Return the state of the random generators."""
+
+
+class Recomputation(Protocol):
+    """One run of a layer's forward in backward, as a policy sees it."""
+
+    def fill(self, first_slot: int, tensors: list[Tensor]) -> None:
+        """Fill slots with tensors that need not be computed; may end the run with an exception."""
+
+    def skip_to(self, random_state: RandomState) -> None:
+        """Set the random generators to a state that forward had."""
+
+    def fail(self, how: str) -> NoReturn:
+        """Raise the error for a layer that does not repeat its forward."""
+
+
+Around = Callable[[Recomputation], AbstractContextManager[object]]
+Run = Callable[..., list[Tensor]]  # takes an `Around` or nothing
+
+
+class RecomputePolicy:
+    """A layer call's policy. This base class is boundary mode: offload the inputs, recompute everything else.
+
+    A policy belongs to one layer call, and the graph keeps both alive. It must hold no reference to the call.
+
+    Attributes:
+        offloads_inputs: whether the layer's inputs are offloaded; else they are kept on the device.
+        prefetches_early: prefetch the layer before this one when recomputation begins, not below a slot.
+        reuses_results: whether the recomputation may contain results that forward computed. Its graph then holds them,
+            so that saved tensors are detached from it.
+    """
+
+    offloads_inputs = True
+    prefetches_early = False
+    reuses_results = False
+
+    def begin_forward(self, recording: LayerRecording) -> AbstractContextManager[object] | None:
+        """Return a context to run forward in, or None."""
+        return None
+
+    def end_forward(self, context: Any, outputs: Any) -> None:
+        """Close the context that `begin_forward` returned, while the saved tensors of forward are still alive."""
+
+    def release_forward(self) -> None:
+        """The saved tensors of forward have been released."""
+
+    def begin_recompute(self) -> None:
+        """Backward has reached the layer."""
+
+    def recompute(self, run: Run) -> list[Tensor]:
+        """Return the saved tensors of a recomputation.
+
+        Args:
+            run: runs forward again and returns the saved tensors. Takes a function that makes the context to run it in.
+        """
+        return run()
+
+    def end_recompute(self) -> None:
+        """The layer has been recomputed; its backward follows."""
+
+    def prefetch_below(self, slots: int) -> int:
+        """Return the slot below which backward prefetches the layer before, of `slots` slots.
+
+        Backward asks for slots from the last to the first. Example: of 20 slots, prefetch begins at slot 9.
+        """
+        return (slots + 1) // 2
+
+    def first_border(self, prefetch_below: int) -> int:
+        """Return the slot below which `pass_border` is called first."""
+        return prefetch_below
+
+    def pass_border(self, slot: int) -> int:
+        """Backward asks for `slot`, which is below a border. Return the next border, 0 for none."""
+        return 0
+
+
+BOUNDARY = RecomputePolicy()

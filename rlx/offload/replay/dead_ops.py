@@ -1,0 +1,197 @@
+"""Dead ops: operations that a recomputation skips because nobody reads their results.
+
+Note [dead ops]
+If a result is kept, the operations that lead to it may lose their only reader. Example: with the rotated queries kept, the
+linear map for the queries and the rotation before them are dead; in a norm with its mean of squares kept, the squares are.
+A dead op does not run again: its slots are filled from its arguments, and its result is memory without values.
+Three checks make this safe.
+
+*Observed.* While a layer is profiled, `DataflowRecorder` notes which function reads which result (`dataflow.py`).
+*Proved.* Before an operation is skipped for the first time, one layer of its kind is recomputed twice in one backward:
+    once with NaN in the results of its dead ops, once completely. All saved tensors must be equal bit for bit. Until the
+    device has compared them, the layers of the kind are recomputed completely.
+*Repeated.* In each later forward the same functions must read the same results in the same order. A call whose forward
+    differs is recomputed completely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlx.offload.recompute.policy import LayerRecording, Run
+from rlx.offload.replay.cached_op import CachedOp, Source, sources_of, why_not_cacheable
+from rlx.offload.replay.dataflow import Trail
+from rlx.offload.replay.replay_mode import ReplayMode
+from rlx.offload.storage.regions import is_plain
+
+logger = logging.getLogger("rlx.offload")
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DeadOp(CachedOp):
+    """A cached op whose result nobody reads: its slots are filled, its result is memory without values."""
+
+    __slots__ = ("_device", "_dtype", "_requires_grad", "_shape", "_stride")
+
+    is_dead = True
+
+    def __init__(
+        self, function: Any, first_slot: int, arguments: Sequence[Tensor], saved: list[Source], result: Tensor
+    ) -> None:
+        super().__init__(function, first_slot, arguments, saved, result)
+        self._shape, self._stride, self._dtype = result.shape, result.stride(), result.dtype
+        self._device, self._requires_grad = result.device, result.requires_grad
+
+    def result(self, poison: bool = False) -> Tensor:
+        """Return memory of the result's shape, strides and dtype; `poison`: full of NaN."""
+        empty = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+        if poison:
+            empty.fill_(torch.nan)
+        return empty.requires_grad_(self._requires_grad)
+
+
+class DeadOpRecorder:
+    """Keeps a `DeadOp` for each operation that is to be skipped, and notes who reads their results.
+
+    Args:
+        recording: the layer call.
+        dead_ops: indices of the operations to skip.
+    """
+
+    def __init__(self, recording: LayerRecording, dead_ops: frozenset[int]) -> None:
+        self.reads: list[tuple[str, int]] = []
+        self._recording = recording
+        self._dead_ops = dead_ops
+        self._results = Trail()
+
+    def note_reads(self, name: str, arguments: Sequence[Tensor]) -> None:
+        """Note that a function is called with these arguments."""
+        if self._dead_ops:
+            for tensor in arguments:
+                op = self._results.of(tensor) if type(tensor) is Tensor else None
+                if op is not None:
+                    self.reads.append((name, op))
+
+    def run(self, op: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> tuple[Any, DeadOp | None]:
+        """Run an operation; return its result, and its dead op or None if it cannot be skipped."""
+        first_slot = self._recording.slot_count
+        result = function(*args, **kwargs)
+        saved = sources_of(self._recording.saved_since(first_slot), arguments)
+        if saved is None or not isinstance(result, Tensor) or why_not_cacheable((*arguments, result)) is not None:
+            return result, None
+        self._results.note(result, op)
+        return result, DeadOp(function, first_slot, arguments, saved, result)
+
+
+class DeadOpNeededError(BaseException):
+    """A cached op has to run after all, and dead ops that it may need were skipped. Recomputation starts again."""
+
+
+class DeadOpReplayMode(ReplayMode):
+    """Skips dead ops as well; `poisons`: their results are full of NaN."""
+
+    skips_dead_ops = True
+
+    def __init__(self, *args: Any, poisons: bool = False) -> None:
+        super().__init__(*args)
+        self._poisons = poisons
+
+    def _result(self, cached_op: CachedOp) -> Any:
+        return cached_op.result(poison=self._poisons) if isinstance(cached_op, DeadOp) else cached_op.result()
+
+    def _run_again(self, function: Any, args: Any, kwargs: Any) -> Any:
+        raise DeadOpNeededError  # its arguments may be results of dead ops
+
+
+class DeadOpProof:
+    """Whether it is right to skip the dead ops of one kind of layers. One layer finds it out (Note [dead ops])."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+        self._is_begun = False
+        self._verdict: Tensor | None = None
+        self._passed: torch.Event | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the device has found it right; waits for nothing."""
+        if self._verdict is not None and (self._passed is None or self._passed.query()):
+            self._is_given, self._verdict = bool(self._verdict.item()), None
+            if not self._is_given:
+                logger.info(
+                    "activation offloading: a layer reads results in a way that profiling did not see; all its operations "
+                    "are recomputed, which takes longer than planned"
+                )
+        return self._is_given
+
+    def begin(self) -> bool:
+        """Whether the caller is to give the proof."""
+        was_begun, self._is_begun = self._is_begun, True
+        return not was_begun
+
+    def give_up(self) -> None:
+        """The caller could not give it; another one may."""
+        self._is_begun = False
+
+    def give(self, poisoned: Sequence[Tensor], complete: Sequence[Tensor]) -> None:
+        """Compare the fingerprints of the saved tensors of a poisoned and a complete recomputation."""
+        if len(poisoned) != len(complete):
+            return
+        device = next((tensor.device for tensor in complete if tensor.device.type != "cpu"), torch.device("cpu"))
+        same = [(one == other).to(device, non_blocking=True) for one, other in zip(poisoned, complete, strict=True)]
+        verdict = torch.stack(same).all() if same else torch.ones((), dtype=torch.bool)
+        if verdict.device.type != "cpu":
+            here = torch.empty((), dtype=torch.bool, pin_memory=True)
+            verdict = here.copy_(verdict, non_blocking=True)
+            self._passed = torch.accelerator.current_stream(device).record_event()
+        self._verdict = verdict
+
+
+def recompute_without_dead_ops(
+    run: Run, cached_ops: Mapping[int, CachedOp | None], calls: int, proof: DeadOpProof
+) -> list[Tensor]:
+    """Recompute a layer without its dead ops once that is proved; give the proof if nobody has.
+
+    Args:
+        run: see `RecomputePolicy.recompute`.
+        cached_ops, calls: see `ReplayMode`.
+        proof: of the layer's kind.
+    """
+    complete = partial(ReplayMode, cached_ops, calls)
+    if proof.is_given:
+        with contextlib.suppress(DeadOpNeededError):
+            return run(partial(DeadOpReplayMode, cached_ops, calls))
+        return run(complete)
+    if not proof.begin():
+        return run(complete)
+    poisoned: list[Tensor] | None = None
+    try:
+        poisoned = fingerprints(run(partial(DeadOpReplayMode, cached_ops, calls, poisons=True)))
+    except DeadOpNeededError:
+        proof.give_up()
+    except Exception:  # a layer may raise anything for NaN: it reads the result of a dead op
+        logger.info(
+            "activation offloading: a layer reads the results of all its operations, so all of them are recomputed"
+        )
+    saved = run(complete)
+    if poisoned is not None:
+        proof.give(poisoned, fingerprints(saved))
+    return saved
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of the bits of each plain tensor that is no parameter, as an exact integer."""
+    found = []
+    for tensor in tensors:
+        if type(tensor) is Tensor and is_plain(tensor):
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            bits = numbers.detach().view(_BITS[numbers.element_size()])
+            found.append(bits.sum(dtype=torch.int64))
+    return found

@@ -1,0 +1,104 @@
+"""Policies that keep the results of some operations, so that recomputation does not repeat these."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rlx.offload.recompute.policy import LayerRecording, RecomputePolicy, Run
+from rlx.offload.replay.cached_op import CachedOp
+from rlx.offload.replay.dead_ops import recompute_without_dead_ops
+from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.replay.recorder import AttentionRecorder, PlannedRecorder, Recorder
+from rlx.offload.replay.replay_mode import ReplayMode
+
+
+class CachedOpPolicy(RecomputePolicy):
+    """Cache the results of operations in forward and replay them in recomputation; subclasses choose the recorder."""
+
+    # Also if nothing was cached: torch traces a compiled part of the layer again if the active modes differ from forward's.
+    reuses_results = True
+
+    def __init__(self) -> None:
+        self._cached_ops: dict[int, CachedOp | None] = {}
+        self._call_count = 0
+        self._attention_slots: int | None = None
+
+    @property
+    def has_cached_ops(self) -> bool:
+        """Whether forward has cached the result of any operation."""
+        return any(self._cached_ops.values())
+
+    def end_forward(self, context: Recorder, outputs: Any) -> None:
+        """Take the recorder's cached ops."""
+        context.end_forward(outputs)
+        self._cached_ops, self._call_count = context.cached_ops, context.call_count
+        self._attention_slots = context.attention_slots
+
+    def recompute(self, run: Run) -> list[Tensor]:
+        """Recompute the layer without its cached ops."""
+        return run(partial(ReplayMode, self._cached_ops, self._call_count))
+
+    def prefetch_below(self, slots: int) -> int:
+        """Prefetch when backward has passed the operations after attention: the memory of the MLP is free then."""
+        return super().prefetch_below(slots) if self._attention_slots is None else self._attention_slots
+
+
+class AttentionPolicy(CachedOpPolicy):
+    """`save="attention"`.
+
+    Args:
+        expected: see `AttentionRecorder`.
+    """
+
+    def __init__(self, expected: int) -> None:
+        super().__init__()
+        self.attention_count = expected
+        self.refusal: str | None = None  # why attention was not cached
+
+    def begin_forward(self, recording: LayerRecording) -> AttentionRecorder:
+        """Record attention and its linear maps."""
+        return AttentionRecorder(recording, self.attention_count)
+
+    def end_forward(self, context: Recorder, outputs: Any) -> None:
+        """Take the recorder's cached ops."""
+        super().end_forward(context, outputs)
+        self.attention_count, self.refusal = context.attention_count, context.refusal
+
+
+class PlannedPolicy(CachedOpPolicy):
+    """A plan's decisions for one layer."""
+
+    def __init__(self, instructions: LayerInstructions) -> None:
+        super().__init__()
+        self.is_off_plan = False  # the layer makes other calls than when it was profiled
+        self.offloads_inputs = instructions.offload_boundary
+        self.prefetches_early = instructions.fetch_early
+        self.reuses_results = bool(instructions.cached_ops)
+        self._instructions = instructions
+
+    def begin_forward(self, recording: LayerRecording) -> PlannedRecorder | None:
+        """Record the operations that the plan names, if there are any."""
+        return PlannedRecorder(recording, self._instructions) if self.reuses_results else None
+
+    def end_forward(self, context: Recorder | None, outputs: Any) -> None:
+        """Take the recorder's cached ops."""
+        if isinstance(context, PlannedRecorder):
+            super().end_forward(context, outputs)
+            self.is_off_plan = context.is_off_plan
+
+    def recompute(self, run: Run) -> list[Tensor]:
+        """Recompute the layer without its cached ops, and without its dead ops if all that they depend on are cached."""
+        if not self.reuses_results:
+            return run()
+        cached_ops, proof = self._cached_ops, self._instructions.proof
+        if proof is None or not all(cached_ops.get(op) is not None for op in self._instructions.cached_ops):
+            return super().recompute(run)
+        return recompute_without_dead_ops(run, cached_ops, self._call_count, proof)
+
+    def prefetch_below(self, slots: int) -> int:
+        """Prefetch where the plan says."""
+        below = self._instructions.fetch_below
+        return super().prefetch_below(slots) if below is None else below
