@@ -139,6 +139,7 @@ def from_json(data: Any) -> PassProfile:
     Raises:
         Exception: of any kind where `data` is something else.
     """
+    data = _with_tuples(data)
     return PassProfile(**{**data, "kinds": tuple(map(_kind, data["kinds"]))})
 
 
@@ -147,11 +148,17 @@ def _kind(data: Any) -> LayerKind:
     operations = tuple(Operation(**one) for one in cost["operations"])
     points = tuple(Point(**one) for one in cost["points"])
     if flow is not None:
-        nodes = tuple(OpNode(**{**node, "reads": tuple(node["reads"])}) for node in flow["nodes"])
-        reads = tuple((name, op) for name, op in flow["reads"])
-        flow = Dataflow(nodes, tuple(flow["read"]), tuple(flow["other_names"]), reads)
-    tuples = {name: tuple(data[name]) for name in ("members", "names", "places", "small")}
-    return LayerKind(**tuples, cost=LayerCost(**{**cost, "operations": operations, "points": points}), flow=flow)
+        flow = Dataflow(**{**flow, "nodes": tuple(OpNode(**node) for node in flow["nodes"])})
+    return LayerKind(
+        **{**data, "cost": LayerCost(**{**cost, "operations": operations, "points": points}), "flow": flow}
+    )
+
+
+def _with_tuples(data: Any) -> Any:
+    """Return JSON data with tuples instead of lists."""
+    if isinstance(data, dict):
+        return {name: _with_tuples(item) for name, item in data.items()}
+    return tuple(map(_with_tuples, data)) if isinstance(data, list) else data
 
 
 def _reason(error: Exception) -> str:
