@@ -203,6 +203,8 @@ def circle(imports: list[Import]) -> list[str]:
 class Rooms(NamedTuple):
     """A folder as a house: its files and subfolders are rooms, and an arrow goes from a room to one that it imports.
 
+    A `__main__.py` is a program above all rooms (`test_nothing_imports_an_entry_point`), so that its imports are no arrows.
+
     `arrows` gives the number of import statements of each arrow, `back` the arrows that run back up, and `floors` the
     rooms from the bottom up: a room is one floor above the highest room that it imports by the other arrows.
     """
@@ -229,6 +231,7 @@ def rooms(folder: str, imports: list[Import], modules: Iterable[str]) -> Rooms:
         return module.removeprefix(folder).split(".")[1] if module != folder else "__init__"
 
     inside = [found for found in imports if within(found.importer, {folder}) and within(found.name, {folder})]
+    inside = [found for found in inside if not found.importer.endswith(".__main__")]
     arrows = Counter((room_of(found.importer), room_of(found.name)) for found in inside)
     arrows = Counter({arrow: count for arrow, count in arrows.items() if arrow[0] != arrow[1]})
     back: set[tuple[str, str]] = set()
@@ -277,6 +280,17 @@ def test_the_page_has_this_table():
     } == MAY_IMPORT
     extra = {name: re.findall(r"`(.*)/` only", cell) for name, cell in rows}
     assert {name: {path.replace("/", ".") for path in paths} for name, paths in extra.items() if paths} == MAY_IMPORT_OF
+
+
+def test_the_rooms_of_offload(imports: list[Import]):
+    found = rooms("rlx.offload", imports, module_names(ROOT))
+    assert found.back == set()
+    assert len(found.floors) <= 9
+    assert sum(map(len, found.floors)) <= 13
+    named = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", section("The rooms of `rlx/offload`"), re.MULTILINE)
+    assert {"__init__", *named} == {room for floor in found.floors for room in floor}
+    from_below = [*named, "__init__"]
+    assert [arrow for arrow in found.arrows if from_below.index(arrow[0]) < from_below.index(arrow[1])] == []
 
 
 def test_parts_import_along_the_arrows(imports: list[Import]):
