@@ -48,12 +48,12 @@ LEAVES = {
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
-# Parts that may import one package of another part.
-MAY_IMPORT_OF = {"config": {"rlx.offload.plan"}}
+# Parts that may import some modules of another part.
+MAY_IMPORT_OF = {"config": {"rlx.offload.plan", "rlx.offload.runtime.options"}}
 
 # What these may import at all beside the standard library.
 ONLY = {
-    "rlx.config.schema": {"rlx.config.schema"},
+    "rlx.config.schema": {"rlx.config.schema", "rlx.offload.runtime.options"},
     "rlx.config.compose": {
         "hydra",
         "omegaconf",
@@ -62,11 +62,20 @@ ONLY = {
         "rlx.config.schema",
         "rlx.errors",
     },
-    "rlx.config.forecast": {"rlx.config.forecast", "rlx.config.machine", "rlx.config.schema", "rlx.offload.plan"},
+    "rlx.config.forecast": {
+        "rlx.config.forecast",
+        "rlx.config.machine",
+        "rlx.config.schema",
+        "rlx.offload.plan",
+        "rlx.offload.runtime.options",
+    },
     "rlx.config.vllm_range": set(),
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),
     "rlx.offload.plan": {"rlx.offload.plan"},
+    "rlx.offload.runtime.options": {"rlx.offload.storage.staging"},
+    "rlx.offload.storage.staging": {"rlx.offload.storage.ranges"},
+    "rlx.offload.storage.ranges": set(),
     "rlx.data.batch": {"torch", "tensordict"},
     "rlx.errors": set(),
     "rlx.user_code": {"rlx.errors"},

@@ -3,12 +3,11 @@
 from dataclasses import is_dataclass
 from typing import Any
 
-from rlx.config.compose.build import as_text
 from rlx.config.compose.command_line import DEFAULT_GROUPS, group_choices
 from rlx.config.compose.verl_keys import REMEDIES
 from rlx.config.forecast.memory_forecast import __doc__ as MEMORY
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.tree import Leaf, children, describe_range, describe_type
+from rlx.config.schema.tree import Leaf, as_text, children, describe_range, describe_type
 
 USAGE = """\
 python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]

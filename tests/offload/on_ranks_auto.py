@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.autotune.layer_profile import LayerProfile
 
 WIDTH = 16
 
@@ -79,7 +80,7 @@ def with_files(folders, tokens, rounds=2):
 
     def note(*call):
         orders = follow(*call)
-        samples.extend([orders.sample] if orders is not None and orders.sample is not None else [])
+        samples.extend([orders] if isinstance(orders, LayerProfile) else [])
         return orders
 
     handle.runner.decide = note

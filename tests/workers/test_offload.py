@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlx.config.check.rules_offload import LEAST_HOST_BYTES
 from rlx.config.host_memory import HostMemory
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.offload import Account, DiskError, host_arena
+from rlx.offload.storage.staging import MIN_STAGING_BYTES
 from rlx.workers.worker import Worker
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 ROWS, MICRO_ROWS, P, R = 30, 20, 9, 6
 CAP = 120_000  # bytes: room for some of what a role sends off, not for all
 DISK = {"tier": "disk", "directory": "folder"}
-OVERFLOW = {"max_host_bytes": LEAST_HOST_BYTES["cpu"], "directory": "folder"}
+OVERFLOW = {"max_host_bytes": 4 * MIN_STAGING_BYTES, "directory": "folder"}
 
 CHECKPOINTED = [
     {"save": "boundary"},

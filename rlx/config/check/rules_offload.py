@@ -1,6 +1,5 @@
 """Combinations of activation offloading that cannot work, and those that work to no purpose."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +7,10 @@ from pathlib import Path
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.schema import ActivationOffloadConfig
+from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import ModelRole, trained_roles
-
-RECOMPUTING = ("boundary", "attention", "auto")
-# The least with which the engine can write to disk: 24 buffers of one page; tier cpu spends a quarter of its cap on them.
-LEAST_HOST_BYTES = {"disk": 24 * 4096, "cpu": 4 * 24 * 4096}
+from rlx.config.schema.tree import as_text
+from rlx.offload.runtime.options import OffloadOptions, folder_problem
 
 
 def offloading_roles(s: CheckContext) -> list[ModelRole]:
@@ -21,9 +18,9 @@ def offloading_roles(s: CheckContext) -> list[ModelRole]:
     return [role for role in trained_roles(s.config) if role.model.enable_activation_offload]
 
 
-def writes_to_disk(options: ActivationOffloadConfig) -> bool:
-    """Whether anything goes to the directory: the disk tier, or what the cap of host memory leaves over."""
-    return options.tier == "disk" or (options.directory is not None and options.max_host_bytes is not None)
+def offload_options(model: ModelConfig) -> OffloadOptions:
+    """The engine's options of a model, unchecked."""
+    return OffloadOptions.unchecked(**vars(model.activation_offload))
 
 
 def offload_needs_fsdp(s: CheckContext) -> Faults:
@@ -59,85 +56,51 @@ def tiling_without_compile(s: CheckContext) -> Faults:
         yield Fault("tiles cannot be combined with compiled layers", got, "one of the two", remedy, keys)
 
 
-def offload_saves_what_is_there(s: CheckContext) -> Faults:
-    """What is offloaded agrees with what is recomputed, and with where it goes."""
+def offload_options_agree(s: CheckContext) -> Faults:
+    """The engine accepts its options. On a cluster each worker checks its own machine's folder as it starts."""
     for role in offloading_roles(s):
-        save, recompute = role.model.activation_offload.save, role.model.enable_gradient_checkpointing
-        key, flag = f"{role.model_key}.activation_offload.save", f"{role.model_key}.enable_gradient_checkpointing"
-        if save is not None and (save in RECOMPUTING) != recompute:
-            instead = "boundary, attention or auto" if recompute else "all"
-            remedy = f"set {flag}={not recompute}, or {key} to {instead}"
-            what = "boundary, attention and auto recompute layers, all recomputes nothing"
-            yield Fault(what, f"{key}={save}, {flag}={recompute}", "both to agree", remedy, (key, flag))
+        yield from _faults_of_options(role, checks_folder=s.machine.cluster is None)
 
 
-def offload_has_a_directory(s: CheckContext) -> Faults:
-    """What goes to disk has a folder to go to. On a cluster each worker looks for it on its own machine, as it starts."""
-    is_local = s.machine.cluster is None
-    for role in offloading_roles(s):
-        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
-        if not writes_to_disk(options):
-            continue
-        wrong = _wrong_with(options.directory, is_local)
-        if wrong is None:
-            continue
-        key = f"{prefix}.directory"
-        instead = f"{prefix}.tier=cpu" if options.tier == "disk" else f"{key}=null to keep the rest on the device"
-        remedy = f"make a folder on a fast disk and set {key} to it, or set {instead}"
-        what, expected = "activations that go to disk have no usable folder", "a writable folder that exists"
-        yield Fault(what, f"{key}={wrong}", expected, remedy, (key, f"{prefix}.tier", f"{prefix}.max_host_bytes"))
+def _faults_of_options(role: ModelRole, checks_folder: bool) -> Faults:
+    def key_of(option: str) -> str:
+        name = "enable_gradient_checkpointing" if option == "enable_ckpt" else f"activation_offload.{option}"
+        return f"{role.model_key}.{name}"
 
-
-def offload_has_staging_memory(s: CheckContext) -> Faults:
-    """What goes to disk passes through host memory, of which the cap leaves enough."""
-    for role in offloading_roles(s):
-        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
-        cap, least, key = options.max_host_bytes, LEAST_HOST_BYTES.get(options.tier, 0), f"{prefix}.max_host_bytes"
-        if writes_to_disk(options) and cap is not None and cap < least:
-            what, remedy = "too little host memory to write to disk from", f"set {key}={1 << 30}, say, or null"
-            keys = (key, f"{prefix}.tier", f"{prefix}.directory")
-            yield Fault(what, f"{key}={cap}", f"at least {least}", remedy, keys)
-
-
-def _wrong_with(directory: str | None, is_local: bool) -> str | None:
-    """The directory and what is wrong with it; None if nothing is, or it is not on this machine."""
-    if directory is None:
-        return "null"
-    folder = Path(directory).expanduser()
-    if not is_local or (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        return None
-    reason = "does not exist" if not folder.exists() else "is not writable" if folder.is_dir() else "is no folder"
-    return f"{directory}, which {reason}"
+    for fault in offload_options(role.model).faults(
+        role.model.enable_gradient_checkpointing,
+        checks_folder,
+        assignment=lambda option, value: f"{key_of(option)}={as_text(value)}",
+    ):
+        yield Fault(fault.what, fault.got, fault.expected, fault.remedy, tuple(map(key_of, fault.options)))
 
 
 OFFLOAD_RULES = (
     offload_needs_fsdp,
     offload_without_compile,
     tiling_without_compile,
-    offload_saves_what_is_there,
-    offload_has_a_directory,
-    offload_has_staging_memory,
+    offload_options_agree,
 )
 
 
 def offload_warnings(s: CheckContext) -> Iterator[str]:
     """Combinations that work, but do not what they seem to."""
     for role in offloading_roles(s):
-        options, prefix = role.model.activation_offload, f"{role.model_key}.activation_offload"
+        options, prefix = offload_options(role.model), f"{role.model_key}.activation_offload"
         attention = role.model.attn_implementation
         if options.save == "attention" and attention == "eager":
             yield (
                 f"{prefix}.save=attention finds nothing to keep in {role.model_key}.attn_implementation=eager, which is no "
                 "fused kernel: its layers are offloaded as with boundary; use sdpa or flash_attention_2"
             )
-        if options.max_host_bytes == 0 and not writes_to_disk(options):
+        if options.max_host_bytes == 0 and not options.uses_disk:
             yield f"{prefix}.max_host_bytes=0 keeps every activation on the device: nothing is offloaded"
 
 
 def disk_warnings(s: CheckContext) -> Iterator[str]:
     """Folders that may be too small; every key must have been read."""
     for role in offloading_roles(s):
-        if writes_to_disk(role.model.activation_offload):
+        if offload_options(role.model).uses_disk:
             yield from _too_little_room(s, role)
 
 
@@ -148,7 +111,7 @@ def _too_little_room(s: CheckContext, role: ModelRole) -> Iterator[str]:
         role.name in forecast.unknown
         or s.machine.cluster is not None
         or options.directory is None
-        or _wrong_with(options.directory, True)
+        or folder_problem(options.directory)
     ):
         return
     needed = forecast.phase(f"update_{role.name}").disk * s.config.trainer.n_gpus_per_node

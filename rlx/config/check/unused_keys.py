@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
-from rlx.config.check.rules_offload import writes_to_disk
 from rlx.config.machine import on_accelerator, processes
 from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD
 from rlx.config.schema.roles import TINY, has_critic, has_reference, has_reward_model, is_tiny
+from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
 
 
 class UnusedKey(NamedTuple):
@@ -83,6 +84,11 @@ def _only_a_model_scores(s: CheckContext) -> bool:
     return has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
 
 
+def _engine_reads_not(unread: UnreadOptions, offload: str, s: CheckContext) -> bool:
+    options = OffloadOptions.unchecked(**vars(s.value(offload)))
+    return unread.when(options, on_accelerator(s.config, s.machine))
+
+
 def _on_cpu(s: CheckContext) -> bool:
     return not on_accelerator(s.config, s.machine)
 
@@ -97,18 +103,9 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
     offload, optim = f"{model}.activation_offload", f"{role}.optim"
     return (
         _flagged(f"{model}.enable_activation_offload", f"{offload}.*"),
-        UnusedKey(
-            (f"{offload}.directory",),
-            lambda s: not writes_to_disk(s.value(offload)),
-            "tier is cpu, and without max_host_bytes nothing exceeds it",
-        ),
-        UnusedKey(
-            _below(offload, "max_device_bytes", "cache_directory"),
-            _is_not(f"{offload}.save", "auto"),
-            "save is not auto",
-        ),
-        UnusedKey(
-            _below(offload, "pin_memory", "use_streams", "max_inflight_bytes"), _on_cpu, "copies are synchronous"
+        *(
+            UnusedKey(_below(offload, *unread.options), partial(_engine_reads_not, unread, offload), unread.why)
+            for unread in UNREAD_OPTIONS
         ),
         _flagged(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),
         _flagged(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),

@@ -9,7 +9,7 @@ from rlx.config.compose.verl_keys import remedy_for
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo, read_bounds
-from rlx.config.schema.tree import LEAVES, Leaf, children, describe_expected, plain_type
+from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, plain_type
 from rlx.errors import did_you_mean
 
 MISSING = "???"  # a YAML file's word for "the user must say this"
@@ -166,10 +166,3 @@ def _example(value: Any, leaf: Leaf) -> str:
     if kind is int and isinstance(value, float) and value.is_integer():
         return str(int(value))
     return f"{as_text(leaf.default)} (the default), or another value of that type"
-
-
-def as_text(value: Any) -> str:
-    """A value as the command line writes it."""
-    if isinstance(value, tuple):
-        return "[" + ",".join(as_text(item) for item in value) + "]"
-    return "null" if value is None else str(value)

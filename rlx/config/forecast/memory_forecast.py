@@ -29,6 +29,7 @@ from rlx.config.schema.roles import MicroSize, log_prob_size
 from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
 from rlx.offload.plan.memory import StateBytes
 from rlx.offload.plan.scenario import Scenario
+from rlx.offload.runtime.options import DEFAULT_SAVE
 
 CUDA_BYTES = 2e9  # of a device beside vLLM's share, which has a reserve of its own
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
@@ -332,7 +333,7 @@ def _mode(model: ModelConfig) -> str:
     recomputes, save = model.enable_gradient_checkpointing, model.activation_offload.save
     if not model.enable_activation_offload:
         return "checkpointing" if recomputes else "plain"
-    save = save or ("boundary" if recomputes else "all")
+    save = save or DEFAULT_SAVE[recomputes]
     return save if save in ("attention", "all") else "inputs to the host"
 
 

@@ -4,35 +4,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.schema.keys import group, key
+from rlx.offload.runtime.options import LIMITS, OffloadOptions
+
+
+def _option(name: str, doc: str) -> Any:
+    """A key with the default and the limits that the engine gives to its option."""
+    return key(getattr(OffloadOptions, name), doc, **LIMITS.get(name, {}))
 
 
 @dataclass(frozen=True)
 class ActivationOffloadConfig:
     """Options of the activation engine (`rlx.offload.OffloadOptions`), read when `enable_activation_offload` is set."""
 
-    save: str | None = key(
-        None,
-        "What leaves the device: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
+    save: str | None = _option(
+        "save",
+        "What is offloaded: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
         "attention and its projections), `auto` (planned from measurements), `all` (every saved tensor); null: boundary with "
         "gradient checkpointing, else all.",
-        choices=(None, "boundary", "attention", "all", "auto"),
     )
-    tier: str = key("cpu", "Where it goes: host memory or disk.", choices=("cpu", "disk"))
-    directory: str | None = key(None, "Folder of the disk tier, or with tier cpu for what exceeds `max_host_bytes`.")
-    prefetch_layers: int | None = key(None, "Layers fetched ahead in backward; null: as fits; 0: none.", minimum=0)
-    max_inflight_bytes: int | None = key(None, "Bytes on the way before forward waits; null: as fits.", minimum=0)
-    min_bytes: int = key(1 << 20, "Smaller tensors stay on the device [bytes].", minimum=0)
-    pin_memory: bool = key(True, "Page-locked host memory, for copies that overlap compute.")
-    use_streams: bool = key(True, "Copy on streams of their own.")
-    max_host_bytes: int | None = key(None, "Limit of host memory per process [bytes]; null: none.", minimum=0)
-    max_device_bytes: int | str = key(
-        "auto",
-        "What `save=auto` may hold on the device for backward [bytes]; auto: what weights, states and a margin leave.",
-        minimum=0,
-        words=("auto",),
+    tier: str = _option("tier", "Where it is offloaded to: host memory (cpu) or disk.")
+    directory: str | None = _option(
+        "directory", "Folder of the disk tier, or with tier cpu for what exceeds `max_host_bytes`."
     )
-    cache_directory: str | None = key(
-        "auto",
+    prefetch_layers: int | None = _option(
+        "prefetch_layers", "Layers that backward fetches ahead; null: as fits; 0: none."
+    )
+    max_inflight_bytes: int | None = _option(
+        "max_inflight_bytes", "Bytes whose copy to the host may be unfinished before forward waits; null: as fits."
+    )
+    min_bytes: int = _option("min_bytes", "Smaller tensors stay on the device [bytes].")
+    pin_memory: bool = _option("pin_memory", "Page-locked host memory, for copies that overlap compute.")
+    use_streams: bool = _option("use_streams", "Copy on streams of their own.")
+    max_host_bytes: int | None = _option("max_host_bytes", "Limit of host memory per process [bytes]; null: none.")
+    max_device_bytes: int | str = _option(
+        "max_device_bytes",
+        "Limit of what `save=auto` holds on the device for backward [bytes]; auto: what weights, states and a margin leave.",
+    )
+    cache_directory: str | None = _option(
+        "cache_directory",
         "Folder in which `save=auto` keeps measurements for later runs; auto: rlx/measurements in $XDG_CACHE_HOME or ~/.cache; "
         "null: nothing is kept.",
     )

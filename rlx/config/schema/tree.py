@@ -82,3 +82,10 @@ def describe_expected(leaf: Leaf) -> str:
     if not allowed:
         return kind
     return allowed if leaf.info.choices is not None and not kind.startswith("list") else f"{kind}, {allowed}"
+
+
+def as_text(value: Any) -> str:
+    """A value as the command line writes it."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(as_text(item) for item in value) + "]"
+    return "null" if value is None else str(value)

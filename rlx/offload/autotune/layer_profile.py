@@ -101,6 +101,12 @@ class BackwardWindow:
     begin_gradient_bytes: int = 0
     turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and their backward begins
 
+    def made_bytes(self) -> int:
+        """Return the memory of gradients made since the first layer began."""
+        if self.is_sharded and self.begin_gradient_bytes:
+            return 0  # they existed before; only those of layers that are not gathered at the moment could be counted
+        return self.gradient_bytes() - self.begin_gradient_bytes
+
     @property
     def turnaround_s(self) -> float:
         """Time between, in which what follows the layers is at work."""

@@ -1,25 +1,59 @@
-"""What a user may choose about activation offloading."""
+"""The options of activation offloading, and the one place that checks them. Imports no torch."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from rlx.offload.storage.tiers import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
+from rlx.offload.storage.staging import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
 
-_CHOICES = {"save": (None, "boundary", "attention", "all", "auto"), "tier": ("cpu", "disk")}
-_KEPT = {
-    "boundary": "the inputs of each layer",
-    "attention": "the inputs of each layer and its attention",
-    "auto": "what a plan says",
+RECOMPUTING = ("boundary", "attention", "auto")  # values of `save` that recompute layers
+DEFAULT_SAVE = {True: "boundary", False: "all"}  # what `save=None` means with and without recomputation
+_COUNT = {"minimum": 0}
+# What each option may be, beside its type. `words` may take the place of a number.
+LIMITS: dict[str, dict[str, Any]] = {
+    "save": {"choices": (None, "boundary", "attention", "all", "auto")},
+    "tier": {"choices": ("cpu", "disk")},
+    **dict.fromkeys(("prefetch_layers", "max_inflight_bytes", "min_bytes", "max_host_bytes"), _COUNT),
+    "max_device_bytes": {**_COUNT, "words": ("auto",)},
 }
-_SWITCHES = ("pin_memory", "use_streams")
-_COUNTS = ("prefetch_layers", "max_inflight_bytes", "min_bytes", "max_host_bytes", "max_device_bytes")
-_WORDS: dict[str, tuple[str, ...]] = {"min_bytes": (), "max_device_bytes": ("auto",)}  # in place of a count; else None
+
+
+class OptionFault(NamedTuple):
+    """A combination of options that cannot work.
+
+    Args:
+        what: the reason.
+        got, expected, remedy: options and values, as the caller of `OffloadOptions.faults` writes them.
+        options: the options that take part, the one to change first.
+    """
+
+    what: str
+    got: str
+    expected: str
+    remedy: str
+    options: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what}: got {self.got}, expected {self.expected}; {self.remedy}"
+
+
+def folder_problem(directory: str | os.PathLike[str]) -> str | None:
+    """Return why no file can be written into a folder of this machine; None if one can."""
+    folder = Path(directory).expanduser()
+    if folder.is_dir():
+        return None if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
+    return "is no folder" if folder.exists() else "does not exist"
+
+
+def _assignment(option: str, value: Any) -> str:
+    return f"{option}={value!r}"
 
 
 @dataclass(frozen=True)
@@ -70,18 +104,36 @@ class OffloadOptions:
     cache_directory: str | os.PathLike[str] | None = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"OffloadOptions.{name}: got {getattr(self, name)!r}, expected one of {allowed}")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"OffloadOptions.{name}: got {getattr(self, name)!r}, expected True or False")
-        for name in _COUNTS:
-            value, words = getattr(self, name), _WORDS.get(name, (None,))
-            if value not in words and (type(value) is not int or value < 0):
-                instead = "".join(f" or {word!r}" for word in words)
-                raise ValueError(f"OffloadOptions.{name}: got {value!r}, expected an integer >= 0{instead}")
-        self._check_disk()
+        for option in fields(self):
+            value, limits = getattr(self, option.name), LIMITS.get(option.name, {})
+            if "choices" in limits:
+                is_right, expected = value in limits["choices"], f"one of {limits['choices']}"
+            elif isinstance(option.default, bool):
+                is_right, expected = isinstance(value, bool), "True or False"
+            elif "minimum" in limits:
+                words = limits.get("words", () if option.default is not None else (None,))
+                is_right = value in words or (type(value) is int and value >= limits["minimum"])
+                expected = f"an integer >= {limits['minimum']}" + "".join(f" or {word!r}" for word in words)
+            else:
+                is_right, expected = (
+                    value is None or isinstance(value, (str, os.PathLike)),
+                    "the path of a folder or None",
+                )
+            if not is_right:
+                raise ValueError(f"OffloadOptions.{option.name}: got {value!r}, expected {expected}")
+        if faults := self.faults():
+            raise ValueError("\n".join(f"OffloadOptions: {fault}" for fault in faults))
+
+    @classmethod
+    def unchecked(cls, **values: Any) -> OffloadOptions:
+        """Return options of the right types that `faults` has still to be asked about.
+
+        Args:
+            values: one for every option.
+        """
+        options = object.__new__(cls)
+        vars(options).update(values)
+        return options
 
     @property
     def measurements_folder(self) -> Path | None:
@@ -103,8 +155,11 @@ class OffloadOptions:
     @property
     def staging_chunk_bytes(self) -> int:
         """Size of each buffer between device and disk; on the cpu tier all together take at most a quarter of the cap."""
-        share = 1 if self.tier == "disk" else 4
-        return chunk_bytes(None if self.max_host_bytes is None else self.max_host_bytes // share)
+        return chunk_bytes(None if self.max_host_bytes is None else self.max_host_bytes // self._staging_divisor)
+
+    @property
+    def _staging_divisor(self) -> int:
+        return 1 if self.tier == "disk" else 4
 
     @property
     def host_bytes(self) -> int | None:
@@ -116,56 +171,104 @@ class OffloadOptions:
         return self.max_host_bytes - staging_bytes(self.staging_chunk_bytes)
 
     def resolve_save(self, enable_ckpt: bool) -> str:
-        """What is kept, given whether layers are recomputed.
+        """Return what is kept, given whether layers are recomputed.
 
         Raises:
-            ValueError: where `save` and `enable_ckpt` contradict each other.
+            ValueError: if `save` and `enable_ckpt` contradict each other.
         """
-        save = self.save or ("boundary" if enable_ckpt else "all")
-        if save == "all" and enable_ckpt:
-            raise ValueError(
-                "save='all' keeps every saved tensor, so that nothing is left to recompute, but enable_ckpt is True; "
-                "set enable_ckpt=False, or save='boundary'"
-            )
-        if save != "all" and not enable_ckpt:
-            raise ValueError(
-                f"save={save!r} keeps {_KEPT[save]} and recomputes the rest, but enable_ckpt is False; set enable_ckpt=True, or save='all'"
-            )
-        return save
+        if faults := self.faults(enable_ckpt):
+            raise ValueError(str(faults[0]))
+        return self.save or DEFAULT_SAVE[enable_ckpt]
 
-    def _check_disk(self) -> None:
-        for name in ("directory", "cache_directory"):
-            path = getattr(self, name)
-            if path is not None and not isinstance(path, (str, os.PathLike)):
-                raise ValueError(f"OffloadOptions.{name}: got {path!r}, expected the path of a folder or None")
-        if self.tier == "disk" and self.directory is None:
-            raise ValueError(
-                "OffloadOptions.directory: got None with tier='disk', expected the path of a folder with room for what is "
-                "offloaded; name one, or use tier='cpu'"
+    def faults(
+        self,
+        enable_ckpt: bool | None = None,
+        checks_folder: bool = False,
+        assignment: Callable[[str, Any], str] = _assignment,
+    ) -> list[OptionFault]:
+        """Return every combination of these options that cannot work.
+
+        Args:
+            enable_ckpt: whether layers are recomputed; None: not known yet.
+            checks_folder: see whether `directory` can be written to, which must be on this machine then.
+            assignment: how the user writes an option and a value; `enable_ckpt` counts as an option.
+        """
+        found = []
+        if self.save is not None and enable_ckpt is not None and (self.save in RECOMPUTING) != enable_ckpt:
+            found.append(
+                OptionFault(
+                    "boundary, attention and auto recompute layers, all recomputes nothing",
+                    f"{assignment('save', self.save)}, {assignment('enable_ckpt', enable_ckpt)}",
+                    "both to agree",
+                    f"set {assignment('enable_ckpt', not enable_ckpt)}, or {assignment('save', DEFAULT_SAVE[enable_ckpt])}",
+                    ("save", "enable_ckpt"),
+                )
+            )
+        problem = folder_problem(self.directory) if checks_folder and self.directory is not None else None
+        if self.uses_disk and (self.directory is None or problem is not None):
+            folder = assignment("directory", self.directory)
+            to_host = assignment("tier", "cpu")
+            to_device = f"{assignment('directory', None)} to keep the rest on the device"
+            found.append(
+                OptionFault(
+                    "activations that go to disk have no usable folder",
+                    f"{folder}, which {problem}" if problem else folder,
+                    "a writable folder that exists",
+                    f"make a folder and set {assignment('directory', '/fast/disk')}, or {to_host if self.tier == 'disk' else to_device}",
+                    ("directory", "tier", "max_host_bytes"),
+                )
             )
         if self.uses_disk and self.staging_chunk_bytes == 0:
-            least = MIN_STAGING_BYTES if self.tier == "disk" else 4 * MIN_STAGING_BYTES
-            raise ValueError(
-                f"OffloadOptions.max_host_bytes: got {self.max_host_bytes}, expected at least {least} with "
-                f"tier={self.tier!r} and a directory: that much goes through buffers to the disk"
+            found.append(
+                OptionFault(
+                    "too little host memory for the buffers between device and disk",
+                    assignment("max_host_bytes", self.max_host_bytes),
+                    f"at least {self._staging_divisor * MIN_STAGING_BYTES} bytes",
+                    f"set {assignment('max_host_bytes', 1 << 30)}, say, or {assignment('max_host_bytes', None)}",
+                    ("max_host_bytes", "tier", "directory"),
+                )
             )
+        return found
+
+    def without_effect(self, on_accelerator: bool) -> list[str]:
+        """Return the names of options that differ from their default to no effect."""
+        return [
+            name
+            for unread in UNREAD_OPTIONS
+            if unread.when(self, on_accelerator)
+            for name in unread.options
+            if getattr(self, name) != getattr(OffloadOptions, name)
+        ]
 
     def log_without_effect(self, on_accelerator: bool) -> None:
-        """One log line that names the options set to no effect on this machine."""
-        defaults = OffloadOptions()
-        unused = [
-            name
-            for name, is_used in (
-                ("directory", self.uses_disk),
-                ("max_device_bytes", self.save == "auto"),
-                ("cache_directory", self.save == "auto"),
-            )
-            if not is_used
-        ]
-        without_effect = [name for name in unused if getattr(self, name) != getattr(defaults, name)]
-        if not on_accelerator:
-            names = ("pin_memory", "use_streams", "max_inflight_bytes")
-            without_effect += [name for name in names if getattr(self, name) != getattr(defaults, name)]
-        if without_effect:
+        """Log one line that names the options without effect on this machine."""
+        if names := self.without_effect(on_accelerator):
             where = "" if on_accelerator else " (no accelerator: copies are synchronous)"
-            logger.warning("activation offloading: without effect here: %s%s", ", ".join(without_effect), where)
+            logger.warning("activation offloading: without effect here: %s%s", ", ".join(names), where)
+
+
+class UnreadOptions(NamedTuple):
+    """Options that nothing reads when `when(options, on_accelerator)` holds."""
+
+    options: tuple[str, ...]
+    when: Callable[[OffloadOptions, bool], bool]
+    why: str
+
+
+UNREAD_OPTIONS = (
+    UnreadOptions(
+        ("directory",),
+        lambda options, on_accelerator: not options.uses_disk,
+        "tier is cpu, and without max_host_bytes nothing exceeds it",
+    ),
+    UnreadOptions(
+        ("max_device_bytes", "cache_directory"),
+        lambda options, on_accelerator: options.save != "auto",
+        "save is not auto",
+    ),
+    UnreadOptions(
+        ("pin_memory", "use_streams", "max_inflight_bytes"),
+        lambda options, on_accelerator: not on_accelerator,
+        "copies are synchronous",
+    ),
+)

@@ -1,8 +1,7 @@
-"""Every combination of the options of activation offloading: what the validator says, and that the engine says the same.
+"""Options of activation offloading: faults and warnings of the validator, and the engine refuses the same ones.
 
-Of each combination the tables below say whether it is a fault, a warning or fine. The validator must say so before
-anything starts, and the engine, asked for the same with nobody in between, must refuse and accept the same ones and name
-the same options as without effect.
+Each table below lists options and whether they are a fault, a warning or fine, both for the validator before anything
+starts and for the engine on its own. The engine also names the same options as without effect.
 """
 
 import logging
@@ -13,12 +12,12 @@ import pytest
 from omegaconf import OmegaConf
 from torch import nn
 
-from rlx.config.check.rules_offload import LEAST_HOST_BYTES
 from rlx.config.check.validate import Verdict, check
 from rlx.config.compose.build import build
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.machine import Cluster, Machine
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.storage.staging import MIN_STAGING_BYTES
 
 FINE, WARNING, FAULT = "fine", "warning", "fault"
 MODEL = "actor_rollout_ref.model"
@@ -50,10 +49,10 @@ PLACES = {
     ("disk", None, 64 * MIB): FAULT,
     ("disk", "folder", None): FINE,
     ("disk", "folder", 64 * MIB): FINE,
-    ("disk", "folder", LEAST_HOST_BYTES["disk"]): FINE,
-    ("disk", "folder", LEAST_HOST_BYTES["disk"] - 1): FAULT,
-    ("cpu", "folder", LEAST_HOST_BYTES["cpu"]): FINE,
-    ("cpu", "folder", LEAST_HOST_BYTES["cpu"] - 1): FAULT,
+    ("disk", "folder", MIN_STAGING_BYTES): FINE,
+    ("disk", "folder", MIN_STAGING_BYTES - 1): FAULT,
+    ("cpu", "folder", 4 * MIN_STAGING_BYTES): FINE,
+    ("cpu", "folder", 4 * MIN_STAGING_BYTES - 1): FAULT,
     ("cpu", None, 1): FINE,
     ("disk", "missing", None): FAULT,
     ("disk", "file", None): FAULT,
@@ -135,20 +134,29 @@ def said(verdict: Verdict) -> str:
     return FAULT if verdict.faults else WARNING if verdict.warnings else FINE
 
 
-def worst(*outcomes: str) -> str:
-    return max(outcomes, key=(FINE, WARNING, FAULT).index)
+@pytest.mark.parametrize("saved", SAVES, ids=str)
+def test_what_is_saved(saved, validate, ask_engine):
+    save, recompute = saved
+    verdict = validate({"save": save}, enable_gradient_checkpointing=recompute)
+    assert said(verdict) == SAVES[saved]
+    assert len(verdict.faults) == (SAVES[saved] == FAULT)
+    assert ask_engine({"save": save}, recompute)[0] == SAVES[saved]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("saved", SAVES, ids=str)
-def test_what_is_saved_and_where_it_goes(saved, place, validate, ask_engine, paths):
-    (save, recompute), (tier, directory, cap) = saved, place
-    options = {"save": save, "tier": tier, "directory": paths[directory], "max_host_bytes": cap}
-    verdict = validate(options, enable_gradient_checkpointing=recompute)
-    outcomes = (SAVES[saved], PLACES[place])
-    assert said(verdict) == worst(*outcomes)
-    assert len(verdict.faults) == outcomes.count(FAULT), "all faults at once, each once"
-    assert ask_engine(options, recompute)[0] == said(verdict)
+def test_where_it_goes(place, validate, ask_engine, paths):
+    tier, directory, cap = place
+    options = {"tier": tier, "directory": paths[directory], "max_host_bytes": cap}
+    verdict = validate(options)
+    assert said(verdict) == PLACES[place]
+    assert len(verdict.faults) == (PLACES[place] == FAULT)
+    assert ask_engine(options, True)[0] == PLACES[place]
+
+
+def test_all_faults_are_listed_at_once(validate, paths):
+    for tier, directory, cap in [place for place, outcome in PLACES.items() if outcome == FAULT]:
+        options = {"save": "all", "tier": tier, "directory": paths[directory], "max_host_bytes": cap}
+        assert len(validate(options, enable_gradient_checkpointing=True).faults) == 2
 
 
 @pytest.mark.parametrize("option", OTHERS, ids=str)

@@ -182,7 +182,9 @@ def test_rotated_queries_are_kept_in_place_of_queries(toys, auto):
     follow(toys, model, handle, read=read)
     orders = [one for one in bucket(handle).orders.values() if not one.keep]
     assert orders and all(one.proof.is_given for one in orders)
-    assert any({0, 1} <= one.unread and "cat" in {one.others[-1 - p] for p in one.unread if p < 0} for one in orders)
+    assert any(
+        {0, 1} <= one.dead_ops and "cat" in {one.other_names[-1 - p] for p in one.dead_ops if p < 0} for one in orders
+    )
 
 
 class TwoWays(NormOfParts):
@@ -224,8 +226,8 @@ def test_what_is_read_unseen_is_proved_to_be_read(toys, auto, caplog):
     handle = auto(model)
     follow(toys, model, handle)
     orders = [one for one in bucket(handle).orders.values() if not one.keep]
-    assert all(one.unread and not one.proof.is_given for one in orders)
-    assert "ways that are not seen" in caplog.text
+    assert all(one.dead_ops and not one.proof.is_given for one in orders)
+    assert "in a way that profiling did not see" in caplog.text
 
 
 class Wary(NormOfParts):
@@ -266,7 +268,7 @@ def test_behind_an_autograd_function_nothing_is_known(toys, auto):
     model = toys.stack(WithFunction, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    assert not any(one.unread for one in bucket(handle).orders.values())
+    assert not any(one.dead_ops for one in bucket(handle).orders.values())
 
 
 class Written(NormOfParts):

@@ -1,10 +1,12 @@
 import logging
 import pickle
+import subprocess
+import sys
 
 import pytest
 
 from rlx.offload import OffloadOptions
-from rlx.offload.storage.tiers import MIN_STAGING_BYTES
+from rlx.offload.storage.staging import MIN_STAGING_BYTES
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_what_may_wait_in_host_memory_beside_buffers_for_the_disk():
 
 
 def test_the_disk_tier_needs_a_folder_which_a_driver_may_lack():
-    with pytest.raises(ValueError, match="directory: got None with tier='disk'"):
+    with pytest.raises(ValueError, match="no usable folder: got directory=None"):
         OffloadOptions(tier="disk")
     options = OffloadOptions(tier="disk", directory="/no/such/folder")
     assert options.uses_disk
@@ -91,3 +93,8 @@ def test_options_without_effect_are_named_in_one_line(caplog):
 
 def test_options_are_values():
     assert OffloadOptions(min_bytes=0) == pickle.loads(pickle.dumps(OffloadOptions(min_bytes=0)))
+
+
+def test_options_are_checked_without_torch():
+    script = "import sys; from rlx.offload import OffloadOptions; OffloadOptions(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
