@@ -284,7 +284,9 @@ def test_the_table_names_every_part():
 
 def test_the_page_has_this_table():
     rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", section("The packages"), re.MULTILINE)
-    whole = {name: set(re.findall(r"\w+", re.sub("`.*?`", "", cell))) - {"nothing", "and", "only"} for name, cell in rows}
+    whole = {
+        name: set(re.findall(r"\w+", re.sub("`.*?`", "", cell))) - {"nothing", "and", "only"} for name, cell in rows
+    }
     assert whole == MAY_IMPORT
     paths = {name: re.findall(r"`(.*?)(?:/|\.py)`", cell) for name, cell in rows}
     assert {name: {path.replace("/", ".") for path in each} for name, each in paths.items() if each} == MAY_IMPORT_OF
