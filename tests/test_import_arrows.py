@@ -218,6 +218,8 @@ def circle(imports: list[Import]) -> list[str]:
 class Rooms(NamedTuple):
     """A folder as a house: its files and subfolders are rooms, and an arrow goes from a room to one that it imports.
 
+    A `__main__.py` is a program above all rooms (`test_nothing_imports_an_entry_point`), so that its imports are no arrows.
+
     `arrows` gives the number of import statements of each arrow, `back` the arrows that run back up, and `floors` the
     rooms from the bottom up: a room is one floor above the highest room that it imports by the other arrows.
     """
@@ -244,6 +246,7 @@ def rooms(folder: str, imports: list[Import], modules: Iterable[str]) -> Rooms:
         return module.removeprefix(folder).split(".")[1] if module != folder else "__init__"
 
     inside = [found for found in imports if within(found.importer, {folder}) and within(found.name, {folder})]
+    inside = [found for found in inside if not found.importer.endswith(".__main__")]
     arrows = Counter((room_of(found.importer), room_of(found.name)) for found in inside)
     arrows = Counter({arrow: count for arrow, count in arrows.items() if arrow[0] != arrow[1]})
     back: set[tuple[str, str]] = set()
