@@ -1,1 +1,1 @@
-"""Host memory, files on disk, and the copies between them and the device."""
+"""Host memory and files for offloaded bytes, and the copies between them and the device."""

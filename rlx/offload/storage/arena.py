@@ -1,26 +1,26 @@
-"""Host memory for what has left the device: one arena per process and kind of memory, shared by all who offload.
+"""Host memory for offloaded bytes: one arena per process for page-locked memory and one for pageable memory.
 
-Activations, and as well parameters and optimizer states. `HostArena` owns the memory and takes it from the system;
-an `Account` is one user's share of it, with a cap and its own accounting::
+Everything that is offloaded in a process shares it: activations, parameters and optimizer states. A `HostArena` owns the memory
+and reserves it from the system. An `Account` is one user's share, with a cap and its own accounting::
 
     arena = host_arena(pinned=True)
-    arena.limit(64 << 30)                        # in all
-    account = arena.account(max_bytes=16 << 30, name="weights")  # of one user
-    block = account.allocate(nbytes)                 # None: no room
+    arena.limit(64 << 30)                        # for all accounts together
+    account = arena.account(max_bytes=16 << 30, name="weights")  # for one user
+    block = account.allocate(nbytes)             # None: no room
     ...                                          # copy to and from block.views
     account.free(block, after=event)             # free once the last copy's event has passed
-    arena.trim()                                 # what is free goes back to the system
+    arena.trim()                                 # returns free memory to the system
 
-`trim()` before memory is needed elsewhere (generation, say) costs little when nothing is free, but what it gives back is
-taken anew, and page-locked anew, in the next step: about 0.4 s per GiB. Whether that pays is the caller's decision.
+Call `trim()` before memory is needed elsewhere, for generation say. It costs little when nothing is free. The next step reserves
+and page-locks the returned memory again, which takes about 0.4 s per GiB. Whether that pays is the caller's decision.
 
 Note [who may free a host buffer]
-A block belongs to the object that took it. A copy may still read from it or write to it when its owner dies, which is
-any moment at which Python collects garbage, on any thread. So `Account.free` takes no lock and waits for nothing: it
-appends the block and the event after which no copy touches it to a queue (appending to a deque is atomic). Whoever next
-takes memory or asks for figures returns to the free ranges those blocks whose event has passed; one who finds no room
-waits for the events, oldest first, before any memory is asked of the system. That is why a steady step takes none, and
-why no copy runs on a slab of which all is free: it may be unlocked and go.
+A block belongs to the object that allocated it. That object may die whenever Python collects garbage, on any thread, while a
+copy still reads or writes the block. So `Account.free` takes no lock and waits for nothing. It appends the block, and the event
+after which no copy touches it, to a queue; appending to a deque is atomic. The next call that allocates or asks for figures
+moves the blocks whose event has passed to the free ranges. A call that finds no room waits for the events, oldest first, before
+it asks the system for memory. Therefore a steady step reserves no memory. And no copy runs on a slab that is free as a whole,
+so that it may be unlocked and returned.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ logger = logging.getLogger("rlx.offload")
 
 
 class Event(Protocol):
-    """What an arena needs of an event on a device's stream."""
+    """The methods of `torch.Event` that an arena calls."""
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Return whether the device has passed the event."""
 
     def synchronize(self) -> None:
-        """Wait until it has passed."""
+        """Wait until the device has passed the event."""
 
 
 class Block:
-    """Host bytes taken from an arena, in one or several extents."""
+    """Host memory allocated from an arena, in one or several extents."""
 
     __slots__ = ("_typed", "extents", "nbytes", "reserved_bytes", "views")
 
     def __init__(self, nbytes: int, extents: list[Extent], views: list[Tensor]) -> None:
         self.nbytes = nbytes
         self.extents = extents
-        self.views = views  # uint8 tensors whose lengths add up to nbytes
+        self.views = views  # uint8, one for each extent; their lengths add up to nbytes
         self.reserved_bytes = sum(extent.length for extent in extents)  # alignment included
         self._typed: Tensor | None = None
 
     def whole(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """The block as a tensor; None where it is in extents, or longer than that."""
+        """Return the block as one tensor; None if it has several extents, or another length than the tensor."""
         typed = self._typed
         if typed is None or typed.shape != shape or typed.dtype != dtype:
             if len(self.views) != 1 or self.nbytes != shape.numel() * dtype.itemsize:
@@ -72,9 +72,9 @@ class Block:
         return typed
 
     def pairs(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A contiguous tensor, in parts, each with as much host memory of the same dtype and shape.
+        """Split a contiguous tensor as the block is split; return pairs (part of the tensor, host memory of its shape and dtype).
 
-        The block may be longer than the tensor, by bytes that mean nothing.
+        The block may end with padding.
         """
         whole = self.whole(tensor.shape, tensor.dtype)
         if whole is not None:
@@ -88,7 +88,7 @@ class Block:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8, in one dimension."""
+    """Return the memory of a contiguous tensor as a one-dimensional uint8 tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -96,9 +96,9 @@ class Account:
     """One user's share of an arena.
 
     Args:
-        arena: where the memory comes from.
-        max_bytes: hard cap of what the account holds [bytes]; None: no cap.
-        name: of the user; several accounts may share one.
+        arena: the owner of the memory.
+        max_bytes: hard cap of the account's blocks [bytes]; None: no cap.
+        name: of the user; several accounts may have the same.
     """
 
     def __init__(self, arena: HostArena, max_bytes: int | None, name: str) -> None:
@@ -109,34 +109,34 @@ class Account:
         self._reserved_bytes = 0
 
     def allocate(self, nbytes: int) -> Block | None:
-        """A block of `nbytes`, or None when the cap is reached or the system has no memory left."""
+        """Return a block of `nbytes`, or None if the cap is reached or the system has no memory left."""
         return self.arena.allocate(self, nbytes)
 
     def free(self, block: Block, after: Event | None = None) -> None:
-        """Return a block; `after`: the last event before which a copy may touch it. Never blocks, on any thread."""
-        self.arena.returned.append((self, block, after))
+        """Free a block once the event `after`, which ends its last copy, has passed. Callable on any thread; never blocks."""
+        self.arena.freed.append((self, block, after))
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks that are held now."""
+        """Bytes of the blocks that are allocated now."""
         self.arena.settle()
         return self._held_bytes
 
 
 class HostArena:
-    """Host memory that grows to the largest amount ever held, and no further.
+    """Host memory that grows to about the largest amount ever held.
 
     Args:
-        pinned: page-locked memory; where the system refuses it, pageable memory with one warning.
+        pinned: reserve page-locked memory; if the system refuses it, pageable memory, with one warning.
     """
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.max_bytes: int | None = None  # of all accounts together; see `limit`
-        self.returned: deque[tuple[Account, Block, Event | None]] = deque()
+        self.freed: deque[tuple[Account, Block, Event | None]] = deque()
         self.allocations = 0
         self._cooling: deque[tuple[Block, Event]] = deque()
-        # Free blocks by length, not joined with what is free beside them: a step that repeats takes the same lengths again.
+        # Free blocks by length, not yet merged with their free neighbours: the next step allocates the same lengths again.
         self._idle: dict[int, list[Block]] = {}
         self._ranges = RangeAllocator()
         self._slabs: dict[int, Pages] = {}
@@ -146,7 +146,7 @@ class HostArena:
         self._lock = threading.Lock()
 
     def limit(self, max_bytes: int | None) -> None:
-        """Cap what the arena reserves for all its accounts together; what it has above that goes with `trim`.
+        """Cap the memory that the arena reserves for all accounts together; `trim` returns memory above the cap.
 
         Args:
             max_bytes: hard cap [bytes]; None: no cap.
@@ -159,11 +159,11 @@ class HostArena:
         self.max_bytes = max_bytes
 
     def account(self, max_bytes: int | None = None, name: str = "others") -> Account:
-        """A new share of the arena.
+        """Return a new share of the arena.
 
         Args:
-            max_bytes: hard cap of what the account holds [bytes]; None: no cap but the arena's.
-            name: of its user, for `holders`.
+            max_bytes: hard cap of the account's blocks [bytes]; None: no cap but the arena's.
+            name: of the user, as `holders` reports it.
         """
         account = Account(self, max_bytes, name)
         with self._lock:
@@ -172,19 +172,19 @@ class HostArena:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory taken from the system and not given back [bytes]."""
+        """Memory that is reserved from the system now [bytes]."""
         return self._reserved_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks that are held, alignment included, and of those that a copy still works on."""
+        """Bytes of all allocated blocks, and of freed ones that a copy still uses, with their alignment."""
         with self._lock:
             self._settle()
             self._join_idle()
             return self._reserved_bytes - self._ranges.free_bytes
 
     def holders(self) -> dict[str, int]:
-        """Bytes of the blocks that are held, by the names of the accounts that hold them."""
+        """Return the bytes of allocated blocks by account name."""
         with self._lock:
             self._settle()
             held: dict[str, int] = {}
@@ -193,10 +193,10 @@ class HostArena:
             return held
 
     def allocate(self, account: Account, nbytes: int) -> Block | None:
-        """A block of `nbytes` for an account, or None when its cap is reached or the system has no memory left."""
+        """See `Account.allocate`."""
         needed = page_aligned(nbytes)
         with self._lock:
-            if self.returned or self._cooling:
+            if self.freed or self._cooling:
                 self._settle()
             if account.max_bytes is not None and account._reserved_bytes + needed > account.max_bytes:
                 return None
@@ -208,12 +208,12 @@ class HostArena:
             return block
 
     def settle(self) -> None:
-        """Put what was given back in the books."""
+        """Account for the blocks that were freed."""
         with self._lock:
             self._settle()
 
     def trim(self) -> int:
-        """Give slabs of which nothing is in use back to the system; returns how many bytes that were."""
+        """Return slabs of which nothing is in use to the system; return how many bytes those were."""
         with self._lock:
             self._settle()
             while self._cooling:
@@ -230,8 +230,8 @@ class HostArena:
         return freed
 
     def _settle(self) -> None:
-        while self.returned:
-            account, block, after = self.returned.popleft()
+        while self.freed:
+            account, block, after = self.freed.popleft()
             account._held_bytes -= block.nbytes
             account._reserved_bytes -= block.reserved_bytes
             if after is None:
@@ -243,7 +243,7 @@ class HostArena:
             self._idle.setdefault(block.nbytes, []).append(block)
 
     def _wait_for_oldest(self) -> None:
-        self._cooling[0][1].synchronize()  # before it is taken out: a wait that fails loses no block
+        self._cooling[0][1].synchronize()  # before the block is removed: a wait that fails loses none
         self._ranges.free(self._cooling.popleft()[0].extents)
 
     def _join_idle(self) -> None:
@@ -295,15 +295,20 @@ class HostArena:
         except OSError as error:
             if not self._has_warned_full:
                 self._has_warned_full = True
-                logger.warning("activation offloading: no host memory left for %d more bytes (%s)", size, error)
+                logger.warning(
+                    "activation offloading: the system has no host memory left for %d more bytes (%s). Tensors "
+                    "without room stay on the device or are spilled to disk. Lower max_host_bytes",
+                    size,
+                    error,
+                )
             return None
         except RuntimeError as error:
             if not self.pinned:
                 raise
             self.pinned = False
             logger.warning(
-                "activation offloading: the system refused %d more bytes of page-locked memory beside %d (%s); "
-                "pageable memory is used from here on, whose copies do not overlap compute. "
+                "activation offloading: the system refused %d more bytes of page-locked host memory, %d are reserved (%s); "
+                "pageable memory is used from now on, whose copies do not overlap compute. "
                 "Raise the limit of locked memory, or lower max_host_bytes",
                 size,
                 self._reserved_bytes,
@@ -317,6 +322,6 @@ _ARENAS_LOCK = threading.Lock()
 
 
 def host_arena(pinned: bool) -> HostArena:
-    """The arena of this process for page-locked (`pinned`) or for pageable memory."""
+    """Return this process's arena of page-locked (`pinned`) or of pageable memory."""
     with _ARENAS_LOCK:
         return _ARENAS.setdefault(pinned, HostArena(pinned))

@@ -1,6 +1,6 @@
-"""Copies between one device and host memory, on streams of their own, and what they cost.
+"""Timed copies between one device and host memory, on streams of their own.
 
-Where there is no accelerator the copies are synchronous; everything else is the same.
+Without an accelerator the copies are synchronous, and nothing else differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlx.offload.storage.stats import Counters, Timeline, mark
 
 
 class PendingTasks:
-    """Waits until tasks on other threads are done, and passes on the first failure."""
+    """Counts tasks that other threads run; `wait` returns when all are done and raises the first failure."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -27,7 +27,7 @@ class PendingTasks:
         self._changed = threading.Condition()
 
     def expect(self, tasks: int) -> None:
-        """Announce tasks, each of which will call `done`."""
+        """Add tasks to wait for. Each of them will call `done`."""
         with self._changed:
             self._left += tasks
 
@@ -39,39 +39,39 @@ class PendingTasks:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when all announced tasks are done; raises what the first of them failed with."""
+        """Wait until all tasks are done; raise the error of the first that failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._left == 0)
             if self._failure is not None:
-                raise copy.copy(self._failure)  # the traceback of a raised one holds its raiser's frames
+                raise copy.copy(self._failure)  # a raised error gets a traceback, which would keep frames alive
 
 
 class FetchBuffer:
-    """A buffer on the device that bytes arrive in. Belongs to the stream that was current when it was made.
+    """A device buffer that offloaded bytes are fetched into. Its memory belongs to the stream that is current when it is made.
 
-    Held by whoever brings bytes back and, while it copies into it, by the thread that does. The last of them to let go
-    makes the buffer's stream wait for the copies: only then may the memory be handed on.
+    The `OffloadedRange` holds it and so does each thread that copies into it. When the last of them drops it, the buffer's
+    stream is made to wait for the copies. Only then may the allocator reuse the memory.
 
     Args:
-        shape, dtype: of the buffer; it is contiguous.
-        device: where it is.
+        shape, dtype: of the tensor, which is contiguous.
+        device: that the tensor is on.
         home: the current stream of the device; None without an accelerator.
     """
 
-    buffer: Tensor
+    tensor: Tensor
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, home: torch.Stream | None) -> None:
         self.shape = shape
         self.dtype = dtype
         self.home = home
         self.copies: list[torch.Event] = []
-        self.issued: PendingTasks | None = None  # of the copies that other threads issue
+        self.issued: PendingTasks | None = None  # set if other threads issue the copies
         self.allocated: torch.Event | None = None
         self._device = device
 
     def allocate(self) -> None:
-        """Make the buffer, before copies into it are issued; on the thread whose current stream it belongs to."""
-        self.buffer = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        """Allocate the tensor, before copies are issued. Call it on the thread whose current stream is `home`."""
+        self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self._device)
         if self.home is not None:
             self.allocated = self.home.record_event()
 
@@ -85,82 +85,82 @@ class CopyStreams:
     """Copies of one device.
 
     Args:
-        device: whose bytes move; on the CPU copies are synchronous.
-        use_streams: copy on two streams of its own, one each way, instead of on the compute stream.
-        counters: where copies and stalls are summed up.
-        timeline: how their time is measured.
+        device: one end of the copies; for the CPU they are synchronous.
+        use_streams: copy on two streams of its own, one for each direction, instead of on the compute stream.
+        counters: sums of copies and stalls.
+        timeline: measures their times.
     """
 
     def __init__(self, device: torch.device, use_streams: bool, counters: Counters, timeline: Timeline) -> None:
         self.device = device
         self.on_host = device.type == "cpu"
-        self._leaving = self._returning = None
+        self._to_host = self._to_device = None
         if use_streams and not self.on_host:
-            self._leaving, self._returning = torch.Stream(device), torch.Stream(device)
+            self._to_host, self._to_device = torch.Stream(device), torch.Stream(device)
         self._counters = counters
         self._timeline = timeline
         self._lock = threading.Lock()
 
     def compute_stream(self) -> torch.Stream | None:
-        """The stream current at this moment; None without an accelerator."""
+        """Return the current stream of the device; None without an accelerator."""
         return None if self.on_host else torch.accelerator.current_stream(self.device)
 
     def device_is_current(self) -> contextlib.AbstractContextManager[object]:
-        """What a thread of its own enters before it touches the device: it begins on the first one, and would use that."""
+        """Return a context in which the device is current. A new thread would use device 0 otherwise."""
         return contextlib.nullcontext() if self.on_host else torch.accelerator.device_index(self.device.index)
 
     def copy_to_host(self, source: Tensor, block: Block) -> torch.Event | None:
-        """Copy a contiguous tensor to the host, behind what compute has queued; returns the event that ends the copy."""
+        """Copy a contiguous tensor to the host, after the work that compute has queued; return the event that ends the copy."""
         if self.on_host:
             self._copy_now(source, block, to_host=True, is_waited_for=True)
             return None
         compute = self.compute_stream()
-        stream = self._leaving or compute
-        if self._leaving is not None and compute is not None:
-            self._leaving.wait_event(compute.record_event())
-        return self._copy(stream, source, block, to_host=True, is_waited_for=self._leaving is None)
+        stream = self._to_host or compute
+        if self._to_host is not None and compute is not None:
+            self._to_host.wait_event(compute.record_event())
+        return self._copy(stream, source, block, to_host=True, is_waited_for=self._to_host is None)
 
     def copy_to_device(self, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None) -> torch.Event | None:
-        """Make the buffer of an fetch_buffer, and fill it from a block.
+        """Allocate a fetch buffer and copy a block into it; return the event that ends the copy.
 
         Args:
             block: host memory.
-            fetch_buffer: what has no buffer yet.
-            after: an event to wait for on the device before host memory is read.
+            fetch_buffer: not allocated yet.
+            after: an event that the device waits for before it reads host memory.
         """
         whole = block.whole(fetch_buffer.shape, fetch_buffer.dtype) if self.on_host else None
-        if whole is not None:  # one call instead of two: half the time for a small tensor
+        if whole is not None:  # one call instead of two halves the time for a small tensor
             start = time.perf_counter()
-            fetch_buffer.buffer = whole.clone()
+            fetch_buffer.tensor = whole.clone()
             self._count(start, whole.nbytes, is_waited_for=True)
             return None
         fetch_buffer.allocate()
-        return self.copy_into(fetch_buffer.buffer, block, fetch_buffer, after, is_ahead=False)
+        return self.copy_into(fetch_buffer.tensor, block, fetch_buffer, after, is_ahead=False)
 
     def copy_into(
         self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None, is_ahead: bool
     ) -> torch.Event | None:
-        """Copy a block into some or all of the buffer of an fetch_buffer; on any thread.
+        """Copy a block into a part of an allocated fetch buffer; callable on any thread.
 
         Args:
-            target: that part of the buffer.
-            block, fetch_buffer, after: see `back`.
-            is_ahead: whether a thread of its own issues this, so that nobody waits for it without an accelerator.
+            target: that part.
+            block, fetch_buffer, after: see `copy_to_device`.
+            is_ahead: a reader thread issues the copy, so that without an accelerator compute does not wait for it.
         """
         if self.on_host:
             self._copy_now(target, block, to_host=False, is_waited_for=not is_ahead)
             return None
-        stream = self._returning or fetch_buffer.home
+        stream = self._to_device or fetch_buffer.home
         for event in (fetch_buffer.allocated, after):
             if stream is not None and event is not None:
-                stream.wait_event(event)  # on one stream for nothing, but layers may compute on several
-        copied = self._copy(stream, target, block, to_host=False, is_waited_for=self._returning is None)
+                stream.wait_event(event)  # needless on one stream, but layers may compute on several
+        copied = self._copy(stream, target, block, to_host=False, is_waited_for=self._to_device is None)
         if copied is not None:
             fetch_buffer.copies.append(copied)
         return copied
 
     def wait_for(self, fetch_buffer: FetchBuffer) -> None:
-        """Make the current stream wait for the bytes of an fetch_buffer, and the host until their copies are issued."""
+        """Make the host wait until all copies into a fetch buffer are issued, and the current stream until they are done."""
         if self.on_host and fetch_buffer.issued is None:
             return
         stream = self.compute_stream()
@@ -171,11 +171,11 @@ class CopyStreams:
                 for event in fetch_buffer.copies:
                     stream.wait_event(event)
         if stream is not None and stream != fetch_buffer.home:
-            fetch_buffer.buffer.record_stream(stream)  # fetched ahead by a layer that computes on another stream
+            fetch_buffer.tensor.record_stream(stream)  # fetched ahead by a layer that computes on another stream
 
     @contextlib.contextmanager
     def stalling(self, stream: torch.Stream | None) -> Iterator[None]:
-        """Measure for how long a compute stream has nothing to do because it, or the host, waits inside the block."""
+        """Measure how long a compute stream is idle because it, or the host, waits inside the `with` block."""
         start = mark(stream)
         yield
         self._timeline.add("stall_ms", start, mark(stream), self._counters)
@@ -202,7 +202,7 @@ class CopyStreams:
         return stop if isinstance(stop, torch.Event) else None
 
     def _copy_now(self, tensor: Tensor, block: Block, to_host: bool, is_waited_for: bool) -> None:
-        """Without an accelerator there is no stream, and copies are done when they return."""
+        """Copy without an accelerator: synchronously."""
         start = time.perf_counter()
         for on_device, on_host in block.pairs(tensor):
             if to_host:

@@ -1,28 +1,28 @@
-"""Bytes that leave the device and come back.
+"""Offloads ranges of bytes of one device and fetches them back.
 
-A `OffloadedRange` stands for one range of bytes off the device; a `Offloader` makes them. Where there is no accelerator the copies
-are synchronous and the states "leaving" and "returning" last no time; everything else is the same.
+An `Offloader` makes `OffloadedRange`s, one for each range of bytes off the device. Without an accelerator the copies are
+synchronous, so that no copy is ever in flight, and nothing else differs.
 
 Note [streams and lifetimes]
-*Leaving.* The range is copied on the leaving stream, which first waits for the compute stream: only then are the bytes
-written. `source` keeps the memory until the copy has ended. The end is not polled for: the host runs ahead of the device,
-so that every poll would say no. Instead `release` makes the compute stream wait for the copy and lets the memory go at
-once; whatever the allocator puts there next is used after the wait, for the memory belongs to the compute stream. When
-to release is the bound on what is in flight (`Offloader.release_older`, `Offloader.limit_in_flight`). While the source is still here,
-backward takes it and nothing is copied back.
+*Offload.* The range is copied on a stream of its own, which first waits for the compute stream: only then are the bytes
+written. `_source` keeps the memory until the copy has ended. The host does not poll for that end, for it runs ahead of the
+device and every poll would say no. Instead `release_source` makes the compute stream wait for the copy and drops the memory at
+once. The memory belongs to the compute stream, so that the allocator hands it out after that wait only. The bound on bytes in
+flight decides when to release (`Offloader.release_older`, `Offloader.limit_in_flight`). If backward comes before the release,
+it uses the source and nothing is copied back.
 
-*Returning.* The buffer is allocated on the compute stream, current at that moment, and filled on the returning stream,
-which first waits for the compute stream (what stood there before must have been read) and for the copy that left (it may
-still be writing the host block). From disk, a thread issues these copies as it reads, and who uses the bytes first waits
-until all are issued. Who uses the bytes makes its current stream wait for the copies. So the buffer belongs to the
-compute stream like any tensor of plain autograd and is freed like one.
+*Fetch.* The buffer is allocated on the compute stream that is current at that moment, and filled on another stream. That stream
+first waits for the compute stream, which may still read the memory's former content, and for the copy to the host, which may
+still write the block. From disk, a thread issues these copies as it reads, and the first user of the bytes waits until all are
+issued. Every user makes its current stream wait for the copies. So the buffer belongs to the compute stream like any tensor of
+plain autograd, and is freed like one.
 
-*Dying.* A graph may be dropped at any moment. If a copy from the source or into the buffer may still run, the compute
-stream is made to wait for it before the memory goes (`FetchBuffer`). The allocation goes back with the last copy's event (Note
-[who may free a host buffer], Note [who may free an extent]).
+*Death.* A graph may be dropped at any moment. If a copy from the source or into the buffer may still run, the compute stream is
+made to wait for it before the memory is freed (`OffloadedRange.__del__`, `FetchBuffer.__del__`). The allocation is freed with
+the last copy's event (Note [who may free a host buffer], Note [who may free an extent]).
 
-*A write to the source* while it leaves would tear the copy. Its version counter is read at the release: if it has moved,
-the bytes are never handed out; backward raises.
+*A write to the source* during the copy would tear the bytes. The release reads the version counter. If it has changed, the
+bytes are never handed out, and backward raises.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rlx.offload.storage.tiers import Allocation, Tier
 
 
 class OffloadedRange:
-    """One range of bytes off the device. Made by `Offloader.offload`; shared by all saved tensors that look at the range."""
+    """One range of bytes off the device. Made by `Offloader.offload`; shared by all saved tensors that are views of it."""
 
     def __init__(self, offloader: Offloader, tensor: Tensor, region: Region, allocation: Allocation) -> None:
         copy_streams = offloader.copy_streams
@@ -56,36 +56,36 @@ class OffloadedRange:
         self._fetched: FetchBuffer | None = None
         self._was_torn = False
         self._home: torch.Stream | None = None
-        self._left: torch.Event | None = None
+        self._copied: torch.Event | None = None
         if not copy_streams.on_host:
             self._home = copy_streams.compute_stream()
             self._source = tensor.detach()
         whole = in_one_piece(tensor, region)
-        self._shape, self._dtype = whole.shape, whole.dtype  # of what travels
-        self._left = allocation.write(copy_streams, whole)
+        self._shape, self._dtype = whole.shape, whole.dtype
+        self._copied = allocation.write(copy_streams, whole)
 
     def has_storage_of(self, tensor: Tensor) -> bool:
-        """Whether the storage the bytes came from still lives and is the tensor's (Note [identity of a saved tensor])."""
+        """Return whether the tensor is on the storage that the bytes came from (Note [identity of a saved tensor])."""
         return self._storage_ref() is tensor.untyped_storage()
 
     @property
     def is_torn(self) -> bool:
-        """Whether the source was written to while it left, so that the bytes must not be used."""
+        """Whether the source was written to during the copy, so that the bytes must not be used."""
         source = self._source
         return self._was_torn if source is None else source._version != self._region.version
 
-    def release(self) -> None:
-        """Let the source's memory go; the compute stream first waits for the copy."""
+    def release_source(self) -> None:
+        """Release the source's memory, after the compute stream has waited for the copy."""
         if self._source is None:
             return
-        if self._left is not None and self._home is not None:
+        if self._copied is not None and self._home is not None:
             with self._offloader.copy_streams.stalling(self._home):
-                self._home.wait_event(self._left)
+                self._home.wait_event(self._copied)
         self._was_torn = self.is_torn
         self._source = None
 
     def fetch(self) -> None:
-        """Begin to bring the bytes back, unless they are on the device."""
+        """Begin to copy the bytes to the device, unless they are there."""
         with self._offloader.lock:
             if self._source is None:
                 self._fetch_buffer()
@@ -100,11 +100,11 @@ class OffloadedRange:
         return self._fetched
 
     def on_device(self) -> tuple[Tensor, int]:
-        """A tensor on the bytes, ready for the current stream, and the byte of the original storage with which its own begins.
+        """Return a tensor on the bytes, ready for the current stream, and the offset of its storage in the original one [bytes].
 
         Raises:
-            RuntimeError: if they were overwritten while they left.
-            DiskError: if the disk failed to write or to read them.
+            RuntimeError: if the source was written to during the copy.
+            DiskError: if the disk failed to write or to read the bytes.
         """
         source = self._source
         if self._was_torn if source is None else self.is_torn:
@@ -119,24 +119,24 @@ class OffloadedRange:
             with offloader.lock:
                 fetch_buffer = self._fetch_buffer()
         offloader.copy_streams.wait_for(fetch_buffer)
-        return fetch_buffer.buffer, self._region.start
+        return fetch_buffer.tensor, self._region.start
 
     def evict(self) -> None:
-        """Let the bytes on the device go; a later use fetches anew. Call it on the thread that used them."""
+        """Evict the bytes from the device; a later use fetches them again. Call it on the thread that used them."""
         if self._source is None and self._fetched is None:
             return
         with self._offloader.lock:
             if self._source is not None:
-                self.release()  # where backward begins, the last layer's sources are still here: at the peak of the step
+                self.release_source()  # as backward begins, at the peak of the step, the last layer still has its sources
             self._fetched = None
 
     def __del__(self) -> None:
-        # Note [streams and lifetimes], "Dying".
-        if self._source is not None and self._left is not None and self._home is not None:
-            self._home.wait_event(self._left)
+        # Note [streams and lifetimes], "Death".
+        if self._source is not None and self._copied is not None and self._home is not None:
+            self._home.wait_event(self._copied)
         self._allocation.free()
         reference = self._offloader.table.get(self._region)
-        if reference is not None and reference() in (None, self):  # else the same region has been offloaded anew
+        if reference is not None and reference() in (None, self):  # else the region was offloaded once more
             self._offloader.table.pop(self._region, None)
 
 
@@ -147,28 +147,28 @@ class _Flight(NamedTuple):
 
 
 class Offloader:
-    """Sends bytes of one device off and brings them back.
+    """Offloads bytes of one device.
 
     Args:
-        copy_streams: how they travel.
-        tiers: where they go, in the order in which room is looked for.
-        counters: where they are summed up.
+        copy_streams: of the device.
+        tiers: in the order in which they are asked for room.
+        counters: sum of offloaded bytes.
     """
 
     def __init__(self, copy_streams: CopyStreams, tiers: Sequence[Tier], counters: Counters) -> None:
         self.copy_streams = copy_streams
         self.lock = threading.Lock()
-        self.table: dict[Region, weakref.ref[OffloadedRange]] = {}  # what is off the device
+        self.table: dict[Region, weakref.ref[OffloadedRange]] = {}  # the ranges that are off the device
         self._tiers = tiers
         self._counters = counters
-        self.in_flight: deque[_Flight] = deque()  # oldest first; none without an accelerator
+        self.in_flight: deque[_Flight] = deque()  # oldest first; empty without an accelerator
         self._in_flight_bytes = 0
 
     def offload(self, tensor: Tensor, region: Region, layer_call: int) -> OffloadedRange | None:
-        """Send a range of bytes off; None where there is no room for it.
+        """Begin to copy a range of bytes to the first tier with room; return None if no tier has any.
 
         Raises:
-            DiskError: if they go to disk and that is full.
+            DiskError: if the disk is full.
         """
         nbytes = region.nbytes
         with self.lock:
@@ -187,7 +187,7 @@ class Offloader:
             return offloaded
 
     def release_older(self, layer_call: int, lag: int) -> None:
-        """Release the sources sent off `lag` or more layer calls before `layer_call`."""
+        """Release the sources that were offloaded `lag` or more layer calls before `layer_call`."""
         with self.lock:
             while self.in_flight and self.in_flight[0].layer_call <= layer_call - lag:
                 self._release_oldest()
@@ -203,11 +203,11 @@ class Offloader:
         self._in_flight_bytes -= flight.nbytes
         offloaded = flight.offloaded()
         if offloaded is not None:
-            offloaded.release()
+            offloaded.release_source()
 
 
 def in_one_piece(tensor: Tensor, region: Region) -> Tensor:
-    """The region of a tensor as a contiguous one: of the same look if it has the region for itself, else bytes."""
+    """Return a region as a contiguous tensor: with the tensor's shape and dtype if it covers the region, else as uint8."""
     if tensor.is_contiguous() and tensor.nbytes == region.nbytes:
         return tensor.detach()
     empty = torch.empty(0, dtype=torch.uint8, device=region.device)

@@ -1,11 +1,11 @@
-"""Host memory straight from the system, page-locked or not, in any size.
+"""Host memory from the system, page-locked or not, of any size.
 
-torch's own allocator of page-locked memory rounds each request up to a power of two and, before torch 2.12, gives nothing
-back. So on CUDA ordinary pages are registered with the driver instead; other accelerators take torch's.
+torch's allocator of page-locked memory rounds each request up to a power of two. Before torch 2.12 it returns nothing to the
+system. So on CUDA this module registers ordinary pages with the driver instead. Other accelerators use torch's allocator.
 
 Note [a forked child and page-locked memory]
-Linux copies pages that a driver has pinned at the very fork, a data loader's worker included; so the pages are left out
-of children.
+Linux copies pages that a driver has pinned as soon as the process forks, for a data loader's worker say. So children do not
+inherit these pages.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _PORTABLE = 1
 
 
 class Pages:
-    """A slab of host memory, given back to the system by `close` or when nothing looks at it any more.
+    """A slab of host memory. The system gets it back after `close`, or once no tensor uses it.
 
     Args:
         nbytes: its length [bytes].
-        is_locked: page-locked, so that copies from and to a device run beside the host.
+        is_locked: page-lock it, so that copies from and to a device run asynchronously.
 
     Raises:
         OSError: if the system has no memory left.
-        RuntimeError: if it refuses to lock it.
+        RuntimeError: if the system refuses to lock the memory.
     """
 
     def __init__(self, nbytes: int, is_locked: bool) -> None:
@@ -42,31 +42,31 @@ class Pages:
         if is_locked and not torch.cuda.is_available():
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             return
-        # Private and anonymous: memory of this process, not a file shared with its children.
+        # Private and anonymous: memory of this process, not shared with its children.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _advise(memory, "MADV_HUGEPAGE")
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if is_locked:
             _advise(memory, "MADV_DONTFORK")  # Note [a forked child and page-locked memory]
             _register(self.bytes)
-            # Holds the pages: they are unlocked before the system has them. A process that ends need not unlock.
+            # The finalizer holds the pages, so that they are unlocked before the system gets them. No need to at exit.
             self._unlock = weakref.finalize(self, _unregister, self.bytes)
             self._unlock.atexit = False
 
     def close(self) -> None:
-        """Unlock the pages; no copy may run on them. Their memory goes with the last tensor that looks at it."""
+        """Unlock the pages, on which no copy may run. The last tensor that uses the memory returns it to the system."""
         if self._unlock is not None:
             self._unlock()
 
 
 def slab_bytes(wanted: int, is_locked: bool) -> int:
-    """The longest slab of at most `wanted` bytes of which nothing is lost to rounding."""
+    """Return the length of the longest slab of at most `wanted` bytes that the allocator does not round up."""
     takes_any_size = not is_locked or torch.cuda.is_available()
     return wanted if takes_any_size else 1 << (wanted.bit_length() - 1)
 
 
 def empty_cache_of_locked_pages() -> None:
-    """Make torch give back the page-locked memory that was freed, where pages come from torch and it can."""
+    """Make torch return freed page-locked memory to the system, if the pages are torch's and this torch can."""
     # Public only since torch 2.12.
     empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
     if empty_host_cache is not None and not torch.cuda.is_available() and torch.accelerator.is_available():
@@ -74,7 +74,7 @@ def empty_cache_of_locked_pages() -> None:
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
-    # A kernel built without an advice refuses it; the memory is as good without.
+    # A kernel may refuse an advice that it was built without. The memory works all the same.
     advice = getattr(mmap, name, None)
     if advice is not None:
         with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ def _register(pages: Tensor) -> None:
         error = runtime.cudaHostRegister(pages.data_ptr(), pages.nbytes, _PORTABLE)
         if int(error) == 0:
             return
-        # The runtime keeps a failed call's code for whoever asks next, which is the next kernel: ask here.
+        # The CUDA runtime reports a failed call once more, at the next kernel. Let it do so here.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
     raise RuntimeError(f"cudaHostRegister: {runtime.cudaGetErrorString(error)} ({int(error)})")
@@ -101,6 +101,6 @@ def _unregister(pages: Tensor) -> None:
 
 
 def _device_in_use() -> int:
-    # Registering makes a context on the current device, which costs memory there: not on one that is not in use.
+    # Registering creates a context on the current device, which takes memory there. So choose a device that is in use.
     devices: list[int] = [torch.cuda.current_device(), *range(torch.cuda.device_count())]
     return next((device for device in devices if torch.cuda.memory_reserved(device)), devices[0])

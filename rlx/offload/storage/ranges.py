@@ -1,7 +1,7 @@
-"""Where bytes lie in memory or in a file: pure bookkeeping, touches neither.
+"""An allocator of byte ranges, for memory and for files: pure bookkeeping that touches neither.
 
-Best fit with coalescing over slabs, and what fits no single free range is laid over several. On responses of varying
-length this reserves a few percent more than is held, where size classes reserve a multiple.
+It works by best fit with coalescing. A request that fits no single free range is split over several. On responses of varying
+length it reserves a few percent more than is allocated, while an allocator with size classes reserves a multiple.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# A page: what direct I/O asks of offsets, lengths and addresses.
+# One page. Direct I/O needs offsets, lengths and addresses that are multiples of it.
 PAGE_ALIGN_BYTES = 4096
-# A tensor is laid over several free ranges only if each is at least this long: every extent costs one copy command.
+# A request is split only over free ranges of at least this length: every extent costs one copy command.
 MIN_EXTENT_BYTES = 64 << 10
 # Growth is a multiple of this, one huge page.
 GROWTH_UNIT_BYTES = 2 << 20
-# Up to 1 GiB, growth by this much keeps the number of slabs small; above, by the same share of what is reserved (1/32).
+# Growth below 1 GiB reserved; above, 1/32 of the reserved bytes. Both keep the number of slabs small.
 GROWTH_STEP_BYTES = 32 << 20
 
 
@@ -29,18 +29,18 @@ class Extent(NamedTuple):
 
 
 def page_aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of `PAGE_ALIGN_BYTES`."""
+    """Return `nbytes` rounded up to a multiple of `PAGE_ALIGN_BYTES`."""
     return -(-nbytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
 
 
 def growth_bytes(missing_bytes: int, reserved_bytes: int) -> int:
-    """How much more to reserve when `missing_bytes` do not fit: few slabs, and at most 1/32 too much from 1 GiB on."""
+    """Return how much to reserve when `missing_bytes` are lacking: few slabs, and at most 1/32 too much above 1 GiB."""
     wanted = max(missing_bytes, min(reserved_bytes, GROWTH_STEP_BYTES), reserved_bytes // 32)
     return -(-wanted // GROWTH_UNIT_BYTES) * GROWTH_UNIT_BYTES
 
 
 class RangeAllocator:
-    """Hands out ranges of slabs."""
+    """Allocates and frees ranges of slabs, which are numbered."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int, int]] = []  # (length, slab, start), sorted
@@ -49,13 +49,13 @@ class RangeAllocator:
         self._slabs: dict[int, int] = {}
 
     def extend(self, slab: int, nbytes: int) -> None:
-        """Add free bytes (a multiple of `PAGE_ALIGN_BYTES`) at the end of a slab; a new one begins empty."""
+        """Add free bytes (a multiple of `PAGE_ALIGN_BYTES`) at the end of a slab, which is empty at first."""
         start = self._slabs.get(slab, 0)
         self._slabs[slab] = start + nbytes
         self.free([Extent(slab, start, nbytes)])
 
     def allocate(self, nbytes: int) -> list[Extent] | None:
-        """Pieces of `nbytes` in all (a multiple of `PAGE_ALIGN_BYTES`), or None when they do not fit."""
+        """Return extents of `nbytes` together (a multiple of `PAGE_ALIGN_BYTES`), or None if they do not fit."""
         if nbytes > self.usable_bytes(nbytes):
             return None
         extents: list[Extent] = []
@@ -71,13 +71,13 @@ class RangeAllocator:
         return extents
 
     def usable_bytes(self, nbytes: int) -> int:
-        """How many of `nbytes` the free ranges can hold without extents that are too short."""
+        """Return how many of `nbytes` fit into free ranges, without extents shorter than `MIN_EXTENT_BYTES`."""
         if self._by_size and self._by_size[-1][0] >= nbytes:
             return nbytes
         return sum(length for length, _, _ in self._by_size[bisect_left(self._by_size, (MIN_EXTENT_BYTES, -1, -1)) :])
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Return extents, joined with the free ranges beside them."""
+        """Free extents; each is merged with the free ranges before and after it."""
         for slab, start, length in extents:
             before = self._by_end.get((slab, start))
             if before is not None:
@@ -90,7 +90,7 @@ class RangeAllocator:
             self._insert(slab, start, length)
 
     def remove_free_slabs(self) -> list[int]:
-        """Forget the slabs of which nothing is in use, and name them."""
+        """Remove the slabs of which nothing is in use; return their numbers."""
         free = [slab for slab, length in self._slabs.items() if self._by_start.get((slab, 0)) == length]
         for slab in free:
             self._remove(slab, 0, self._slabs.pop(slab))

@@ -1,10 +1,10 @@
-"""Which bytes a tensor stands on and how it looks at them: what makes two saved tensors the same one.
+"""The bytes under a tensor and its layout on them: two saved tensors with the same bytes cost one copy.
 
 Note [identity of a saved tensor]
-What moves is a range of bytes of one storage at one version, not a tensor: a tensor and its transpose, or the slices of
-one fused projection, are looks at the same bytes and cost one copy. An address says nothing once its storage has died,
-for the allocator hands it out again; so a range is the same only while the very storage object lives, which a weak
-reference to it tells without keeping its memory (see `OffloadedRange.has_storage_of`). Bytes change only with the version counter.
+The engine copies a range of bytes of one storage at one version, not a tensor. A tensor and its transpose, or slices of one
+fused projection, are views of the same bytes and cost one copy. The address of a storage is no identity once the storage has
+died, for the allocator reuses it. So two ranges are the same only while the same storage object lives. A weak reference to
+the object shows that without keeping its memory (`OffloadedRange.has_storage_of`). Every write to the bytes raises the version.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# Ranges start at a multiple of this, so that a tensor that comes back is aligned as it was: kernels choose by alignment.
+# Ranges start at a multiple of this. A fetched tensor then has its old alignment, by which kernels are chosen.
 TENSOR_ALIGN_BYTES = 512
 
 
 class Region(NamedTuple):
-    """`nbytes` from byte `start` of the storage at `address` on `device`, as they stood at `version`."""
+    """`nbytes` from byte `start` of the storage at `address` on `device`, at version `version`."""
 
     device: torch.device
     address: int
@@ -32,7 +32,7 @@ class Region(NamedTuple):
 
 
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the one after the last that a tensor looks at; a stride of 0 adds nothing."""
+    """Return the first byte of a tensor in its storage and the one after its last; a stride of 0 adds nothing."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
@@ -44,7 +44,7 @@ def span_bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def span_length(tensor: Tensor) -> int:
-    """How many bytes there are from the first to the last that a tensor looks at."""
+    """Return the number of bytes from the first to the last of a tensor."""
     if tensor.is_contiguous():
         return tensor.nbytes
     start, stop = span_bytes(tensor)
@@ -52,12 +52,12 @@ def span_length(tensor: Tensor) -> int:
 
 
 def size_bytes(tensor: Tensor) -> int:
-    """Size of a tensor written out in full, whatever its layout [bytes]."""
+    """Return the size of a contiguous copy of a tensor [bytes]."""
     return tensor.numel() * tensor.element_size()
 
 
 def region_of(tensor: Tensor) -> Region:
-    """The bytes that move with a tensor: its whole storage where it looks at half of it or more, else its own span."""
+    """Return the bytes to copy for a tensor: its whole storage if it spans at least half of it, else its own span."""
     storage = tensor.untyped_storage()
     start, stop = span_bytes(tensor)
     total = storage.nbytes()
@@ -68,10 +68,10 @@ def region_of(tensor: Tensor) -> Region:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether storage, offset, shape, stride and dtype say everything about a tensor.
+    """Return whether storage, offset, shape, stride and dtype describe a tensor completely.
 
-    They do not for subclasses (DTensor, quantised weights), sparse and nested layouts, and for tensors whose conjugate
-    or negative bit is set.
+    They do not describe subclasses (DTensor, quantised weights), sparse and nested layouts, and tensors whose conjugate or
+    negative bit is set.
     """
     kind = type(tensor)
     return (
@@ -86,7 +86,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
+    """Return whether a tensor is a parameter or a view of one."""
     base = tensor._base
     if base is None and type(tensor) is Tensor:  # the common case; asking whether something is a Parameter is slow
         return False
@@ -94,7 +94,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Address of a tensor's storage; 0 where it has none (meta tensors, subclasses without one)."""
+    """Return the address of a tensor's storage; 0 if it has none (meta tensors, some subclasses)."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -102,7 +102,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class VersionProbe:
-    """Watches a plain tensor's version counter without keeping its memory.
+    """The version counter of a plain tensor, without the tensor's memory.
 
     The probe shares the counter with the tensor and every view of it, as autograd's own check does.
     """
@@ -115,12 +115,12 @@ class VersionProbe:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing has been written to the tensor or its views since."""
+        """Whether nothing was written to the tensor or its views since."""
         return self.alias._version == self.version
 
 
 class TensorLayout(VersionProbe):
-    """What is left of a plain tensor whose bytes have moved: its version counter, and how it looked at its storage."""
+    """Version counter and layout of a plain tensor whose bytes are offloaded."""
 
     __slots__ = ("_offset", "_stride", "dtype", "shape")
 
@@ -133,12 +133,12 @@ class TensorLayout(VersionProbe):
         self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
 
     def restore(self, memory: Tensor, first_byte: int) -> Tensor:
-        """The tensor on memory that has come back.
+        """Return the tensor on fetched memory.
 
-        It has the counter: who writes to what has come back writes to all that looked at the original.
+        It shares the version counter: a write to the fetched tensor counts as a write to every view of the original.
 
         Args:
-            memory: any tensor on a storage that begins with byte `first_byte` of the one that it was saved from.
+            memory: any tensor on a storage that begins with byte `first_byte` of the original storage.
             first_byte: a multiple of `TENSOR_ALIGN_BYTES`.
         """
         dtype, shape, stride = self.dtype, self.shape, self._stride
@@ -157,21 +157,21 @@ class TensorLayout(VersionProbe):
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """An alias of a plain tensor that keeps nothing of it but the version counter."""
+    """Return an alias of a plain tensor that shares its version counter and none of its memory."""
     alias = tensor.detach()
-    # Assigning to .data swaps the memory below the alias and leaves its version counter alone.
+    # Assigning to .data replaces the memory of the alias and keeps its version counter.
     alias.data = empty_on(tensor.device)
     return alias
 
 
 @functools.cache
 def empty_on(device: torch.device) -> Tensor:
-    """An empty tensor on a device, the same one each time."""
+    """Return an empty tensor on a device, the same one each time."""
     return torch.empty(0, device=device)
 
 
 def modified_in_place(shape: Sequence[int], dtype: torch.dtype, saved: int, found: str) -> RuntimeError:
-    """The error autograd raises for a write to a saved tensor."""
+    """Return the error that autograd raises for a write to a saved tensor; `found` tells what happened to it."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{dtype} tensor of shape {list(shape)} was saved at version {saved}, {found}. "

@@ -1,9 +1,9 @@
-"""A file without a name whose ranges are handed out: one per process and directory, shared by all who offload there.
+"""An unnamed file that holds offloaded bytes: one per process and directory, shared by everything that spills there.
 
-The file is made without a name (or its name is taken away at once), so that the system removes it with the process,
-however that ends. It grows in steps whose room is taken from the file system at once: a full disk is noticed before
-anything is written. Reads and writes go past the page cache where the file system allows it: each byte is written once
-and read once, and a cache of them would only push other pages out.
+The file has no name (or loses it at once), so that the system removes it with the process, however that ends. It grows in
+steps, and reserves the room of each step in the file system before anything is written: a full disk is noticed early. Reads
+and writes bypass the page cache if the file system allows it. Each byte is written once and read once, so that caching it
+would only evict other pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DiskError(OSError):
 
 
 class ExtentFile:
-    """A file without a name in one directory, and the threads that read and write it.
+    """An unnamed file in one directory, and the threads that read and write it.
 
     Args:
         directory: an existing, writable folder.
@@ -45,7 +45,7 @@ class ExtentFile:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = directory
-        self.returned: deque[list[Extent]] = deque()  # filled on any thread, see Note [who may free an extent]
+        self.freed: deque[list[Extent]] = deque()  # appended to on any thread, see Note [who may free an extent]
         self._nbytes = 0
         self._ranges = RangeAllocator()
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class ExtentFile:
         weakref.finalize(self, file.close)
         self._descriptor = file.fileno()
         self.is_direct = self._allow_direct()
-        # Separate, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
+        # Two pools, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
         self._writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
         self._readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
         self._unfinished = PendingTasks()
@@ -65,7 +65,7 @@ class ExtentFile:
         return self._nbytes
 
     def allocate(self, nbytes: int) -> list[Extent]:
-        """Extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`.
+        """Return extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`.
 
         Raises:
             DiskError: if the file system has no room for them.
@@ -112,7 +112,7 @@ class ExtentFile:
                 left, offset = left[read:], offset + read
 
     def trim(self) -> int:
-        """Give the file's room back if nothing is in use once tasks have ended; returns how many bytes that were."""
+        """Wait for all tasks, then empty the file if nothing of it is in use; return how many bytes that freed."""
         self.drain()
         with self._lock:
             self._settle()
@@ -125,24 +125,23 @@ class ExtentFile:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "activation offloading to disk was switched on before this process was forked, and its threads are not "
-                "here; switch it on in the process that trains"
+                "activation offloading to disk was switched on before this process was forked, and threads do not survive a "
+                "fork; switch it on in the process that trains"
             )
 
     def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
         self._check_process()
-        future = pool.submit(
-            task
-        )  # where that fails for want of one more thread, another may run the task all the same
+        # If this fails because no thread can be started, a running thread may still take the task: it is not counted then.
+        future = pool.submit(task)
         self._unfinished.expect(1)
         future.add_done_callback(lambda _: self._unfinished.done())
 
     def _settle(self) -> None:
-        while self.returned:
-            self._ranges.free(self.returned.popleft())
+        while self.freed:
+            self._ranges.free(self.freed.popleft())
 
     def _grow(self, missing: int) -> None:
-        """Make the file longer: by a growth step or, where that finds no room, by what is missing."""
+        """Extend the file by a growth step or, if the disk has no room for that, by the missing bytes."""
         for more in (growth_bytes(missing, self._nbytes), missing):
             try:
                 os.posix_fallocate(self._descriptor, self._nbytes, more)
@@ -150,7 +149,7 @@ class ExtentFile:
             except OSError as error:
                 failure = error
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                    # The file system takes no room ahead: if it is full, a write fails.
+                    # This file system cannot reserve room. If it is full, a write fails.
                     os.ftruncate(self._descriptor, self._nbytes + more)
                     break
                 os.ftruncate(self._descriptor, self._nbytes)
@@ -158,14 +157,14 @@ class ExtentFile:
             raise DiskError(
                 failure.errno,
                 f"activation offloading to disk has a file of {self._nbytes} bytes and needs {missing} more "
-                f"({failure.strerror}); make room, choose another OffloadOptions.directory, or offload less",
+                f"({failure.strerror}); free disk space, choose another OffloadOptions.directory, or offload less",
                 self.directory,
             ) from failure
         self._ranges.extend(0, more)
         self._nbytes += more
 
     def _allow_direct(self) -> bool:
-        """Switch direct I/O on if a page can be written so; else write it through the cache."""
+        """Switch direct I/O on and write a page as a test; if that fails, switch it off and write through the page cache."""
         page = mmap.mmap(-1, PAGE_ALIGN_BYTES)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:
@@ -184,7 +183,7 @@ class ExtentFile:
 
 
 def _bytes_of(view: Tensor) -> memoryview:
-    # The caller holds the tensor for as long as the view is used.
+    # The caller keeps the tensor alive while it uses the view.
     return memoryview((ctypes.c_char * view.numel()).from_address(view.data_ptr())).cast("B")
 
 
@@ -193,10 +192,10 @@ _FILES_LOCK = threading.Lock()
 
 
 def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
-    """The file of this process in a directory.
+    """Return this process's file in a directory; create it on the first call.
 
     Raises:
-        DiskError: if no file can be made there.
+        DiskError: if no file can be created there.
     """
     with _FILES_LOCK:
         try:
@@ -210,12 +209,12 @@ def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
             raise DiskError(
                 error.errno,
                 f"activation offloading to disk cannot use the directory ({error.strerror}); expected a folder that "
-                "exists, is writable and has room: make one, or choose another OffloadOptions.directory",
+                "exists, is writable and has room. Create it, or choose another OffloadOptions.directory",
                 directory,
             ) from error
 
 
 def extent_files() -> list[ExtentFile]:
-    """All files of this process, of which one that forked it has others."""
+    """Return all files of this process; a parent process has its own."""
     with _FILES_LOCK:
         return [file for (process, _, _), file in _FILES.items() if process == os.getpid()]

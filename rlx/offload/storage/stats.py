@@ -1,4 +1,4 @@
-"""What the engine counts and how long it took."""
+"""Counters of the engine: bytes and times."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
+TIMED_BYTES = 1 << 24  # copies of fewer bytes do not show a rate
+
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What one layer has moved and recomputed since the engine was switched on."""
+    """Figures of one layer since the engine was switched on."""
 
     offloaded_bytes: int = 0
     kept_bytes: int = 0
@@ -22,22 +24,22 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """What the engine has done since it was switched on; `since` gives the figures of a step.
+    """Figures of the engine since it was switched on; `since` returns those of a step.
 
     Args:
         offloaded_bytes: copied off the device, each range of bytes once.
         held_bytes: off the device now, for graphs that are alive.
-        reserved_bytes: host memory the arena has taken from the system, for all its users.
-        kept_bytes: saved tensors and layer inputs that stayed on the device, each time one is saved; parameters and
-            buffers are not counted.
+        reserved_bytes: host memory that the arena has reserved from the system, for all its users.
+        kept_bytes: saved tensors and layer inputs kept on the device, counted each time one is saved. Parameters, buffers and,
+            with `save="all"`, arguments that want no gradient are not counted.
         recomputed_ms: device time of recomputing layers.
         copied_bytes: copied in both directions.
         copy_ms: device time of these copies.
-        stall_ms: device time that compute waited for copies or for the disk.
+        stall_ms: device time in which compute waited for copies or for the disk.
         disk_bytes: written to disk and read from it.
         disk_ms: time in which at least one thread was writing or reading.
         disk_reserved_bytes: size of the file on disk, for all its users.
-        layers: per layer, when asked for.
+        layers: figures of each layer, if asked for.
     """
 
     offloaded_bytes: int = 0
@@ -65,12 +67,12 @@ class OffloadStats:
 
     @property
     def overlap(self) -> float:
-        """Share of the time of copies and disk that compute did not wait for."""
+        """Share of the time of copies and disk in which compute did not wait, in [0, 1]."""
         moving_ms = self.copy_ms + self.disk_ms
         return max(0.0, 1.0 - self.stall_ms / moving_ms) if moving_ms else 1.0
 
     def since(self, earlier: OffloadStats) -> OffloadStats:
-        """The figures since an earlier call: counts and times are differences, held and reserved bytes are as now."""
+        """Return the figures since `earlier`: differences of counts and times; held and reserved bytes as they are now."""
         levels = ("held_bytes", "reserved_bytes", "disk_reserved_bytes", "layers")
         names = [name for name in (f.name for f in fields(self)) if name not in levels]
         changed = {name: getattr(self, name) - getattr(earlier, name) for name in names}
@@ -82,8 +84,13 @@ class OffloadStats:
         return replace(self, layers=layers, **changed)
 
 
+def measured_rate(nbytes: int, ms: float) -> float | None:
+    """Return the rate of copies [bytes per second]; None if too few bytes were copied to know it."""
+    return nbytes / ms * 1e3 if nbytes >= TIMED_BYTES and ms else None
+
+
 class Counters:
-    """Running sums, of the engine or of one layer."""
+    """Running sums of the engine or of one layer."""
 
     def __init__(self) -> None:
         self.offloaded_bytes = 0
@@ -98,17 +105,17 @@ Mark = float | torch.Event
 
 
 def mark(stream: torch.Stream | None) -> Mark:
-    """A point in time: on a device's stream, or now where there is none [ms]."""
+    """Return a point in time: an event on a device's stream, or the host's clock if there is no stream [ms]."""
     if stream is None:
         return time.perf_counter() * 1e3
-    # Blocking: a thread that waits for it sleeps instead of keeping a core busy.
+    # Blocking: a thread that waits for the event sleeps.
     event = torch.Event(stream.device, enable_timing=True, blocking=True)
     event.record(stream)
     return event
 
 
 class Timeline:
-    """Turns pairs of marks into milliseconds once the device has passed them, without waiting for it."""
+    """Converts pairs of marks to milliseconds once the device has passed them; never waits for the device."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[tuple[Counters, ...], str, torch.Event, torch.Event]] = deque()
@@ -126,7 +133,7 @@ class Timeline:
                     setattr(counter, name, getattr(counter, name) + stop - start)
 
     def harvest(self) -> None:
-        """Sum up the pairs that the device has passed."""
+        """Add up the pairs that the device has passed."""
         with self._lock:
             while self._pending and self._pending[0][3].query():
                 counters, name, start, stop = self._pending.popleft()

@@ -1,19 +1,20 @@
-"""Where bytes wait off the device: in host memory, or on disk.
+"""The two tiers that hold offloaded bytes: host memory and disk.
 
 Note [reads and writes cannot wait for each other]
-Bytes go to and from the disk in chunks, through page-locked staging buffers. Forward takes a staging buffer, queues the
-copy into it and hands it to a writer thread, which waits for the copy, writes the chunk and returns the buffer; forward
-waits when all are in use. A reader thread waits until the writes of what it reads are done, takes a staging buffer, reads
-and queues the copy to the device. There is no circle in who waits for whom: writers wait for the device only; readers
-wait for writers and have threads and staging buffers of their own, at most one buffer a thread; forward and backward wait
-for writers and readers, and no thread of these ever takes a lock that is held while one waits. On the device a copy
-waits only for what was queued before it.
+Bytes go to and from the disk in chunks, through page-locked staging buffers.
+*Write.* Forward allocates a staging buffer, queues the copy into it and hands it to a writer thread. The thread waits for the
+copy, writes the chunk and frees the buffer. Forward waits while all staging buffers are in use.
+*Read.* A reader thread waits until the chunks of its allocation are written. It then allocates a staging buffer, reads the
+chunk and queues the copy to the device.
+These waits make no circle. Writers wait for the device only. Readers wait for writers, and have threads and staging buffers of
+their own, at most one buffer a thread. Forward and backward wait for writers and readers. No writer or reader takes a lock that
+is held during a wait. On the device a copy waits only for work that was queued before it.
 
 Note [who may free an extent]
-As a host buffer's owner (Note [who may free a host buffer]), so may an extent's die at any moment, with writes and reads
-of it queued or running. A queued task holds the allocation weakly and finds it gone; a running one holds it. So the last to
-let go returns the extents, which takes no lock: it appends them to a queue that is emptied before more is taken. What
-the allocation holds counts no more from the moment its owner is done with it.
+The owner of a disk allocation may die at any moment, like that of a host buffer (Note [who may free a host buffer]), while
+writes and reads of the allocation are queued or running. A queued task has a weak reference to the allocation and finds it
+gone. A running task has a strong one. So the last holder frees the extents in `DiskAllocation.__del__`. That takes no lock: it
+appends them to a queue, which is emptied before the file hands out more. `held_bytes` drops earlier, when the owner calls `free`.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ logger = logging.getLogger("rlx.offload")
 
 
 class Allocation(Protocol):
-    """Room for one range of bytes off the device."""
+    """Room in a tier for one range of bytes."""
 
     def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """Begin to send a contiguous tensor here; returns the event after which the source is not read any more."""
+        """Begin to copy a contiguous tensor here; return the event after which its memory is not read any more."""
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """Begin to bring back what was sent here, into a buffer made now."""
+        """Allocate the fetch buffer and begin to copy the bytes into it."""
 
     def free(self) -> None:
-        """The owner is done. Never blocks, on any thread."""
+        """Give the room back. Callable on any thread; never blocks."""
 
 
 class Tier(Protocol):
-    """One user's room in one tier."""
+    """One user's share of host memory or of a file."""
 
     def allocate(self, nbytes: int) -> Allocation | None:
-        """Room for `nbytes`, or None where there is none."""
+        """Return room for `nbytes`, or None if the tier is full."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait here now."""
+        """Bytes that are allocated now."""
 
 
 class HostAllocation:
@@ -80,7 +81,7 @@ class HostAllocation:
         return self._last_copy
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """See `Allocation.read`. The copy that left may still be writing the block."""
+        """See `Allocation.read`. The copy to the host may still be writing the block, so that this one waits for it."""
         self._last_copy = copy_streams.copy_to_device(self._block, fetch_buffer, after=self._last_copy)
 
     def free(self) -> None:
@@ -92,7 +93,7 @@ class HostTier:
     """Host memory.
 
     Args:
-        account: where it comes from.
+        account: the share of the arena that the blocks come from.
     """
 
     def __init__(self, account: Account) -> None:
@@ -110,11 +111,11 @@ class HostTier:
 
 
 class StagingBuffers:
-    """Host memory between the device and the disk, in a bounded number of buffers.
+    """A fixed number of host buffers between the device and the disk.
 
     Args:
-        arena: where it comes from.
-        chunk_bytes: size of a buffer; `nbytes` is the most that all together take.
+        arena: the host memory that they come from.
+        chunk_bytes: size of a buffer [bytes]; all together have at most `nbytes`.
     """
 
     def __init__(self, arena: HostArena, chunk_bytes: int) -> None:
@@ -125,7 +126,7 @@ class StagingBuffers:
         self._has_warned = False
 
     def allocate_to_write(self, nbytes: int, copy_streams: CopyStreams) -> Block:
-        """A buffer to write from; waits until a writer returns one if all are in use."""
+        """Return a buffer for a writer thread; wait for one if all are in use."""
         if not self._free_to_write.acquire(blocking=False):
             with copy_streams.stalling(copy_streams.compute_stream()):
                 self._free_to_write.acquire()
@@ -136,27 +137,27 @@ class StagingBuffers:
             raise
 
     def free_written(self, block: Block) -> None:
-        """Return a buffer that was written from."""
+        """Free a buffer that `allocate_to_write` returned."""
         self.free(block, None)
         self._free_to_write.release()
 
     def allocate(self, nbytes: int) -> Block:
-        """A buffer for a reader thread."""
+        """Return a buffer for a reader thread."""
         block = self._account.allocate(nbytes)
         if block is None:
-            # What is on disk must come back. The account has room by construction: others hold all the arena may have.
+            # Backward needs the bytes on disk. The account has room for all buffers, so the arena's own limit is reached.
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "activation offloading: the host arena is full and has no page-locked memory left for copies to and "
-                    "from the disk; up to %d bytes of pageable memory are used beside it. Raise the arena's limit",
+                    "from the disk; up to %d bytes of pageable memory are used in addition. Raise the arena's limit",
                     self.nbytes,
                 )
             block = Block(nbytes, [], [Pages(nbytes, is_locked=False).bytes])
         return block
 
     def free(self, block: Block, after: torch.Event | None) -> None:
-        """Return a reader's buffer; `after`: the event that ends the copy from it."""
+        """Free a reader's buffer; `after` is the event that ends the copy from it."""
         if block.extents:
             self._account.free(block, after)
         elif after is not None:
@@ -164,15 +165,15 @@ class StagingBuffers:
 
 
 class Chunk(NamedTuple):
-    """A part of a allocation that goes through one staging buffer."""
+    """The part of a disk allocation that one staging buffer holds."""
 
     offset: int  # in the file
     first_byte: int  # of the allocation's bytes
-    nbytes: int  # a multiple of ALIGN_BYTES; the last chunk ends with bytes that mean nothing
+    nbytes: int  # a multiple of PAGE_ALIGN_BYTES; the last chunk ends with padding
 
 
 class DiskAllocation:
-    """Extents of a file. Nothing but tasks that run and the owner hold it (Note [who may free an extent])."""
+    """Extents of a file, held by their owner and by running tasks only (Note [who may free an extent])."""
 
     def __init__(self, tier: DiskTier, nbytes: int, extents: list[Extent]) -> None:
         self.tier = tier
@@ -181,7 +182,7 @@ class DiskAllocation:
         self._extents = extents
 
     def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """See `Allocation.write`. Waits where the disk does not keep up."""
+        """See `Allocation.write`. Waits for a staging buffer if the disk is slower than forward."""
         here, left, source = weakref.ref(self), None, as_bytes(source)
         for chunk in self._chunks():
             block = self.tier.staging.allocate_to_write(chunk.nbytes, copy_streams)
@@ -208,10 +209,10 @@ class DiskAllocation:
 
     def free(self) -> None:
         """See `Allocation.free`."""
-        self.tier.given.append(self._nbytes)
+        self.tier.freed.append(self._nbytes)
 
     def __del__(self) -> None:
-        self.tier.file.returned.append(self._extents)
+        self.tier.file.freed.append(self._extents)
 
     def _chunks(self) -> Iterator[Chunk]:
         first_byte = 0
@@ -245,7 +246,7 @@ class _Write(NamedTuple):
                     self.tier.file.write(self.block.views, self.chunk.offset)
         except BaseException as error:
             failure = _without_frames(error)
-        allocation = None  # before anybody goes on: all that the allocation held is free then
+        allocation = None  # dropped before anybody waits no longer, so that its extents are free by then
         self.tier.staging.free_written(self.block)
         self.written.done(failure)
 
@@ -267,15 +268,15 @@ class _Read(NamedTuple):
         try:
             self.written.wait()
             with self.copy_streams.device_is_current():
-                copied = self._bring_back()
+                copied = self._fetch()
         except BaseException as error:
             failure = _without_frames(error)
         self.issued.done(failure)
         if copied is not None:
             with self.copy_streams.device_is_current():
-                copied.synchronize()  # else this thread would fill one buffer after another while the device is busy
+                copied.synchronize()  # else this thread would fill all staging buffers while the device is busy
 
-    def _bring_back(self) -> torch.Event | None:
+    def _fetch(self) -> torch.Event | None:
         allocation, fetch_buffer = self.allocation(), self.fetch_buffer()
         if allocation is None or fetch_buffer is None:
             return None
@@ -285,7 +286,7 @@ class _Read(NamedTuple):
             with self.tier.working("read", self.chunk):
                 self.tier.file.read(block.views, self.chunk.offset)
             first_byte = self.chunk.first_byte
-            target = as_bytes(fetch_buffer.buffer)[first_byte : first_byte + block.nbytes]
+            target = as_bytes(fetch_buffer.tensor)[first_byte : first_byte + block.nbytes]
             copied = self.copy_streams.copy_into(target, block, fetch_buffer, after=None, is_ahead=True)
         finally:
             staging.free(block, copied)
@@ -293,7 +294,7 @@ class _Read(NamedTuple):
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    # Kept until somebody reads; the frames of a traceback would keep the allocation and the buffer as long.
+    # The error is kept until somebody waits. The frames of its traceback would keep the allocation and the buffer alive.
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -302,15 +303,15 @@ class DiskTier:
     """Disk space.
 
     Args:
-        file: where it is.
-        staging: host memory on the way.
-        warning: said when the tier is first used; None: nothing.
+        file: the file that the extents are in.
+        staging: host memory for the copies.
+        warning: logged when the tier is first used; None: no warning.
     """
 
     def __init__(self, file: ExtentFile, staging: StagingBuffers, warning: str | None) -> None:
         self.file = file
         self.staging = staging
-        self.given: deque[int] = deque()
+        self.freed: deque[int] = deque()
         self.moved_bytes = 0
         self.busy_ms = 0.0  # time in which at least one thread was writing or reading
         self._held_bytes = 0
@@ -337,13 +338,18 @@ class DiskTier:
     def held_bytes(self) -> int:
         """See `Tier.held_bytes`."""
         with self._lock:
-            while self.given:
-                self._held_bytes -= self.given.popleft()
+            while self.freed:
+                self._held_bytes -= self.freed.popleft()
             return self._held_bytes
 
     @contextlib.contextmanager
     def working(self, what: str, chunk: Chunk) -> Iterator[None]:
-        """Count the time and the bytes of a block of code that writes or reads a chunk, and name the chunk if it fails."""
+        """Count time and bytes of the code in the block, which writes or reads a chunk; name the chunk in errors.
+
+        Args:
+            what: `"write"` or `"read"`.
+            chunk: the bytes in question.
+        """
         with self._lock:
             if self._busy_threads == 0:
                 self._busy_since = time.perf_counter()
@@ -356,7 +362,7 @@ class DiskTier:
             raise DiskError(
                 error.errno,
                 f"activation offloading to disk failed to {what} {chunk.nbytes} bytes at byte {chunk.offset} of its file "
-                f"({error.strerror}); this step's gradients are incomplete: see to the disk, or choose another "
+                f"({error.strerror}); this step's gradients are incomplete. Check the disk, or choose another "
                 "OffloadOptions.directory",
                 self.file.directory,
             ) from error
@@ -368,10 +374,10 @@ class DiskTier:
 
 
 def trim() -> int:
-    """Give back to the system what waits for nothing: host memory of all arenas, and the room of files on disk.
+    """Return unused memory to the system: slabs of all arenas, and files on disk of which nothing is in use.
 
     Returns:
-        Host memory that was given back [bytes].
+        Host memory that was returned [bytes].
     """
     for file in extent_files():
         file.trim()

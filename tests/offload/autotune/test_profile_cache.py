@@ -14,7 +14,7 @@ from torch import nn
 
 from rlx.offload import enable_tiling
 from rlx.offload.autotune.consensus import bytes_ratio, longest_input_bytes
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.profile_cache import from_json, to_json
 from rlx.offload.autotune.profile_key import describe_call, describe_layer, digest
 
@@ -39,7 +39,7 @@ class Run:
 
     def note(self, *call):
         orders = self.follow(*call)
-        self.samples += orders is not None and orders.sample is not None
+        self.samples += isinstance(orders, LayerProfile)
         return orders
 
     def passes(self, number, step=read):
@@ -113,6 +113,7 @@ PROCESS = """
 import sys, torch
 from torch import nn
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from rlx.offload.autotune.layer_profile import LayerProfile
 
 torch.manual_seed(0)
 encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
@@ -125,7 +126,7 @@ for _ in range(3):
     model.zero_grad()
     torch.manual_seed(1)
     model(torch.randn(2, 6, 16)).square().mean().backward()
-    print(sum(orders is not None and orders.sample is not None for orders in samples), handle.plan() is not None)
+    print(sum(isinstance(orders, LayerProfile) for orders in samples), handle.plan() is not None)
     samples.clear()
 print([parameter.grad.double().sum().item() for parameter in model.parameters()])
 """

@@ -209,11 +209,11 @@ def test_two_models_in_two_threads(enable, toys, tmp_path):
 def test_trim_empties_the_file_once_nothing_is_in_use(tmp_path):
     file = extent_file(str(tmp_path))
     kept, given = file.allocate(5 * MIB), file.allocate(MIB)
-    file.returned.append(given)
+    file.freed.append(given)
     trim()
     assert file.nbytes >= 6 * MIB
     assert os.fstat(file._descriptor).st_blocks * 512 >= 6 * MIB  # the room is taken, not only promised
-    file.returned.append(kept)
+    file.freed.append(kept)
     trim()
     assert file.nbytes == 0
     assert os.fstat(file._descriptor).st_size == 0
@@ -248,7 +248,7 @@ def test_what_comes_back_is_what_left(tmp_path_factory, sizes, order, chunk_page
         arrivals.append((fetch_buffer, source))
     for fetch_buffer, source in arrivals:
         copy_streams.wait_for(fetch_buffer)
-        assert torch.equal(fetch_buffer.buffer, source)
+        assert torch.equal(fetch_buffer.tensor, source)
     assert tier.held_bytes == sum(source.numel() for _, source in held)
     for allocation, _ in held:
         allocation.free()

@@ -232,7 +232,7 @@ def test_a_forked_child_is_refused(enable, toys, tmp_path):
 
 def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
     file = extent_file(str(tmp_path))
-    file.returned.append(file.allocate(MIB))
+    file.freed.append(file.allocate(MIB))
     size = file.nbytes
     child = os.fork()
     if child == 0:
