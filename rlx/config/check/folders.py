@@ -1,6 +1,7 @@
 """Folders that the driver writes to, and why it cannot."""
 
 import os
+import re
 from pathlib import Path
 
 from rlx.config.schema import PPOConfig
@@ -27,3 +28,8 @@ def why_not_writable(folder: Path) -> str | None:
     effective = os.access in os.supports_effective_ids
     is_open = os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective)
     return None if is_open else f"{nearest} is not writable"
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this may name a model on the hub, which is not asked."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.check.folders import runs_folder, warm_starts_folder, why_not_writable
+from rlx.config.check.folders import is_hub_name, runs_folder, warm_starts_folder, why_not_writable
 from rlx.config.faults import Fault
 from rlx.config.machine import on_accelerator
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 
 GPUS, NODES, MODEL = "trainer.n_gpus_per_node", "trainer.nnodes", "actor_rollout_ref.model.path"
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 DATA_KINDS = (".parquet", ".jsonl")
 
@@ -143,7 +142,7 @@ def _is_model(path: str) -> bool:
     folder = Path(path).expanduser()
     if folder.exists():
         return (folder / "config.json").is_file()
-    return HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
+    return is_hub_name(path)
 
 
 def data_files_exist(s: CheckContext) -> Faults:

@@ -10,9 +10,6 @@ from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
 
 REFUSED_FROM = 1.1  # times what is usable; the formulas are within 3 % where they were measured (docs/planning.md)
 CHECK = "trainer.memory_check"
-AT_MOST = 3  # remedies that are named of those that are enough by themselves
-ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller model"
 
 
 def memory_suffices(s: CheckContext) -> Iterator[Fault]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.check.context import CheckContext, Faults
+from rlx.config.check.folders import is_hub_name
 from rlx.config.faults import Fault
 from rlx.config.schema import FORMS, TOKENIZER_FILES
 from rlx.config.schema.roles import has_reward_model
@@ -38,7 +39,7 @@ def reward_model_is_one(s: CheckContext) -> Faults:
         yield Fault("there is no reward model", f"{MODEL}=null", expected, remedy, (MODEL, "reward_model.enable"))
         return
     folder = Path(path).expanduser()
-    if not folder.exists() and _may_be_on_the_hub(path):
+    if not folder.exists() and is_hub_name(path):
         return
     found = _config_of(folder)
     if found is None:
@@ -57,10 +58,6 @@ def reward_model_is_one(s: CheckContext) -> Faults:
         yield Fault(
             "the reward model has no tokenizer", f"{MODEL}={path}", "a tokenizer in its folder", remedy, (MODEL,)
         )
-
-
-def _may_be_on_the_hub(path: str) -> bool:
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
