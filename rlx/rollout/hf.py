@@ -20,7 +20,7 @@ from rlx.rollout.sampling import choose_tokens, request_uniforms
 COMPACT_SHARE = 1 / 8
 # Two computations of the same logits may differ by this share of their standard deviation. In bf16 small models differ by 0.01,
 # and a wrong computation by 1.5.
-_ROUNDING = 0.5
+_LOGITS_TOLERANCE = 0.5
 
 
 class HFRollout:
@@ -229,7 +229,7 @@ class _Inputs(NamedTuple):
         except Exception as error:
             raise EngineError(refused % f"decoding with a cache fails ({error})") from error
         expected, found = model(input_ids=ids[:, :2], use_cache=False).logits[:, -1], decoder.logits_BV
-        if (found - expected).abs().max() > _ROUNDING * expected.std():
+        if (found - expected).abs().max() > _LOGITS_TOLERANCE * expected.std():
             raise EngineError(
                 refused % "a row that was padded and decoded with a cache has other logits than one that was not"
             )

@@ -57,9 +57,9 @@ def test_memory_that_torch_did_not_allocate_stays():
 def test_bytes_survive_in_whatever_pieces_the_arena_has(lengths, gaps):
     arena = HostArena(pinned=False)
     other = arena.account()
-    blocks = [other.take(gap * 4096) for gap in gaps]
+    blocks = [other.allocate(gap * 4096) for gap in gaps]
     for block in blocks[::2]:
-        other.give(block)
+        other.free(block)
     given = tensors(*lengths)
     expected = [tensor.clone() for tensor in given]
     offload = TensorOffload(arena, "some")
@@ -75,10 +75,10 @@ def test_every_cycle_after_the_first_takes_no_memory_and_shares_that_of_activati
     activations = arena.account(name="activations")
 
     def cycle() -> tuple[int, int]:
-        blocks = [activations.take(n) for n in (4 * MIB, 4 * MIB, 9 * MIB)]  # an update's, held at the same time
+        blocks = [activations.allocate(n) for n in (4 * MIB, 4 * MIB, 9 * MIB)]  # an update's, held at the same time
         of_activations = arena.reserved_bytes
         for block in blocks:
-            activations.give(block)
+            activations.free(block)
         parameters.offload(weights)
         state.offload(moments)
         assert arena.holders() == {"parameters": 8 * MIB + 70_001, "state": 6 * MIB + 140_006, "activations": 0}
@@ -109,7 +109,7 @@ def test_relief_of_a_short_host_leaves_what_is_offloaded():
 def test_a_host_without_room_is_named_and_nothing_is_lost(monkeypatch):
     arena = HostArena(pinned=False)
     activations = arena.account(name="activations")
-    activations.take(160 * MIB)
+    activations.allocate(160 * MIB)
     tensor, offload = torch.ones(300 * MIB, dtype=torch.bool), TensorOffload(arena, "actor_parameters")
     message = r"actor_parameters: got 0\.31 GB .* has 0\.25 GB.*\(activations 0\.17 GB\).*param_offload"
     for cause in ("limit", "available"):
