@@ -261,7 +261,7 @@ def test_a_mode_takes_options_of_its_own():
     assert mode == Mode("boundary:prefetch_layers=2:pin_memory=false", "boundary", options)
     assert parse_mode("plain:tile=auto", {}) == Mode("plain:tile=auto", "plain", None, 0)
     assert parse_mode("all:min_bytes=5:tile=9", {}).tile == 9
-    assert set(MODE_DESCRIPTIONS) == {*modes.OWN, *modes.PEERS}
+    assert set(MODE_DESCRIPTIONS) == {*modes.OWN_MODES, *modes.PEERS}
 
 
 # What is refused
@@ -272,7 +272,7 @@ def test_a_mode_takes_options_of_its_own():
     [
         (
             ("--model", "qwen9"),
-            "'qwen9' is neither a named shape nor a local configuration; choose one of tiny, qwen2-7b",
+            "'qwen9' is neither a named shape nor a local configuration; choose one of tiny, qwen2-0.5b, qwen2-7b",
         ),
         (("--case", "8192x0"), "got '8192x0', expected TOKENSxLAYERS, such as 8192x28, or TOKENS"),
         (("--case", "x28"), "got 'x28', expected TOKENSxLAYERS"),
@@ -287,7 +287,7 @@ def test_a_mode_takes_options_of_its_own():
         ),
         (("--modes", "boundary:min_bytes=many"), "OffloadOptions.min_bytes: got 'many'"),
         (("--modes", "all:prefetch_layers=-1"), "OffloadOptions.prefetch_layers: got -1, expected an integer >= 0"),
-        (("--tier", "disk"), "OffloadOptions.directory: got None with tier='disk'"),
+        (("--tier", "disk"), "have no usable folder: got directory=None"),
         (("--tier", "disk", "--directory", "/no/such/folder"), "cannot use the directory (No such file or directory)"),
         (("--tier", "tape"), "OffloadOptions.tier: got 'tape'"),
         (("--rounds", "0"), "got '0', expected a whole number of at least 1"),
