@@ -40,6 +40,7 @@ from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.runtime.session import Layer, OffloadSession
 from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
+from rlx.offload.storage.stats import measured_rate
 
 logger = logging.getLogger("rlx.offload")
 
@@ -126,7 +127,7 @@ class PlanController:
             self._begin_pass(bucket, key, tensors)
         bucket.last_index = layer.index
         if bucket.plan is not None:
-            return bucket.orders.get(layer.index)
+            return bucket.instructions.get(layer.index)
         if not bucket.is_measuring or layer.index in bucket.called:
             return None
         bucket.called.add(layer.index)
@@ -318,10 +319,10 @@ class PlanController:
         stats, options = self._session.stats(per_layer=False), self._session.options
         budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
         return Limits(
-            link_bytes_per_s=_rate(stats.copied_bytes, stats.copy_ms),
+            link_bytes_per_s=measured_rate(stats.copied_bytes, stats.copy_ms),
             device_bytes=budget,
             host_bytes=options.host_bytes,
-            disk_bytes_per_s=_rate(stats.disk_bytes, stats.disk_ms),
+            disk_bytes_per_s=measured_rate(stats.disk_bytes, stats.disk_ms),
         )
 
     def _budget(self, ranks: Sequence[Limits]) -> Budget:
@@ -347,10 +348,10 @@ class PlanController:
         costs = [of_layer[index].cost for index in indices]
         budget = replace(budget, turnaround_s=profile.turnaround_s, turnaround_bytes=profile.outside_bytes)
         plan = make_plan(costs, budget)
-        bucket.orders.clear()
+        bucket.instructions.clear()
         proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
-            bucket.orders[index] = of_layer[index].instructions(layer, fetch, proofs)
+            bucket.instructions[index] = of_layer[index].instructions(layer, fetch, proofs)
         bucket.plan = plan
         if self._is_first_rank and logger.isEnabledFor(logging.INFO):
             logger.info(
@@ -375,10 +376,6 @@ def _inputs_of(tensors: Sequence[Tensor]) -> Inputs:
         {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
         {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
     )
-
-
-def _rate(nbytes: int, ms: float) -> float | None:
-    return nbytes / ms * 1e3 if nbytes >= _TIMED_BYTES and ms else None
 
 
 def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -29,7 +29,7 @@ class LengthBucket:
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.orders: dict[int, LayerInstructions] = {}
+        self.instructions: dict[int, LayerInstructions] = {}
         self.profile: PassProfile | None = None
         self.is_cached = False  # the profile is that of an earlier run
         self.budget: Budget | None = None  # that ranks have agreed on
