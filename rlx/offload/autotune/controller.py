@@ -211,7 +211,8 @@ class PlanController:
         elif bucket.profile is None and (self._is_warm or self._compares_cache):
             if bucket.is_first and self._is_warm and key not in self._consensus.cached:
                 bucket.drop()  # there is nothing to compare it with, so the device need not have passed it
-            window = BackwardWindow(self._count_made_gradients, any(map(_is_sharded, self._parameters())))
+            is_sharded = any(map(_is_sharded, self._parameters()))
+            window = BackwardWindow(self._count_made_gradients, is_sharded, self._gathered_bytes())
             bucket.begin_measuring(window, self._coming_bytes(), call, is_first=not self._is_warm)
 
     @property
@@ -228,7 +229,7 @@ class PlanController:
         if is_longer or self._cache.key(call, self._devices) != self._cache_key:
             bucket.profile, bucket.is_cached = None, False
         else:
-            here = sum(inputs.memory.values()) + sum(inputs.shared.values())
+            here = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self._gathered_bytes()
             begin_bytes = max(0, DeviceMemoryProbe(device).look()[0] - here)
             self._note_room(device, begin_bytes, self._coming_bytes())
 
@@ -272,6 +273,14 @@ class PlanController:
     def _count_gradients(self) -> int:
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
         return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
+
+    def _gathered_bytes(self) -> int:
+        """Return the memory of parameters that FSDP2 has gathered; 0 without FSDP2."""
+        parameters = list(self._parameters())
+        gathered = [parameter for parameter in parameters if not _is_sharded(parameter)]
+        if len(gathered) == len(parameters):
+            return 0
+        return sum(size_bytes(parameter) for parameter in gathered if parameter.device.type != "cpu")
 
     def _count_made_gradients(self) -> int:
         parameters = list(self._parameters())

@@ -13,8 +13,9 @@ way to the host, and inputs that were fetched ahead.
 Note [what FSDP2 holds during a step]
 FSDP2 holds memory that no plan can change, and that a budget must therefore hold as well. In the backward of a layer these are its
 gathered parameters, those of the layer before (prefetched), its gradients before they are reduced, and the buffer in which
-gradients of the layer after it are being reduced. With Qwen2-7B in bf16 each of the four is 0.47 GB. One set of gathered
-parameters is there when the first layer begins. The prefetched one is there when backward begins, and so counts for all layers.
+gradients of the layer after it are being reduced. With Qwen2-7B in bf16 each of the four is 0.47 GB. The first
+layer's parameters are gathered when it begins, and are subtracted from what exists before it. So gathered parameters count for all
+layers, and so do prefetched ones, which are there when backward begins.
 The buffer is not there in the last layer. So for each other layer its memory when backward comes to it is compared with what
 was there when backward began. Gradients of gathered parameters are not gradients that stay: they count as the layer's.
 """
@@ -87,14 +88,16 @@ class BackwardWindow:
     Args:
         gradient_bytes: gives the memory of all gradients that exist and outlast the pass.
         is_sharded: FSDP2 gathers and frees parameters during the pass (Note [what FSDP2 holds during a step]).
+        gathered_bytes: of parameters that it has gathered when the first layer begins.
     """
 
     gradient_bytes: Callable[[], int] = lambda: 0
     is_sharded: bool = False
+    gathered_bytes: int = 0
     open: LayerProfile | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False
-    begin_bytes: int = 0  # allocated when the first layer begins, apart from its inputs
+    begin_bytes: int = 0  # allocated when the first layer begins, apart from its inputs and gathered parameters
     beside_bytes: int = 0  # of other tensors when backward begins (Note [what a layer is charged with])
     outside_bytes: int = 0  # peak while the head and the loss run, these included
     begin_gradient_bytes: int = 0
@@ -184,7 +187,7 @@ class LayerProfile:
         shared = self._backward
         if shared.last_boundary_bytes is None:
             tables = sum(self._shared.values())  # made in this step as well
-            shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes - tables)
+            shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes - tables - shared.gathered_bytes)
             shared.begin_gradient_bytes = shared.gradient_bytes()
         self._leaving_bytes = shared.last_boundary_bytes or 0
         shared.last_boundary_bytes = self.boundary_bytes

@@ -78,10 +78,10 @@ class OffloadOptions:
         max_host_bytes: hard cap of the host memory that this use of the engine takes, buffers for the disk included
             [bytes]; what does not fit stays on the device, or goes to disk if a directory is given. None: no cap, and
             384 MiB of buffers for the disk.
-        max_device_bytes: what `save="auto"` may hold on the device at once above what is there before the layers begin, the
-            working set of the layer at work and what lies beside the layers included [bytes]. `"auto"`: what the device has
-            beside weights, gradients, optimizer states and all else that is there before, but for 5 %; without an
-            accelerator as little as possible.
+        max_device_bytes: limit of what `save="auto"` holds on the device at once during a step [bytes]. Memory that exists
+            before the layers begin, and gradients, do not count. The working set of a layer, the head and the loss count,
+            and so does what FSDP2 gathers and reduces layer by layer. `"auto"`: 95 % of the device, less weights, gradients,
+            optimizer states and all else that exists before; without an accelerator as little as possible.
         cache_directory: folder in which `save="auto"` keeps what it has measured, for later runs of the same layers: times
             and sizes of calls, with a description of layers, device and versions in words and digests; no weights, no data.
             It is made where it does not exist; one that cannot be used is said once and does no harm. `"auto"`:
