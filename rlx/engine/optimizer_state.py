@@ -94,10 +94,10 @@ class OptimizerStateOnHost:
                 with suppress(HandOverError):
                     piece.moments.offload(self._on_device(piece))
             if before is not None:
-                before.offload.release()
+                before.moments.release()
             before = piece
         if before is not None:
-            before.offload.release()
+            before.moments.release()
 
     def _begin(self, piece: _Piece) -> None:
         if not piece.moments.is_offloaded:
