@@ -51,6 +51,12 @@ WITHOUT_LEAVES = {"algorithms", "offload"}
 # Parts that may import some modules of another part.
 MAY_IMPORT_OF = {"config": {"rlx.offload.plan", "rlx.offload.runtime.options"}}
 
+# The rooms of the activation engine from the bottom up. A room imports only rooms that come before it.
+OFFLOAD_ROOMS = (
+    *("plan", "storage", "runtime", "recompute", "replay", "tiling", "autotune"),
+    *("save_all", "runner", "api", "__init__", "benchmark"),
+)
+
 # What these may import at all beside the standard library.
 ONLY = {
     "rlx.config.schema": {"rlx.config.schema", "rlx.offload.runtime.options"},
@@ -212,6 +218,8 @@ def circle(imports: list[Import]) -> list[str]:
 class Rooms(NamedTuple):
     """A folder as a house: its files and subfolders are rooms, and an arrow goes from a room to one that it imports.
 
+    A `__main__.py` is a program above all rooms (`test_nothing_imports_an_entry_point`), so that its imports are no arrows.
+
     `arrows` gives the number of import statements of each arrow, `back` the arrows that run back up, and `floors` the
     rooms from the bottom up: a room is one floor above the highest room that it imports by the other arrows.
     """
@@ -238,6 +246,7 @@ def rooms(folder: str, imports: list[Import], modules: Iterable[str]) -> Rooms:
         return module.removeprefix(folder).split(".")[1] if module != folder else "__init__"
 
     inside = [found for found in imports if within(found.importer, {folder}) and within(found.name, {folder})]
+    inside = [found for found in inside if not found.importer.endswith(".__main__")]
     arrows = Counter((room_of(found.importer), room_of(found.name)) for found in inside)
     arrows = Counter({arrow: count for arrow, count in arrows.items() if arrow[0] != arrow[1]})
     back: set[tuple[str, str]] = set()
@@ -282,9 +291,9 @@ def test_the_table_names_every_part():
 def test_the_page_has_this_table():
     rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", section("The packages"), re.MULTILINE)
     assert {
-        name: set(re.findall(r"(?<!/)\b\w+\b(?!/)", cell)) - {"nothing", "only"} for name, cell in rows
+        name: set(re.findall(r"(?<!/)\b\w+\b(?!/)", cell)) - {"nothing", "only", "and", "py"} for name, cell in rows
     } == MAY_IMPORT
-    extra = {name: re.findall(r"`(.*)/` only", cell) for name, cell in rows}
+    extra = {name: re.findall(r"`(.*?)(?:/|\.py)`(?= and| only)", cell) for name, cell in rows}
     assert {name: {path.replace("/", ".") for path in paths} for name, paths in extra.items() if paths} == MAY_IMPORT_OF
 
 
@@ -311,6 +320,19 @@ def test_one_file_imports_vllm(imports: list[Import]):
 def test_nothing_imports_an_entry_point(imports: list[Import]):
     """`python -m package` starts at `package.__main__`, which is above everything: the rules of its package skip it."""
     assert [str(found) for found in imports if found.name.endswith(".__main__")] == []
+
+
+def test_the_rooms_of_the_engine_import_downwards(imports: list[Import]):
+    inside = [found for found in imports if not found.importer.endswith(".__main__")]
+    found = rooms("rlx.offload", inside, module_names(ROOT))
+    assert set(OFFLOAD_ROOMS) == {room for floor in found.floors for room in floor}
+    level = {room: number for number, room in enumerate(OFFLOAD_ROOMS)}
+    assert [arrow for arrow in found.arrows if level[arrow[0]] < level[arrow[1]]] == []
+
+
+def test_boundary_mode_is_read_without_replay_and_autotune(imports: list[Import]):
+    found = rooms("rlx.offload", imports, module_names(ROOT))
+    assert {lower for upper, lower in found.arrows if upper == "recompute"} == {"runtime", "storage"}
 
 
 def test_no_circles(imports: list[Import]):

@@ -33,6 +33,11 @@ def title(device: torch.device) -> str:
     return f"{name_of(device)}, torch {torch.__version__}"
 
 
+def cell(value: float | None, digits: int, width: int = 10) -> str:
+    """Return a right-aligned number for a table; `-` for a missing one."""
+    return f"{'-' if value is None else f'{value:.{digits}f}':>{width}}"
+
+
 def write_json(options: Namespace, device: torch.device, figures: Mapping[str, Any]) -> None:
     """Write the figures with the device and the version of torch to the file of `--json`, if it was given."""
     if options.json is not None:

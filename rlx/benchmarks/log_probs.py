@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlx.benchmarks.common import benchmark_parser, chosen_device, seconds_of, title, write_json
+from rlx.benchmarks.common import benchmark_parser, cell, chosen_device, seconds_of, title, write_json
 from rlx.engine.sharding import TRAINING_DTYPES
 from rlx.models import head_log_probs as head_module
 from rlx.models.head_log_probs import head_log_probs
@@ -110,19 +110,12 @@ def main(arguments: list[str] | None = None) -> None:
         )
         for form, figures in found.items():
             rows.append({"tokens": tokens, "form": form, **figures})
-            cells = _cells(figures["seconds"], found["naive"]["seconds"], figures["peak_bytes"])
-            print(f"{tokens:8} {form:10}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
+            seconds, naive, peak = figures["seconds"], found["naive"]["seconds"], figures["peak_bytes"]
+            ratio = seconds and naive and seconds / naive
+            columns = (seconds and 1000 * seconds, 1), (ratio, 2), (peak and peak / 2**30, 2)
+            print(f"{tokens:8} {form:10}" + "".join(cell(*column) for column in columns), flush=True)
     setting = {key: str(value) for key, value in vars(given).items() if key != "json"}
     write_json(given, device, {"setting": setting, "rows": rows})
-
-
-def _cells(seconds: float | None, naive: float | None, peak_bytes: float | None) -> tuple[str, ...]:
-    """Return milliseconds, ratio and GiB as text; `-` for missing values."""
-    return (
-        "-" if seconds is None else f"{seconds * 1000:.1f}",
-        "-" if seconds is None or naive is None else f"{seconds / naive:.2f}",
-        "-" if peak_bytes is None else f"{peak_bytes / 2**30:.2f}",
-    )
 
 
 if __name__ == "__main__":

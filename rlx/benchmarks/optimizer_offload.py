@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from rlx.benchmarks.common import GB, benchmark_parser, chosen_device, seconds_of, title, write_json
+from rlx.benchmarks.common import GB, benchmark_parser, cell, chosen_device, seconds_of, title, write_json
 from rlx.engine.optimizer_state import MOMENTS, PIECE_BYTES, OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.offload import HostArena
@@ -143,9 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\nAdamW's step, {steps['state_bytes'] / GB:.2f} GB of state; the rate is that of both ways together")
     print(f"{'':20}{'seconds':>10}{'GB/s':>8}{'peak GB':>10}")
     for row, values in steps["rows"].items():
-        rate, peak = values["gb_per_s"], values["peak_bytes"]
-        cells = f"{'-' if rate is None else f'{rate:.1f}':>8}{'-' if peak is None else f'{peak / GB:.2f}':>10}"
-        print(f"{row:20}{values['seconds']:10.3f}{cells}")
+        peak = values["peak_bytes"] and values["peak_bytes"] / GB
+        print(f"{row:20}{values['seconds']:10.3f}{cell(values['gb_per_s'], 1, 8)}{cell(peak, 2)}")
     write_json(given, device, {**figures, "steps": steps})
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from rlx.algorithms.losses import LossSettings, vanilla
-from rlx.benchmarks.common import GB, chosen_device, write_random_model
+from rlx.benchmarks.common import GB, cell, chosen_device, write_random_model
 from rlx.config.schema import ActivationOffloadConfig, ActorConfig, FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -261,14 +261,10 @@ def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
     host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
     seconds = [figures["seconds"], *(figures["times"][name] for name in (*TIMES, HAND_OVER))]
     peaks = (figures["peaks"][name] / GB for name in STEP_PHASES)
-    row = "".join(_cell(value, 3) for value in seconds) + "".join(
-        _cell(value, 2) for value in (*parts(figures).values(), *peaks, host)
+    row = "".join(cell(value, 3, WIDTH) for value in seconds) + "".join(
+        cell(value, 2, WIDTH) for value in (*parts(figures).values(), *peaks, host)
     )
     return f"{mode:>24}{tokens:>10}{row}"
-
-
-def _cell(value: float | None, digits: int) -> str:
-    return f"{'-' if value is None else f'{value:.{digits}f}':>{WIDTH}}"
 
 
 def header() -> str:
@@ -280,20 +276,20 @@ def header() -> str:
 def in_own_process(arguments: Sequence[str]) -> Figures:
     """Run a child process and return the figures in its last line, or its error; its progress is printed."""
     command = [sys.executable, "-m", "rlx.benchmarks.optimizer_step", *arguments]
-    said: list[str] = []
+    messages: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stderr is not None
         for text in child.stderr:
             if text.startswith(PROGRESS):
                 print(text, end="", file=sys.stderr, flush=True)
             elif text.strip():
-                said.append(text.strip())
+                messages.append(text.strip())
         printed = child.stdout.read()
     if child.returncode == 0:
         found: Figures = json.loads(printed.splitlines()[-1])
         return found
-    out_of_memory = any("OutOfMemoryError" in text for text in said)
-    last = said[-1] if said else f"exit code {child.returncode}"
+    out_of_memory = any("OutOfMemoryError" in text for text in messages)
+    last = messages[-1] if messages else f"exit code {child.returncode}"
     return {"error": "out of device memory" if out_of_memory else last[:200]}
 
 

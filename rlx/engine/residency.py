@@ -66,7 +66,6 @@ class TensorOffload:
             HandOverError: the host has no room; all tensors are unchanged.
         """
         assert self._offloaded is None, f"{self._account.name} are offloaded already"
-        assert self._offloaded is None, f"{self._account.name} are parked already"
         found = {s.data_ptr(): s for s in (local(t).untyped_storage() for t in tensors) if s.nbytes() and s.resizable()}
         if not found:
             return
@@ -159,7 +158,7 @@ class TensorOffload:
             holders = ", ".join(f"{name} {held / 1e9:.2f} GB" for name, held in arena.holders().items() if held)
             raise HandOverError(
                 f"{self._account.name}: got {nbytes / 1e9:.2f} GB to offload to host memory, which has {obtainable / 1e9:.2f} GB "
-                f"beside the tensors of this process ({holders or 'none'}). They are still on the device. Set the role's "
+                f"besides the tensors of this process ({holders or 'none'}). They are still on the device. Set the role's "
                 "param_offload or optimizer_offload to False, lower activation_offload.max_host_bytes, or give the machine or "
                 "container more memory"
             )

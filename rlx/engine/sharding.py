@@ -285,7 +285,7 @@ class FSDP1Model(Sharded):
             "device_id": device,
             "use_orig_params": True,
             "forward_prefetch": fsdp.forward_prefetch,
-            "mixed_precision": _fsdp1_mixed_precision(precision),
+            "mixed_precision": MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce),
         }
         self.units = []
         own_names = _own_names(model, list(layers))
@@ -341,10 +341,6 @@ def _fsdp1_strategy(fsdp: FSDPConfig, mesh: DeviceMesh) -> ShardingStrategy:
             "of 2 or more processes that reshard after forward; use strategy=fsdp2"
         )
     return ShardingStrategy.HYBRID_SHARD
-
-
-def _fsdp1_mixed_precision(precision: Precision) -> MixedPrecision:
-    return MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce)
 
 
 def _wrap(module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:

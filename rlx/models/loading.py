@@ -272,26 +272,36 @@ def _override(loaded: "PreTrainedConfig", name: str, value: Any, key: str) -> No
 
 
 @contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Hide transformers' progress bars over weights and files."""
+    from transformers.utils import logging as hf_logging
+
+    had_bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bar:
+            hf_logging.enable_progress_bar()
+
+
+@contextmanager
 def _load_report(show: bool) -> Iterator[None]:
-    """Hide transformers' table of missing and unexpected weights from the log, and its progress bar from the terminal.
+    """Hide transformers' table of missing and unexpected weights from the log, unless `show`, and its progress bar.
 
     For a value model the table only shows what is intended: an unused language-model head and a fresh value head.
     """
-    from transformers.utils import logging as hf_logging
 
     def is_other(record: logging.LogRecord) -> bool:
         return show or "LOAD REPORT" not in record.getMessage()
 
     hf_logger = logging.getLogger("transformers.modeling_utils")
-    had_bar = hf_logging.is_progress_bar_enabled()
     hf_logger.addFilter(is_other)
-    hf_logging.disable_progress_bar()
     try:
-        yield
+        with without_progress_bar():
+            yield
     finally:
         hf_logger.removeFilter(is_other)
-        if had_bar:
-            hf_logging.enable_progress_bar()
 
 
 def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, Any], head: str) -> None:

@@ -65,16 +65,8 @@ def _chunks(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
         yield from ((row, *rest) for rest in _chunks(shape[1:]))
 
 
-def _all_log_probs(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    if temperature == 1:
-        return torch.log_softmax(logits, dim=-1, dtype=dtype)
-    return torch.log_softmax(logits.to(dtype, copy=True).div_(temperature), dim=-1)
-
-
-def _all_probs(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    if temperature == 1:
-        return torch.softmax(logits, dim=-1, dtype=dtype)
-    return torch.softmax(logits.to(dtype, copy=True).div_(temperature), dim=-1)
+def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    return logits if temperature == 1 else logits.to(dtype, copy=True).div_(temperature)
 
 
 def _finite(log_probs: Tensor) -> Tensor:
@@ -84,7 +76,7 @@ def _finite(log_probs: Tensor) -> Tensor:
 def _figures(logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropy of a chunk."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    every = _all_log_probs(logits, temperature, dtype)
+    every = _scaled(logits, temperature, dtype).log_softmax(-1, dtype)
     log_probs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     if not with_entropy:
         return log_probs, None
@@ -108,10 +100,10 @@ def _gradient(
     zero = torch.zeros(ids.shape, dtype=dtype, device=logits.device)
     own = (zero if grad_log_probs is None else grad_log_probs / temperature).unsqueeze(-1)
     if grad_entropy is None:
-        probs, slope = _all_probs(logits, temperature, dtype), -own
+        probs, slope = _scaled(logits, temperature, dtype).softmax(-1, dtype), -own
         slope_of_ids = slope
     else:
-        every = _all_log_probs(logits, temperature, dtype)
+        every = _scaled(logits, temperature, dtype).log_softmax(-1, dtype)
         probs, every = every.exp(), _finite(every)
         entropy = -(probs * every).sum(dim=-1, keepdim=True)
         slope = every.add_(entropy).mul_(-(grad_entropy / temperature).unsqueeze(-1)).sub_(own)

@@ -105,8 +105,8 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
     """Return the modules of a value model outside its backbone; none for a language model, whose head is not new."""
     if model.get_output_embeddings() is not None:
         return []
-    beside = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
-    return [name for name, module in beside if any(True for _ in module.parameters())]
+    outside = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
+    return [name for name, module in outside if any(True for _ in module.parameters())]
 
 
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:

@@ -50,7 +50,7 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
 
 
 def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:
-    """Refuse a kernel that drops a cap of attention scores without a word: its log-probs would be those of another model."""
+    """Refuse a kernel that silently ignores a cap of attention scores, because its log-probs would be another model's."""
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is None or kernel != "sdpa":
         return []

@@ -1,7 +1,7 @@
-"""Activation offloading: what autograd keeps for backward waits off the device.
+"""Activation offloading: tensors that autograd saves for backward wait in host memory or on disk.
 
-A library of its own: imports torch only and works on any `nn.Module` in any training loop. The names below are loaded when
-they are first asked for, so that `rlx.offload.plan`, which is arithmetic, does not load torch.
+A library of its own: it imports torch only and works on any `nn.Module` in any training loop. Public names are loaded at
+their first use, so that `rlx.offload.plan`, which is arithmetic, does not load torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The public calls: switch the engine on for a model's layers or for a region of code, and off again."""
+"""The public functions: enable activation offloading for a model's layers or for a region of code, and disable it."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _is_grad_enabled = torch.is_grad_enabled  # asked for each layer of each generat
 
 
 class LayerForward(ForwardOverride):
-    """Stands in for a layer's forward. What it does again in backward gathers no parameters a second time."""
+    """Replaces a layer's forward. A recomputation calls the original one, so it gathers no parameters a second time."""
 
     def __init__(self, handle: ActivationOffloading, layer: RecomputedLayer, module: nn.Module) -> None:
         super().__init__(module)
         self.handle = handle
         self._layer = layer
-        # Traced by a compiler the hooks recurse without end; so in a compiled model the engine's layers run as they are.
+        # Hooks that a compiler traces recurse without end. So in a compiled model the layers themselves are not compiled.
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward; what backward needs of it leaves the device."""
+        """Run the layer's forward; offload or recompute the tensors that its backward needs."""
         if _is_grad_enabled() and self.handle.is_enabled:
             return self._run_uncompiled(args, kwargs)
-        # Without gradient; or disabled but still called, because somebody else has wrapped this object since.
+        # Gradient mode is off; or the handle is disabled, and somebody who has wrapped this object still calls it.
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         module: Any = self.module()
@@ -86,14 +86,14 @@ class LayerForward(ForwardOverride):
 
     def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
         module = self.module()
-        # transformers' own checkpointing, on again after disable() or switched on since forward, must not nest.
+        # Transformers' own checkpointing must not run inside. It may be on again since disable(), or since forward.
         if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
             return CheckpointingFlags.cleared(module.modules())
         return None
 
 
 def _without_caches(value: Any) -> Any:
-    """A layer's argument with None for each cache in it; without one the same object, in which layers may leave things for others."""
+    """Return an argument with None for each cache; the same object if it has none, since layers may pass values in it."""
     others: list[Any] = []
     sort_leaves((value,), [], others)
     return map_leaves(lambda leaf: None if is_cache(leaf) else leaf, value) if any(map(is_cache, others)) else value

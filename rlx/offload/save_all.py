@@ -1,4 +1,4 @@
-"""`save="all"`: what autograd saves inside a layer, or inside any region, waits off the device."""
+"""`save="all"`: offload every tensor that autograd saves in a layer, or in a region of code."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlx.offload.storage.regions import (
     storage_address,
 )
 
-# A region without layers is cut into stretches of this many offloaded bytes, so that backward can fetch ahead.
+# A region without layers is cut into layer calls of this many offloaded bytes each, so that backward can fetch ahead.
 STRETCH_BYTES = 64 << 20
 
 
 class KeptTensor:
-    """A saved tensor that stayed. Holds an alias, never the tensor itself: an output would hold its own graph."""
+    """A saved tensor that is kept on the device, as an alias: the tensor itself could be an output, which holds its own graph."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -37,7 +37,7 @@ class KeptTensor:
         self._version = tensor._version
 
     def restore(self) -> Tensor:
-        """The tensor; RuntimeError if it was written to since."""
+        """Return the tensor; RuntimeError if it was written to since."""
         tensor = self._tensor
         if tensor._version != self._version:
             found = f"but is at version {tensor._version}"
@@ -46,22 +46,22 @@ class KeptTensor:
 
 
 class OffloadedTensor:
-    """A saved tensor whose bytes have left."""
+    """A saved tensor whose bytes are offloaded."""
 
-    __slots__ = ("_call", "_look", "_offloaded")
+    __slots__ = ("_call", "_layout", "_offloaded")
 
     def __init__(self, call: SaveAllCall, offloaded: OffloadedRange, tensor: Tensor) -> None:
         self._call = call
         self._offloaded = offloaded
-        self._look = TensorLayout(tensor)
+        self._layout = TensorLayout(tensor)
 
     def restore(self) -> Tensor:
-        """The tensor with its layout, on bytes brought back; RuntimeError if the original was written to since."""
-        look = self._look
-        if not look.is_untouched:
-            raise modified_in_place(look.shape, look.dtype, look.version, "but was written to after that")
+        """Return the tensor on fetched bytes; RuntimeError if the original was written to since."""
+        layout = self._layout
+        if not layout.is_untouched:
+            raise modified_in_place(layout.shape, layout.dtype, layout.version, "but was written to after that")
         self._call.begin_unpack()
-        return look.restore(*self._offloaded.on_device())
+        return layout.restore(*self._offloaded.on_device())
 
 
 def unpack(packed: KeptTensor | OffloadedTensor) -> Tensor:
@@ -70,13 +70,13 @@ def unpack(packed: KeptTensor | OffloadedTensor) -> Tensor:
 
 
 class SaveAllCall(LayerCall):
-    """A layer call, or a stretch of a region, whose saved tensors leave.
+    """A layer call, or a part of a region, whose saved tensors are offloaded.
 
     Args:
-        session: where they go.
-        layer: which place in the model this is.
-        device_type: the type of device that leaves; tensors elsewhere stay where they are.
-        fixed: addresses of the storages of parameters and buffers, which never leave.
+        session: the session that offloads them.
+        layer: that is called.
+        device_type: tensors on other types of device are not offloaded.
+        fixed: addresses of storages that are never offloaded, see Note [tensors that `save="all"` never offloads].
     """
 
     def __init__(self, session: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
@@ -89,7 +89,7 @@ class SaveAllCall(LayerCall):
         """The pack hook."""
         if is_parameter(tensor) or storage_address(tensor) in self._fixed:
             return KeptTensor(tensor)
-        if self._may_leave(tensor):
+        if self._can_offload(tensor):
             offloaded = self.session.offload(tensor, self)
             if offloaded is not None:
                 self.offloaded_bytes += offloaded.nbytes
@@ -98,13 +98,13 @@ class SaveAllCall(LayerCall):
         return KeptTensor(tensor)
 
     def begin_unpack(self) -> None:
-        """Fetch ahead when backward comes to this call."""
+        """Fetch the calls before this one, when backward enters this call."""
         if self.begin_backward():
             layers = self.session.options.prefetch_layers
             self.prefetch(1 if layers is None else layers)
 
-    def _may_leave(self, tensor: Tensor) -> bool:
-        # Tangents that stand for zeros have no storage at all.
+    def _can_offload(self, tensor: Tensor) -> bool:
+        # Tangents that are all zeros may have no storage.
         if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
             return False
         return span_length(tensor) >= (self.session.options.min_bytes or 1)
@@ -133,7 +133,7 @@ def run_save_all(
 
 
 class RegionHooks:
-    """Packs for a region of code without layers: one call after the other, a stretch of bytes each."""
+    """The pack hook of a region of code without layers. It begins a new layer call every `STRETCH_BYTES`."""
 
     def __init__(self, session: OffloadSession) -> None:
         self._session = session

@@ -18,7 +18,8 @@ from rlx.rollout.sampling import choose_tokens, request_uniforms
 
 # Finished sequences leave the batch once they are this share of it, because removing them copies the KV cache.
 COMPACT_SHARE = 1 / 8
-# Share of the logits' standard deviation by which two ways to compute the same logits may differ: 0.01 in bf16 in small models; 1.5 where one is wrong.
+# Two computations of the same logits may differ by this share of their standard deviation. In bf16 small models differ by 0.01,
+# and a wrong computation by 1.5.
 _ROUNDING = 0.5
 
 
@@ -189,7 +190,7 @@ class HFRollout:
 
 
 class _Inputs(NamedTuple):
-    """What a model's forward is given beside tokens and their mask.
+    """The arguments of a model's forward besides tokens and their mask.
 
     Args:
         cache: name of the argument for the cache.
@@ -202,7 +203,7 @@ class _Inputs(NamedTuple):
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel) -> "_Inputs":
-        """Find out by decoding two short prompts with the weights that the model was made with, which are random."""
+        """Decode two short prompts with the model's random first weights to find out what its forward takes."""
         name, config = type(model).__name__, model.config.get_text_config()
         refused = f"rollout.name=hf cannot sample from {name}: %s; set rollout.name=vllm, or take another model"
         taken = inspect.signature(model.forward).parameters
@@ -214,7 +215,7 @@ class _Inputs(NamedTuple):
         first = None
         if "position_ids" in taken:
             own = model(input_ids=ids, use_cache=False).logits
-            for first in (0, (padding or 0) + 1):  # RoBERTa and its kin begin behind the padding index
+            for first in (0, (padding or 0) + 1):  # RoBERTa's positions begin after the padding index
                 positions = torch.arange(first, first + 3, device=model.device)[None]
                 if torch.allclose(own, model(input_ids=ids, position_ids=positions, use_cache=False).logits):
                     break
@@ -264,7 +265,7 @@ class _Decoder:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
         cache, first = self._inputs
-        # Once they have a state, state-space models read the mask as one of the new tokens.
+        # State-space models that have a state read the mask as that of the new tokens.
         mask_BT = (
             None if cache == "cache_params" and ids.shape[1] == 1 < self._length else self._mask_BT[:, : self._length]
         )

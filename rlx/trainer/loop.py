@@ -105,8 +105,8 @@ class Trainer:
                     self.save()
                     metrics |= self.memory_of("checkpoint")
             metrics |= timings
-            beside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
-            seconds = timings["timing_s/step"] - beside
+            outside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
+            seconds = timings["timing_s/step"] - outside
             metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / seconds
             metrics["perf/stall_share"] = metrics["perf/stall_ms"] / 1e3 / seconds
             self.report(metrics)

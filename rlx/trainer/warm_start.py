@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as hf_logging
 
 import rlx.models.tiny
 from rlx.config.check.folders import warm_starts_folder
 from rlx.config.schema import ArithmeticConfig, PPOConfig
 from rlx.data import arithmetic
 from rlx.data.seeding import seed_for
+from rlx.models.loading import without_progress_bar
 from rlx.rewards.gsm8k import compute_score
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request, Sampling
@@ -76,7 +76,7 @@ def warm_start(config: PPOConfig) -> Path:
         with _one_thread():
             accuracy, steps = _Training(config, model.to(device), tokenizer, device).run()
         model.to("cpu")
-        with _silent_save():
+        with without_progress_bar():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "warm_start.json").write_text(json.dumps({"accuracy": accuracy, "steps": steps}))
@@ -110,18 +110,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _silent_save() -> Iterator[None]:
-    """Hide transformers' progress bar over the files it writes."""
-    had_bar = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if had_bar:
-            hf_logging.enable_progress_bar()
 
 
 def _fingerprint(config: PPOConfig) -> str:

@@ -44,7 +44,7 @@ def test_processes_that_share_sequences_divide_the_heads(folders):
     assert faults_of(tiny, "lm", together=(1, 2), processes=4) == []
     for shared, heads, allowed in ((tiny, 4, "1 or 2 or 4"), (model(folders), 2, "1 or 2")):
         (fault,) = faults_of(shared, "lm", together=[8], processes=8)
-        assert f"is 8, with 8 processes and {heads} attention heads" in fault and fault.endswith(f"set it to {allowed}")
+        assert f"got 8 with 8 processes and {heads} attention heads" in fault and fault.endswith(f"set it to {allowed}")
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

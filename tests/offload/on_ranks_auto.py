@@ -5,6 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
@@ -94,3 +95,20 @@ def with_files(folders, tokens, rounds=2):
         samples.clear()
     handle.disable()
     return plans, counts
+
+
+def sharded_windows():
+    """Whether the profile of a pass counts what FSDP2 holds: of a model without FSDP2, and of one with it."""
+    found = []
+    for is_sharded in (False, True):
+        model, handle = enable((0, 0))
+        if is_sharded:
+            for layer in model[1]:
+                fully_shard(layer)
+        for _ in range(3):
+            passed(model, 6)
+        assert handle.plan() is not None
+        window = handle._controller._last.backward
+        found.append((window.is_sharded, window.open._sharding_bytes))
+        handle.disable()
+    return found

@@ -287,7 +287,7 @@ def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, to
             continue  # the other test sees to what is refused
         compared[has_budget] += 1
         buckets = handle.runner.decide.__self__._buckets.values()
-        orders = [one for bucket in buckets for one in bucket.orders.values() if one.dead_ops]
+        orders = [one for bucket in buckets for one in bucket.instructions.values() if one.dead_ops]
         left_out += bool(orders)
         proved += any(one.proof.is_given for one in orders)
     assert min(compared) > len(seeds) // 9

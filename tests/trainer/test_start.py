@@ -74,7 +74,7 @@ def test_all_faults_come_at_once(config, rows):
 
 
 def test_a_single_fault_is_raised_as_it_is(config, rows):
-    with pytest.raises(DataError, match=r"data\.train_batch_size is 17"):
+    with pytest.raises(DataError, match=r"data\.train_batch_size: got 17"):
         prepare(config("data.train_batch_size=17"))
     with pytest.raises(RewardError, match="no reward function for data source 'my/data', 'your/data';"):
         prepare(

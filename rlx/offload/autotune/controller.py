@@ -1,20 +1,17 @@
-"""`save="auto"`: layers are measured in the first passes of each length, mostly one, and follow a plan from then on.
+"""The controller of `save="auto"`: it profiles the first passes of each length, and gives later passes a plan.
 
-Lengths come in buckets, each a quarter longer than the one before. In a pass that is measured the inputs of layers leave and
-the rest is recomputed, as in all passes until the device has passed what was measured; it is not waited for. The very first
-pass, in which kernels are chosen and memory is taken, is not measured, but where earlier runs have left measurements: it tells
-whether they hold for this one, and then they stand for measured passes (Note [figures of another run] in `remembered.py`).
+Lengths are grouped into buckets, each 1.25 times as long as the one before; a bucket has one profile and one plan. In a profiled
+pass layers offload their inputs and recompute the rest. Passes go on like this until the device has finished the profiled one;
+the controller does not wait for it. The very first pass warms up: kernels are chosen and memory is allocated, so its times say
+nothing. It is profiled only to compare its bytes with cached profiles (Note [cached profiles] in `consensus.py`).
 
 Note [ranks that agree]
-Ranks have different lengths in one pass, and one of them a dummy; what one of them measures the others may not meet. So
-nothing is exchanged inside a pass. Plans are made where the caller says that all ranks meet (`PlanController.agree`), from all
-that any of them has measured by then: for each length the slowest times, with the least of what any rank has to spend. All
-ranks get the plans of all lengths. Files of earlier runs count like measurements, those of lengths not met yet too, once each
-rank has found that they hold: by files of its own, or because its first pass has come to the bytes that another's files say
-(`joint.py`). So ranks with files and ranks without have the same figures. These are planned when all meet, or by each when it
-first meets the length: the same figures give the same plan. Until it is called each rank plans by itself and waits for nobody.
-In both cases two ranks may recompute differently in the same pass, by length or by plan. So a layer that has communication
-inside, which recomputation repeats, is not planned.
+Ranks may have different lengths in the same pass, and a length that one rank has profiled may never come to another. So ranks
+exchange nothing during a pass. They exchange profiles in `PlanController.agree`, which all ranks call between passes. For each
+length they take the longest times and the most bytes of any rank, and the smallest budget. Equal figures give equal plans, so a
+rank may make the plan of a length later, when it first meets that length. A rank that never calls `agree` plans by itself.
+In both cases two ranks may recompute differently in the same pass, because their lengths or their plans differ. So a model
+whose layers communicate in forward, which recomputation would repeat, gets no plan.
 """
 
 from __future__ import annotations
@@ -43,17 +40,24 @@ from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.runtime.session import Layer, OffloadSession
 from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
+from rlx.offload.storage.stats import measured_rate
 
 logger = logging.getLogger("rlx.offload")
 
 BUCKET_RATIO = 1.25  # the longest over the shortest length that share a plan
-MARGIN = 0.05  # of device memory that a plan leaves free
+MARGIN = 0.05  # share of device memory that a plan leaves free
 LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
-_TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
+_TIMED_BYTES = 1 << 24  # less than this is too little to measure the link
 
 
 class Inputs(NamedTuple):
-    """What a layer is called with: those that want a gradient, by id, their memory and that of the others, by address [bytes]."""
+    """Sizes of the tensors that a layer is called with [bytes].
+
+    Args:
+        own: by id, of those that require a gradient.
+        memory: by address, of the memory of these.
+        shared: by address, of the memory of the others.
+    """
 
     own: dict[int, int]
     memory: dict[int, int]
@@ -61,17 +65,17 @@ class Inputs(NamedTuple):
 
     @property
     def boundary_bytes(self) -> int:
-        """Of those that want a gradient."""
+        """Size of those that require a gradient."""
         return sum(self.own.values())
 
 
 class PlanController:
-    """Says what each layer call is to do.
+    """Gives each layer call its policy.
 
     Args:
         session: of the handle.
-        parameters: gives the model's.
-        remembered: what earlier runs have measured; None: nothing is read or kept.
+        parameters: gives the model's parameters.
+        cache: profiles of earlier runs; None: none are read or kept.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class PlanController:
         parameters: Callable[[], Iterable[nn.Parameter]],
         cache: ProfileCache | None = None,
     ) -> None:
-        self.plan: Plan | None = None  # of the latest pass that followed one
+        self.plan: Plan | None = None  # of the latest planned pass
         self._session = session
         self._parameters = parameters
         self._cache = cache
@@ -96,9 +100,9 @@ class PlanController:
         self._measured: dict[Key, PassProfile] = {}  # since the last report
         self._warm_up: dict[Key, PassProfile] = {}  # the same of the pass that warmed up
         self._reserve_bytes = 0
-        self._gradient_bytes: int | None = None  # of all of them, as a rank holds them between steps
-        self._room_bytes: int | None = None  # the least that was found, where it is not the user who says how much
-        self._limit_bytes: int | None = None  # since the device ran out of memory
+        self._gradient_bytes: int | None = None  # of all gradients, as a rank holds them between steps
+        self._room_bytes: int | None = None  # the least that was found; None: none was
+        self._limit_bytes: int | None = None  # set when the device has run out of memory
 
     def decide(
         self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]
@@ -123,7 +127,7 @@ class PlanController:
             self._begin_pass(bucket, key, tensors)
         bucket.last_index = layer.index
         if bucket.plan is not None:
-            return bucket.orders.get(layer.index)
+            return bucket.instructions.get(layer.index)
         if not bucket.is_measuring or layer.index in bucket.called:
             return None
         bucket.called.add(layer.index)
@@ -147,11 +151,11 @@ class PlanController:
         return sample
 
     def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
-        """Make the plans of all lengths that a rank has measured, together with all ranks of a group.
+        """Make the plans of all lengths that any rank has profiled, together with all ranks of a group.
 
         Args:
-            group: None: the default one, or this process alone where there is none.
-            reserve_bytes: that this rank will take for good in its next step, gradients aside.
+            group: None: the default one, or this process alone if there is none.
+            reserve_bytes: memory that this rank will allocate for good in its next step, apart from gradients.
         """
         for key, bucket in self._buckets.items():
             if key[0] < len(self._devices):  # else only other ranks have met the length
@@ -180,11 +184,11 @@ class PlanController:
                     self._make_plan(bucket, bucket.profile, budget)
 
     def measurement(self) -> PassProfile | None:
-        """Of the length of the latest pass; None while there is none."""
+        """Return the profile of the latest pass's length; None while there is none."""
         return None if self._last is None else self._last.profile
 
     def limit(self, device_bytes: int) -> None:
-        """Plan anew, with at most so much of the device."""
+        """Discard all plans; new ones hold at most so much on the device."""
         self._limit_bytes = device_bytes
         self.plan = None
         for bucket in self._buckets.values():
@@ -259,7 +263,7 @@ class PlanController:
             self._cache.write(self._cache_key, new, keep_others=not self._consensus.is_refuted)
 
     def _coming_bytes(self) -> int:
-        """Gradients and other states that do not exist yet and will stay once they do."""
+        """Return the memory of gradients and other states that do not exist yet and will outlast the step once they do."""
         if any(parameter.grad is not None for parameter in self._parameters()):
             return self._reserve_bytes
         gradients = self._count_gradients() if self._gradient_bytes is None else self._gradient_bytes
@@ -286,7 +290,13 @@ class PlanController:
             bucket.profile = self._measured[key] = profile
 
     def _note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
-        """Note what a device has beside what is there before the layers begin, and what will come for good."""
+        """Note how much memory a device has for the step.
+
+        Args:
+            device: on which the layers compute.
+            begin_bytes: allocated when the layers begin.
+            coming_bytes: of states that will be allocated and outlast the step.
+        """
         if device.type != "cpu":
             free, total = torch.get_device_module(device.type).mem_get_info(device)
             reach = free + torch.accelerator.memory_reserved(device)
@@ -300,21 +310,21 @@ class PlanController:
         stats, options = self._session.stats(per_layer=False), self._session.options
         budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
         return Limits(
-            link_bytes_per_s=_rate(stats.copied_bytes, stats.copy_ms),
+            link_bytes_per_s=measured_rate(stats.copied_bytes, stats.copy_ms),
             device_bytes=budget,
             host_bytes=options.host_bytes,
-            disk_bytes_per_s=_rate(stats.disk_bytes, stats.disk_ms),
+            disk_bytes_per_s=measured_rate(stats.disk_bytes, stats.disk_ms),
         )
 
     def _budget(self, ranks: Sequence[Limits]) -> Budget:
-        """The least of what any rank has."""
+        """Return the smallest budget of any rank."""
         known = ([value for value in values if value is not None] for values in zip(*ranks, strict=True))
         links, budgets, hosts, disks = known
         if not budgets and not self._has_noted_no_device:
             self._has_noted_no_device = True
             logger.info(
-                "activation offloading: there is no accelerator, whose free memory max_device_bytes='auto' stands for: as "
-                "little as possible stays; set a number of bytes to have more kept"
+                "activation offloading: there is no accelerator, so max_device_bytes='auto' keeps as little as "
+                "possible; set a number of bytes to keep more"
             )
         budget = min(budgets, default=0)
         budget = budget if self._limit_bytes is None else min(budget, self._limit_bytes)
@@ -329,10 +339,10 @@ class PlanController:
         costs = [of_layer[index].cost for index in indices]
         budget = replace(budget, turnaround_s=profile.turnaround_s, turnaround_bytes=profile.outside_bytes)
         plan = make_plan(costs, budget)
-        bucket.orders.clear()
+        bucket.instructions.clear()
         proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
-            bucket.orders[index] = of_layer[index].instructions(layer, fetch, proofs)
+            bucket.instructions[index] = of_layer[index].instructions(layer, fetch, proofs)
         bucket.plan = plan
         if self._is_first_rank and logger.isEnabledFor(logging.INFO):
             logger.info(
@@ -345,7 +355,7 @@ class PlanController:
         self._is_declined = True
         logger.info(
             "activation offloading: layer %s communicates inside its forward, so that ranks must recompute alike; "
-            "save='auto' sends off inputs only, as 'boundary' does",
+            "save='auto' offloads inputs only, as 'boundary' does",
             layer.name,
         )
 
@@ -357,10 +367,6 @@ def _inputs_of(tensors: Sequence[Tensor]) -> Inputs:
         {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
         {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
     )
-
-
-def _rate(nbytes: int, ms: float) -> float | None:
-    return nbytes / ms * 1e3 if nbytes >= _TIMED_BYTES and ms else None
 
 
 def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:

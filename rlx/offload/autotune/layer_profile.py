@@ -1,13 +1,14 @@
-"""What one layer costs: times, bytes and calls of one forward and backward with `save="auto"`, inputs off the device.
+"""The profile of one layer call: times, bytes and operations of its forward and backward, with its inputs offloaded.
 
-Device times are events that are looked at when the device has passed them. Memory is torch's allocator's; its peak is
-reset while layers are measured.
+Times are device events, which are read after the device has passed them. Memory is what torch's allocator reports; its peak is
+reset at each layer of a profiled pass.
 
 Note [what a layer is charged with]
-A budget is for all that a step holds above what is there before its layers begin, and the gradients it makes. So to what a
-layer holds at most, in forward or in backward, is added what is there beside it and no plan can change: rotary tables and
-masks, the first layer's inputs, where the model keeps them, what follows the layers, the gradient that comes from above. What other layers hold in
-the pass that is measured is not: their inputs while they are leaving, and those fetched ahead.
+A budget limits all memory that a step holds above what exists before its layers begin, apart from the gradients it makes. So a
+layer is charged with its own peak, in forward or in backward, and with everything else that exists then and that no plan can
+change: rotary tables and masks, the first layer's inputs if the model keeps them, the memory of the head and the loss, and the
+gradient of the layer's output. It is not charged with memory of other layers that depends on the plan: their inputs on the
+way to the host, and inputs that were fetched ahead.
 
 Note [what FSDP2 holds during a step]
 FSDP2 holds memory that no plan can change, and that a budget must therefore hold as well. In the backward of a layer these are its
@@ -33,23 +34,21 @@ from rlx.offload.storage.stats import Mark, mark
 
 @dataclass
 class OpProfile:
-    """One operation, a call of attention or of a linear map or another one: what it is, when it ran, and what an answer to
-    it would hold [bytes].
-    """
+    """One operation of a layer, for example attention or a linear map: when it ran, and the size of its result [bytes]."""
 
     name: str
-    variant: str  # what else tells how dear it is
+    variant: str  # what else its time depends on
     start: Mark
     stop: Mark | None = None
-    stored: Mark | None = None  # when the last of an answer may leave
+    stored: Mark | None = None  # when the last tensor of its result may be offloaded
     nbytes: int = 0
-    small_bytes: int = 0  # of these what is too small to leave
-    extra_bytes: int = 0  # of these what autograd does not save
-    summed_bytes: int = 0  # of its input, if a bias wants a gradient
+    small_bytes: int = 0  # of these, in tensors too small to be offloaded
+    extra_bytes: int = 0  # of these, in tensors that autograd does not save
+    summed_bytes: int = 0  # of its input, if its bias requires a gradient
     can_be_answered: bool = False
-    slots: int = -1  # how many tensors autograd had saved after it
+    slots: int = -1  # number of tensors that autograd had saved after it
     again: tuple[Mark, Mark] | None = None  # begin and end in recomputation
-    storages: dict[int, int] = field(default_factory=dict)  # of an answer, while forward runs: addresses and bytes
+    storages: dict[int, int] = field(default_factory=dict)  # of its result, during forward: addresses and bytes
 
     @property
     def seconds(self) -> float:
@@ -59,31 +58,31 @@ class OpProfile:
 
     @property
     def again_s(self) -> float:
-        """Time it took in recomputation, which is not what it took in forward: other kernels run beside it."""
+        """Time it took in recomputation. It differs from the time in forward, because other kernels run at the same time."""
         return self.seconds if self.again is None else seconds(*self.again)
 
 
 class DeviceMemoryProbe:
-    """What torch's allocator says of a device's memory; nothing where that is the host."""
+    """Reads a device's memory from torch's allocator; on the CPU all figures are 0."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def look(self) -> tuple[int, int]:
-        """Allocated bytes, and the most of them since the last reset."""
+        """Return allocated bytes, and their peak since the last reset."""
         if self._device.type == "cpu":
             return 0, 0
         return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
 
     def reset(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 @dataclass
 class BackwardWindow:
-    """What the samples of one forward and backward share: the layer whose backward is at work, and memory outside of layers.
+    """Figures that the layers of one pass share: the layer whose backward runs, and memory outside of layers.
 
     Args:
         gradient_bytes: gives the memory of all gradients that exist and outlast the pass.
@@ -95,11 +94,11 @@ class BackwardWindow:
     open: LayerProfile | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False
-    begin_bytes: int = 0  # allocated when the first layer begins, what it is called with aside
-    beside_bytes: int = 0  # what is there beside layers when backward begins (Note [what a layer is charged with])
-    outside_bytes: int = 0  # the most that what follows the layers holds, the same included
+    begin_bytes: int = 0  # allocated when the first layer begins, apart from its inputs
+    beside_bytes: int = 0  # of other tensors when backward begins (Note [what a layer is charged with])
+    outside_bytes: int = 0  # peak while the head and the loss run, these included
     begin_gradient_bytes: int = 0
-    turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and their backward begins
+    turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and when their backward begins
 
     def made_bytes(self) -> int:
         """Return the memory of gradients made since the first layer began."""
@@ -109,26 +108,26 @@ class BackwardWindow:
 
     @property
     def turnaround_s(self) -> float:
-        """Time between, in which what follows the layers is at work."""
+        """Time between forward and backward of the layers, in which the head and the loss run."""
         return 0.0 if self.turn is None else seconds(*self.turn)
 
 
 class LayerProfile:
-    """The measurement of one layer call.
+    """Profiles one layer call.
 
     Args:
         index: of the layer.
         device: where it computes.
-        boundary_bytes: of its inputs that want a gradient.
+        boundary_bytes: of its inputs that require a gradient.
         backward: shared by the layers of a pass.
         finished: called when the layer has been recomputed.
-        shared: address and bytes of memory that all layers are called with, so that none is charged with it alone.
-        min_bytes: less than this does not leave.
-        memory: of the device; None: what torch says.
+        shared: address and bytes of memory that all layers are called with; no layer is charged with it alone.
+        min_bytes: smaller tensors are not offloaded.
+        memory: reads the device's memory; None: from torch.
         inputs: address and bytes of these inputs' memory.
         gradient_bytes: gives the memory of gradients of the layer's parameters that exist and outlast the pass.
-        sees_calls: look at each operation (`rlx.offload.autotune.profiler`); else at where the layer begins and ends, which takes the
-            host no time.
+        sees_calls: profile each operation (`rlx.offload.autotune.profiler`); else only where the layer begins and ends, which
+            takes the host no time.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class LayerProfile:
         return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
 
     def begin_forward(self) -> None:
-        """The layer's forward begins, and its inputs are leaving."""
+        """The layer's forward begins, and its inputs are being copied out."""
         shared = self._backward
         if shared.last_boundary_bytes is None:
             tables = sum(self._shared.values())  # made in this step as well
@@ -203,12 +202,12 @@ class LayerProfile:
         self.is_starved = self.is_starved or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], can_be_answered: Sequence[bool], flow: Dataflow | None) -> None:
-        """The same of one whose operations were seen.
+        """The layer's forward has ended, and its operations were profiled.
 
         Args:
             saved: what autograd has saved in it.
             can_be_answered: of each of `calls`.
-            flow: what reads what.
+            flow: which operation reads which result.
         """
         self.pass_forward()
         for call, can_be in zip(self.calls, can_be_answered, strict=True):
@@ -230,7 +229,7 @@ class LayerProfile:
         self.forward_bytes = max(0, self._memory.look()[1] - self._backward.begin_bytes - self._leaving_bytes - answers)
 
     def leave_forward(self) -> None:
-        """Nothing is left of what the layer's forward has saved."""
+        """All that the layer's forward has saved is freed."""
         self._memory.reset()
 
     def begin_recompute(self) -> None:
@@ -301,7 +300,7 @@ class LayerProfile:
         self.late_bytes = self.held_from(self._middle)
 
     def _segment(self, peak: int) -> int:
-        """What was held since the last border; what is fetched is as much as was fetched for this layer before it."""
+        """Return the peak since the last border. A prefetch is counted as large as the one that this layer's inputs had."""
         is_fetching = any(border <= self._middle for border, _, _ in self._passed)
         return self._held(peak) + (0 if is_fetching else self.boundary_bytes)
 
@@ -311,7 +310,7 @@ class LayerProfile:
         return [border for border, _, _ in self._passed]
 
     def held_from(self, border: int) -> int:
-        """What backward holds at most once it has come below a border."""
+        """Return the peak of backward below a border."""
         return max(self._rest_bytes, 0, *(held for at, _, held in self._passed if at < border))
 
     def reaches(self, border: int) -> float:
@@ -345,7 +344,7 @@ class LayerProfile:
 
     @property
     def late_at(self) -> float | None:
-        """After which share of backward its widest part is over; None where that was not seen."""
+        """After which share of backward its peak is over, in [0, 1]; None if that was not seen."""
         if self._middle not in self.borders or self.backward_s is None:
             return None
         return self.reaches(self._middle)
@@ -356,13 +355,13 @@ class LayerProfile:
         return min(1.0, seconds(self._marks["forward"], call.stop) / max(self.forward_s, 1e-12))
 
     def stored_at(self, call: OpProfile) -> float:
-        """Where in forward an answer to a call could leave, in [0, 1]."""
+        """Where in forward the result of a call could be offloaded, in [0, 1]."""
         mark = call.stop if call.stored is None else call.stored
         assert mark is not None
         return min(1.0, seconds(self._marks["forward"], mark) / max(self.forward_s, 1e-12))
 
     def _held(self, peak: int) -> int:
-        """What is above what was there when backward came to the layer, and beside layers; gradients count elsewhere."""
+        """Return the memory that the layer is charged with at a peak of its backward; gradients that stay are not part of it."""
         return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes + self._sharding_bytes
 
 

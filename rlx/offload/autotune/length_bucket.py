@@ -1,11 +1,11 @@
-"""The passes of one length with `save="auto"`: what is measured in them, and what they follow.
+"""The passes of one length with `save="auto"`: their profile and their plan.
 
 Note [a device that waits for the host]
-To look at each operation takes the host about as long as a device takes for a layer of a few thousand tokens. A device that
-has to wait for that makes operations look dear, the small ones most. So where most layers of a pass may have waited, the
-operations of every fourth layer only are looked at in the next pass, those of the next ones in the one after, and so on until
-all have been: the host gets ahead in the layers between. Layers that may have waited do not count for times in either case, if
-there are others of their kind.
+Profiling each operation takes the host about as long as a device computes a layer of a few thousand tokens. If the device has to
+wait for the host, operations look slower than they are, above all small ones. So if it may have waited in most layers of a pass,
+only every fourth layer's operations are profiled in the next pass, the next ones' in the pass after, and so on until all have
+been. In the layers between them the host gets ahead of the device. Times of layers that may have waited are ignored, if there
+are other layers of their kind.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
 from rlx.offload.replay.instructions import LayerInstructions
 
-SPREAD = 4  # of so many layers one is looked at in a pass (Note [a device that waits for the host])
+SPREAD = 4  # in a pass one of so many layers is profiled (Note [a device that waits for the host])
 Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
 
 
 class LengthBucket:
-    """The passes of one length: what was measured, and the plan made of it."""
+    """The passes of one length, their profile and the plan made from it."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.orders: dict[int, LayerInstructions] = {}
+        self.instructions: dict[int, LayerInstructions] = {}
         self.profile: PassProfile | None = None
         self.is_cached = False  # the profile is that of an earlier run
         self.budget: Budget | None = None  # that ranks have agreed on
@@ -49,13 +49,13 @@ class LengthBucket:
         self._seen: dict[int, LayerProfile] = {}  # layers of which they have seen the operations
 
     def sees_calls(self, layer_index: int) -> bool:
-        """Whether the operations of a layer are to be looked at in the pass that is measured."""
+        """Whether the operations of a layer are profiled in this pass."""
         return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
 
     def begin_measuring(
         self, window: BackwardWindow, coming_bytes: int, call: Mapping[str, Any], is_first: bool
     ) -> None:
-        """Begin to measure, unless a graph that was measured is alive, or the device has not passed it."""
+        """Begin to profile a pass, unless a profiled graph is alive or the device has not passed it."""
         is_alive = any(index not in self.done for index in self.begun)
         self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
         if self.is_measuring:
@@ -70,7 +70,7 @@ class LengthBucket:
             self.done[sample.index] = sample
 
     def take(self) -> PassProfile | None:
-        """What has been measured, once all that was called has been and the device has passed it; once."""
+        """Return the profile of a pass, once, when all its layers are through and the device has passed them."""
         if self.profile is not None or not self.called or self.done.keys() != self.called:
             return None
         if not all(sample.is_known for sample in self.done.values()):
@@ -95,10 +95,10 @@ class LengthBucket:
         return measured(samples, backward.outside_bytes, backward.turnaround_s)
 
     def drop(self) -> None:
-        """Wait no longer for what was measured."""
+        """Discard the profile that is waiting for the device."""
         self.called.clear()
         self.done.clear()
 
     def replan(self) -> None:
-        """Forget what is followed, and not what was measured."""
+        """Discard the plan and keep the profile."""
         self.plan = self.budget = None

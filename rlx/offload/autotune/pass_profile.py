@@ -1,4 +1,4 @@
-"""What a measured pass comes to: what its layers cost, by kinds, on one rank or the slowest of several."""
+"""The profile of a pass: the cost of each kind of layer, on one rank or as the largest figures of several ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from rlx.offload.replay.instructions import LayerInstructions
 # Part of the cache key. Raise it when the same layers on the same machine would get other figures (in `layer_profile.py`,
 # `profiler.py` or here), or when the fields of `PassProfile` or of a class inside it change. Otherwise a run reads profiles that
 # mean something else.
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
-_SMALL = 256  # a result that is so many times smaller than a layer's largest always stays if others are not read then
-_MAX_OPERATIONS = 12  # of a layer that are planned, the dearest first: the search takes time
-_LESS = 0.98  # of what is held before a point is held behind it, if the point is worth being looked at
+# A result so many times smaller than the largest of its layer is always kept, if that makes other operations dead.
+_SMALL = 256
+_MAX_OPERATIONS = 12  # planned for each layer, the slowest first; more would make the search slow
+_LESS = 0.98  # a fetch point is used if backward holds no more than this share of memory after it
 
 
 class LayerKind(NamedTuple):
-    """Layers that call the same, and what each of them costs.
+    """Layers that run the same operations, and the cost of one of them.
 
     Args:
-        members: their indices.
-        names: of the calls that all of them make, up to the first that not all do.
-        cost: mean of them; its operations are those of the calls that can be answered.
+        members: indices of the layers.
+        names: of the calls that all of them make, up to the first that differs.
+        cost: mean of the layers; its operations are the calls whose results can be cached.
         places: of the operations (Note [op indices] in `rlx.offload.replay.instructions`).
-        flow: what the layers compute from what; None: not known.
-        small: places of results so small that they always stay, for what nobody reads then is left out.
+        flow: which operation reads which result; None: not known.
+        small: places of small results that are always kept on the device, because that makes other operations dead.
     """
 
     members: tuple[int, ...]
@@ -45,12 +46,12 @@ class LayerKind(NamedTuple):
     def instructions(
         self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]
     ) -> LayerInstructions:
-        """What a layer is to do by its plan.
+        """Return a layer's instructions by its plan.
 
         Args:
             layer: the plan.
-            fetch: at which of the fetch points.
-            proofs: by kinds and what is left out; one is added where it is missing.
+            fetch: index of the fetch point.
+            proofs: by kind and dead operations; a missing one is added.
         """
         point = self.cost.fetch_points[fetch]
         on_device = frozenset(self.places[i] for i in layer.on_device)
@@ -80,7 +81,13 @@ class LayerKind(NamedTuple):
 
 
 class PassProfile(NamedTuple):
-    """One pass: the layers, the most that is there beside them while what follows them is at work [bytes], and its time [s]."""
+    """The profile of one pass.
+
+    Args:
+        kinds: of its layers.
+        outside_bytes: peak memory between forward and backward of the layers, while the head and the loss run.
+        turnaround_s: time of these.
+    """
 
     kinds: tuple[LayerKind, ...]
     outside_bytes: int
@@ -88,7 +95,7 @@ class PassProfile(NamedTuple):
 
 
 def measured(samples: Sequence[LayerProfile], outside_bytes: int, turnaround_s: float = 0.0) -> PassProfile:
-    """What the samples of a pass come to. Layers are of one kind if they call the same maps and the same kind of attention."""
+    """Return the profile of a pass. Layers are of one kind if they call the same linear maps and the same kind of attention."""
     groups: dict[tuple[object, ...], list[LayerProfile]] = {}
     for sample in samples:
         # Each call once: experts are called as often as tokens are sent to them.
@@ -98,7 +105,7 @@ def measured(samples: Sequence[LayerProfile], outside_bytes: int, turnaround_s: 
 
 
 def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
-    """The longest time and the most bytes of each kind, of ranks that have called the same layers as the first."""
+    """Return the longest times and most bytes of each kind. Ranks that have called other layers than the first are ignored."""
     first = [kind.members for kind in measurements[0].kinds]
     alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
     kinds = zip(*(m.kinds for m in alike), strict=True)
@@ -107,7 +114,7 @@ def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
 
 
 def planned(kind: LayerKind) -> LayerKind:
-    """The kind with as many operations as are planned."""
+    """Return the kind with its slowest operations only, at most `_MAX_OPERATIONS`."""
     operations = dict(zip(kind.places, kind.cost.operations, strict=True))
     dearest = sorted(operations, key=lambda place: -operations[place].seconds)[:_MAX_OPERATIONS]
     return _with(kind, {place: operations[place] for place in operations if place in dearest})
@@ -181,7 +188,7 @@ def _operation(members: Sequence[LayerProfile], place: int) -> Operation:
 def shortened(
     flow: Dataflow, calls: Mapping[int, Operation], others: Mapping[int, Operation]
 ) -> tuple[dict[int, Operation], tuple[int, ...], float]:
-    """What is gained where nothing is computed that nobody reads.
+    """Return operations with the time that keeping each result saves, dead operations included.
 
     Args:
         flow: of the layer.
@@ -221,7 +228,7 @@ def shortened(
 def _points(
     members: Sequence[LayerProfile], timed: Sequence[LayerProfile], calls: int, working_bytes: int
 ) -> tuple[Point, ...]:
-    """The begins of the backward of calls, from which on less is held than before; the last call comes first."""
+    """Return the points where the backward of a call begins and less memory is held than before, the last call first."""
     seen = [sample for sample in members if sample.backward_s is not None]
     borders = [set(sample.borders) for sample in seen]
     points: list[Point] = []
@@ -239,7 +246,7 @@ def _points(
 
 
 def _kept_bytes(members: Sequence[LayerProfile], points: Sequence[Point], working_bytes: int) -> int:
-    """What backward of the layer holds at most where it was kept: `Call.summed_bytes` come to what is held at that call."""
+    """Return the peak memory of backward without recomputation: a call holds its `summed_bytes` in addition."""
     most, held = working_bytes, {point.call: point.nbytes for point in points}
     at_call = working_bytes
     for place in reversed(range(max(len(sample.calls) for sample in members))):
@@ -249,7 +256,7 @@ def _kept_bytes(members: Sequence[LayerProfile], points: Sequence[Point], workin
 
 
 def _same_points(ranks: Sequence[LayerCost], calls: int) -> tuple[Point, ...]:
-    """The points that all ranks have seen, with the latest time and the most bytes."""
+    """Return the points that all ranks have, with the latest time and the most bytes of any rank."""
     found = [{(point.call, point.slots): point for point in cost.points} for cost in ranks]
     points = []
     for key, point in found[0].items():
@@ -278,6 +285,6 @@ def _slowest(ranks: Sequence[LayerKind]) -> LayerKind:
 
 
 def _most(figures: Sequence[Operation] | Sequence[LayerCost], besides: Sequence[str]) -> dict[str, Any]:
-    """The largest of each number."""
+    """Return the largest value of each field."""
     names = [field.name for field in fields(figures[0]) if field.name not in besides]
     return {name: max(getattr(one, name) for one in figures) for name in names}

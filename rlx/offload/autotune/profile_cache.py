@@ -139,6 +139,7 @@ def from_json(data: Any) -> PassProfile:
     Raises:
         Exception: of any kind where `data` is something else.
     """
+    data = _with_tuples(data)
     return PassProfile(**{**data, "kinds": tuple(map(_kind, data["kinds"]))})
 
 
@@ -147,11 +148,17 @@ def _kind(data: Any) -> LayerKind:
     operations = tuple(Operation(**one) for one in cost["operations"])
     points = tuple(Point(**one) for one in cost["points"])
     if flow is not None:
-        steps = tuple(OpNode(**{**step, "reads": tuple(step["reads"])}) for step in flow["steps"])
-        readings = tuple((name, place) for name, place in flow["readings"])
-        flow = Dataflow(steps, tuple(flow["read"]), tuple(flow["names"]), readings)
-    tuples = {name: tuple(data[name]) for name in ("members", "names", "places", "small")}
-    return LayerKind(**tuples, cost=LayerCost(**{**cost, "operations": operations, "points": points}), flow=flow)
+        flow = Dataflow(**{**flow, "nodes": tuple(OpNode(**node) for node in flow["nodes"])})
+    return LayerKind(
+        **{**data, "cost": LayerCost(**{**cost, "operations": operations, "points": points}), "flow": flow}
+    )
+
+
+def _with_tuples(data: Any) -> Any:
+    """Return JSON data with tuples instead of lists."""
+    if isinstance(data, dict):
+        return {name: _with_tuples(item) for name, item in data.items()}
+    return tuple(map(_with_tuples, data)) if isinstance(data, list) else data
 
 
 def _reason(error: Exception) -> str:

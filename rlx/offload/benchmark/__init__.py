@@ -1,1 +1,1 @@
-"""What activation offloading costs and saves on this machine: `python -m rlx.offload.benchmark`."""
+"""Commands: `python -m rlx.offload.benchmark` measures activation offloading on this machine; the planner's command."""

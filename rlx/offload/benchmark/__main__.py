@@ -38,7 +38,7 @@ _DEFAULT_MODES_OF_SEVERAL = "checkpointing,boundary,attention"  # each has shard
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status: 1 if no mode could be measured."""
+    """Run the command; return its exit status: 1 if no mode could be measured."""
     parser = _parser()
     given = parser.parse_args(argv)
     try:
@@ -81,23 +81,23 @@ def _parser() -> argparse.ArgumentParser:
         help=f"default: {_DEFAULT_MODES}, with --gpus {_DEFAULT_MODES_OF_SEVERAL}; rlx's take options of OffloadOptions, "
         "such as boundary:prefetch_layers=0; all take :tile=auto or :tile=TOKENS, last: MLPs and norms in tiles",
     )
-    add("--rounds", type=_positive, help="timed steps of each mode; default 10, with --overhead 300")
-    add("--seconds", type=_positive, help="begin no further round of a case after so long")
-    add("--warm-up", type=_positive, metavar="STEPS", help="of each mode before; default 1, for auto 3")
-    add("--plain-layers", type=_positive, metavar="N", help="measure plain with N layers and scale it")
-    add("--tier", default="cpu", help="where rlx's modes offload to: cpu or disk")
+    add("--rounds", type=_positive, help="timed steps per mode; default 10, with --overhead 300")
+    add("--seconds", type=_positive, help="begin no further round of a case after this time")
+    add("--warm-up", type=_positive, metavar="STEPS", help="steps of each mode before timing; default 1, for auto 3")
+    add("--plain-layers", type=_positive, metavar="N", help="measure plain with N layers and scale its times")
+    add("--tier", default="cpu", help="tier of rlx's modes: cpu or disk")
     add("--directory", help="folder of the disk tier")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--device", choices=("cpu", "accelerator"), help="default: the accelerator if there is one")
-    add("--gpus", type=_positive, default=1, metavar="N", help="N processes with FSDP2, each with its own device")
-    add("--overhead", action="store_true", help="measure Python's share of a layer instead, on the CPU")
+    add("--gpus", type=_positive, default=1, metavar="N", help="N processes with FSDP2, each with a device of its own")
+    add("--overhead", action="store_true", help="measure the Python overhead per layer instead, on the CPU")
     add("--no-picture", action="store_true", help="neither record memory over a step nor draw")
     add("--out", default="offload_benchmark", metavar="DIR", help="default: ./offload_benchmark")
     return parser
 
 
 def _check_effect(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Refuse arguments that would be ignored."""
+    """Refuse arguments that would have no effect."""
     changed = {name for name, value in vars(given).items() if value != parser.get_default(name)}
     ignored = changed - {"overhead", "rounds", "out"} if given.overhead else set()
     if ignored:
@@ -108,7 +108,7 @@ def _check_effect(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
 def _job(given: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Job:
     name = given.model or ("tiny" if device.type == "cpu" else "qwen2-7b")
     shape = read_shape(name)
-    # What `auto` does is to be the same each time, whatever has been measured before.
+    # No cache directory: `auto` must plan the same each time, whatever was measured before.
     options = {"tier": given.tier, "directory": given.directory, "cache_directory": None}
     if device.type == "cpu":
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
@@ -139,7 +139,7 @@ def _modes(text: str, options: dict[str, Any]) -> list[Mode]:
         raise ValueError(f"--modes names {', '.join(sorted(twice))} more than once")
     for mode in modes:
         if mode.options is not None and mode.options.directory is not None and mode.options.uses_disk:
-            extent_file(mode.options.directory)  # a folder that cannot be used is refused here, not in the middle
+            extent_file(mode.options.directory)  # refuses a folder that cannot be used before anything is measured
     return modes
 
 
@@ -175,7 +175,7 @@ def _positive(text: str) -> int:
 
 
 def _case(text: str) -> Case:
-    """A case from `TOKENSxLAYERS`, or `TOKENS`: 0 layers then, as many as the model has."""
+    """Parse `TOKENSxLAYERS`, or `TOKENS`, which gives 0 layers: as many as the model has."""
     tokens, times, layers = text.partition("x")
     try:
         return Case(_positive(tokens), _positive(layers) if times else 0)

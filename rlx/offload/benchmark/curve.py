@@ -1,4 +1,4 @@
-"""Device memory over one step, looked at at the borders of modules."""
+"""Device memory over one step, sampled before and after each module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlx.offload.runtime.pytree import tensors_in
 
 
 class _Sampler:
-    """Takes down the largest use of memory since it was asked last, and the time without its own share of it."""
+    """Records peak memory since the last sample, and the time without the time that sampling takes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class _Sampler:
         reset_peak(device)
 
     def sample(self) -> None:
-        # Compute only: to wait for the copies as well would change what the step waits for.
+        # Wait for compute only: waiting for copies as well would change the step.
         torch.accelerator.current_stream(self._device).synchronize()
         now = time.perf_counter()
         self.seconds.append(round(now - self._start - self._own_s, 6))
@@ -37,15 +37,15 @@ class _Sampler:
 
 
 def memory_curve(model: nn.Module, device: torch.device, step: Callable[[], None]) -> MemoryCurve:
-    """Run a step and take down what it occupies above what is there before.
+    """Run a step and record its memory above the memory in use before it.
 
-    Every module's forward is looked at before and after, also when it is recomputed, and its backward when the gradient
-    of its output is there. Hooks on modules and gradients only, so that the step saves what it saves without them.
+    Samples are taken before and after every module's forward, recomputation included, and when the gradient of its output is
+    ready. Only hooks on modules and gradients are used, so that the step saves the same tensors as without them.
 
     Args:
-        model: what the step runs.
+        model: the model that the step runs.
         device: an accelerator.
-        step: the step.
+        step: runs forward and backward.
     """
     sampler = _Sampler(device)
 

@@ -1,4 +1,4 @@
-"""The same measurement in several processes, every layer sharded over them by FSDP2."""
+"""A measurement in several processes; FSDP2 shards every layer over them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rlx.offload.benchmark.job import Job
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.runtime.layers import find_layers
 
-# Longer than any step, short enough to notice a rank that has failed alone.
+# Longer than any step, and short enough to notice that one rank has failed.
 _TIMEOUT = datetime.timedelta(minutes=3)
 _NOTHING_MEASURED = 3
 
 
 def run_on(world_size: int, job: Job) -> bool:
-    """Run a job in `world_size` processes of this machine, each with a device of its own where there is an accelerator.
+    """Run a job in `world_size` processes of this machine, each on an accelerator of its own if there are any.
 
-    Times are those of the slowest process, peaks the largest, other figures the first process's.
+    Times are those of the slowest process, peaks the largest; other figures are the first process's.
 
     Returns:
-        Whether a mode could be measured in each case.
+        Whether at least one mode was measured in each case.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: if a process fails outside a mode.

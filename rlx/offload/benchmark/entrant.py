@@ -1,4 +1,4 @@
-"""One mode that takes part in a measurement."""
+"""One mode in a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlx.offload.storage.stats import OffloadStats
 
 
 class Entrant:
-    """One mode on its own model, which stays switched on for as long as the case is measured."""
+    """One mode on its own model, switched on during the whole case."""
 
     def __init__(self, mode: Mode, model: nn.Module, layers: int, ids: torch.Tensor) -> None:
         self.mode = mode
@@ -32,12 +32,12 @@ class Entrant:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether steps are not yet what they will be, for layers are still measured."""
+        """Whether `auto` still measures layers, so that its steps are not yet typical."""
         handle = self.prepared.handle
         return self.mode.kind == "auto" and handle is not None and handle.plan() is None
 
     def step(self, at_end_of_forward: Callable[[], None] | None = None) -> None:
-        """Forward and backward; gradients are added to those that are there."""
+        """Run forward and backward; gradients are added to the existing ones."""
         with self.prepared.around_step():
             with self.prepared.around_forward():
                 output = self._model(input_ids=self._ids).last_hidden_state
@@ -46,7 +46,7 @@ class Entrant:
             output.backward(torch.ones_like(output))
 
     def timed_step(self, ranks: Ranks) -> None:
-        """A step of which time and peak are kept."""
+        """Run a step and record its time and its peak memory."""
         device = self._ids.device
         used = used_bytes(device)
         reset_peak(device)
@@ -57,7 +57,7 @@ class Entrant:
         self.peaks.append(peak_bytes(device) - used)
 
     def observed_step(self, with_curve: bool) -> None:
-        """A step to look at what it holds, on the device and off it."""
+        """Run a step and record its offloaded bytes and, `with_curve`, its device memory over time."""
         handle = self.prepared.handle
 
         def look() -> None:

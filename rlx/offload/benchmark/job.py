@@ -1,4 +1,4 @@
-"""A whole benchmark: every case measured, printed and written to files."""
+"""A whole benchmark: measure every case, print it and write it to files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlx.offload.benchmark.results import CaseResult
 
 
 class Job(NamedTuple):
-    """What was asked for.
+    """A benchmark as the user asked for it.
 
     Args:
-        plan: what to measure and how.
-        cases: one after the other.
+        plan: modes, device and number of steps.
+        cases: measured one after the other.
         title: of the pictures.
-        about: what the JSON file says beside the figures.
-        folder: where the files go; it exists.
+        about: further content of the JSON file.
+        folder: an existing folder for the files.
     """
 
     plan: BenchmarkPlan
@@ -32,10 +32,10 @@ class Job(NamedTuple):
     folder: Path
 
     def run(self, ranks: Ranks) -> bool:
-        """Measure; the first of the processes reports.
+        """Measure all cases; the first process reports.
 
         Returns:
-            Whether a mode could be measured in each case.
+            Whether at least one mode was measured in each case.
         """
         results: list[CaseResult] = []
         files = [self.folder / "results.json"]
@@ -44,7 +44,7 @@ class Job(NamedTuple):
             results.append(result)
             if ranks.is_first:
                 ranks.say(f"\n{table(result)}\n")
-                # After each case, so that an interrupted run leaves what it has.
+                # After each case, so that an interrupted run leaves the results so far.
                 write_json(files[0], self.about, results)
                 files += self._picture(result, ranks)
         ranks.say("written: " + ", ".join(map(str, files)))
@@ -54,7 +54,7 @@ class Job(NamedTuple):
         if not self.plan.with_picture or all(row.median_s is None for row in result.rows):
             return []
         if self.plan.device.type == "cpu":
-            ranks.say("picture without device memory: the CPU has none of its own")
+            ranks.say("the picture shows no device memory: the CPU has none of its own")
         path = self.folder / f"{result.tokens}x{result.layers}.png"
         try:
             draw(path, self.title, result)

@@ -1,4 +1,4 @@
-"""What layers of a model cost on the machine at hand: a few of them are built, and measured as `save="auto"` measures them."""
+"""Measure the cost of a model's layers on this machine: build a few of them and profile them as `save="auto"` does."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rlx.offload.benchmark.measured_plan import MeasuredCosts
 from rlx.offload.benchmark.models import VOCABULARY, Case, build
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.storage.stats import measured_rate
 from rlx.offload.tiling.tiling import enable_tiling
 
-_PASSES = 10  # at most: one warms up, some are measured, mostly one, and the next finds what they came to
-_TIMED_BYTES = 1 << 24  # copies of less than this tell nothing about the link
+_PASSES = 10  # at most: one warms up, mostly one is measured, and the next finds the result
 
 
 def measure_layers(
@@ -29,20 +29,20 @@ def measure_layers(
 
     Args:
         shape: configuration of the model, as transformers names things.
-        decoder: read from it; says of which kinds its layers are.
-        tokens: of all sequences together.
-        sequences: of equal length.
-        tile: tokens of a tile of MLPs and norms; 0: as many as rlx takes; None: there are no tiles.
+        decoder: read from `shape`; gives the kinds of the layers.
+        tokens: number of tokens of all sequences together.
+        sequences: number of sequences, of equal length.
+        tile: tokens per tile of MLPs and norms; 0: as `enable_tiling` chooses; None: no tiles.
 
     Raises:
-        ValueError: the tokens cannot be cut into so many sequences.
+        ValueError: the tokens cannot be divided into that many sequences.
         MemoryError: the device has no room for these layers.
     """
     try:
         return _measure(shape, decoder, tokens, sequences, tile)
     except torch.OutOfMemoryError as error:
         raise MemoryError(
-            f"no room for layers of {tokens} tokens on this machine ({error}); use fewer tokens"
+            f"layers of {tokens} tokens do not fit on this machine ({error}); use fewer tokens"
         ) from error
 
 
@@ -60,8 +60,8 @@ def _measure(
     if tile is not None:
         enable_tiling(model, tile or None)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # as in a run whose gradients are there
-    # A model without head and loss is no run's: what it measures stays here.
+        parameter.grad = torch.zeros_like(parameter)  # as in a run after its first step
+    # No cache directory: profiles of a model without head and loss are of no use to a training run.
     options = OffloadOptions(save="auto", max_device_bytes=0, cache_directory=None)
     handle = enable_activation_offloading(model, True, options)
     ids = torch.randint(0, VOCABULARY, (sequences, tokens // sequences), generator=torch.Generator().manual_seed(1))
@@ -79,7 +79,7 @@ def _measure(
     gc.collect()
     of_layer = {index: planned(kind).cost for kind in measurement.kinds for index in kind.members}
     of_kind = {kinds[index]: of_layer[index] for index in range(count)}  # the last one of each
-    link = stats.copied_bytes / stats.copy_ms * 1e3 if stats.copied_bytes >= _TIMED_BYTES and stats.copy_ms else None
+    link = measured_rate(stats.copied_bytes, stats.copy_ms)
     figures = {
         "device": name_of(device),
         "layers": count,
@@ -90,6 +90,6 @@ def _measure(
 
 
 def layers_to_build(kinds: list[tuple[int | None, bool]]) -> int:
-    """How many layers from the first on have one of each kind that is not the first layer, whose backward has no end."""
+    """Return how many layers to build, so that each kind occurs among them after the first, whose backward has no measured end."""
     firsts = [kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in set(kinds)]
     return min(len(kinds), max(2, *firsts) + 1)

@@ -1,4 +1,4 @@
-"""Steps of all modes of a case, one after the other in each round, and what they cost."""
+"""Measure the modes of a case: in each round every mode runs one step."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, Row, engine_figures
 from rlx.offload.storage.arena import host_arena
 
-_MORE_PASSES = 8  # at most, of a mode that measures layers in more than one
+_MORE_PASSES = 8  # at most, for a mode that measures layers in several passes
 
 
 class BenchmarkPlan(NamedTuple):
-    """What to measure and how often.
+    """Modes, device and number of steps of a benchmark.
 
     Args:
         shape: configuration of the model.
         modes: in the order of the table.
         device: of this process.
         dtype: of the weights.
-        rounds: how many steps of each mode are timed at most.
-        seconds: after so long no further round of a case begins; None: all rounds are run.
-        warm_up: steps of each mode before; None: as many as the mode needs to find its steady state.
-        plain_layers: with how many layers plain is measured and scaled; None: with all, or with two if those do not fit.
-        with_picture: whether to record memory over a step and draw it.
-        shard: called with each model where there are several processes; None: the modes share one set of weights.
+        rounds: largest number of timed steps per mode.
+        seconds: no further round of a case begins after this time; None: all rounds run.
+        warm_up: steps of each mode before timing; None: as many as the mode needs to reach its steady state.
+        plain_layers: number of layers with which plain is measured and then scaled; None: all, or two if all do not fit.
+        with_picture: record memory over a step and draw it.
+        shard: shards each model over several processes; None: one process, in which the modes share one set of weights.
     """
 
     shape: dict[str, Any]
@@ -54,9 +54,9 @@ class CaseRun:
     """The measurement of one case.
 
     Args:
-        plan: what to measure.
-        case: how long and how deep.
-        ranks: the processes that take part.
+        plan: modes, device and number of steps.
+        case: tokens and layers.
+        ranks: the processes of the benchmark.
     """
 
     def __init__(self, plan: BenchmarkPlan, case: Case, ranks: Ranks) -> None:
@@ -67,7 +67,7 @@ class CaseRun:
         self._weights: nn.Module | None = None
 
     def run(self) -> CaseResult:
-        """Warm every mode up, look at a step of each, then time them in rounds."""
+        """Warm every mode up, observe one step of each, then time steps in rounds."""
         start = time.perf_counter()
         self._ranks.say(f"case {self._case}")
         for mode in self._plan.modes:
@@ -79,7 +79,7 @@ class CaseRun:
             elapsed = max(self._ranks.gather(time.perf_counter() - measured_from))
             if number and self._plan.seconds is not None and elapsed > self._plan.seconds:
                 break
-            # There and back again, so that a drift of the clock rate meets all modes alike.
+            # The order alternates, so that a drift of the clock rate affects all modes alike.
             self._each(
                 f"round {number + 1} of {self._plan.rounds}",
                 lambda entrant: entrant.timed_step(self._ranks),
@@ -108,7 +108,7 @@ class CaseRun:
             self._notes[mode.name] = note
 
     def _try(self, mode: Mode, layers: int) -> str | None:
-        """Warm a mode up; what went wrong, if something did."""
+        """Warm a mode up; return its error as text, or None."""
         start = time.perf_counter()
 
         def warm_up() -> None:
@@ -129,7 +129,7 @@ class CaseRun:
         return note
 
     def _each(self, what: str, run: Callable[[Entrant], None], reverse: bool = False) -> None:
-        """Run something for every mode that still takes part; one that fails drops out."""
+        """Call `run` for every mode that has not failed; a mode that fails now is dropped."""
         start = time.perf_counter()
         names = list(self._entrants)
         for name in reversed(names) if reverse else names:
@@ -141,18 +141,18 @@ class CaseRun:
         self._ranks.say(f"  {what}: {time.perf_counter() - start:.1f} s")
 
     def _failure(self, run: Callable[[], None]) -> str | None:
-        """Run something on all ranks; the first failure among them as text."""
+        """Call `run` on all ranks; return the first rank's error as text, or None."""
         note = None
         try:
             run()
         except NotInstalledError as error:
             note = f"left out: {error}"
-        except Exception as error:  # whatever a mode raises is its result
+        except Exception as error:  # an error is the result of its mode
             note = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return next((found for found in self._ranks.gather(note) if found is not None), None)
 
     def _model(self, layers: int) -> nn.Module:
-        """A model for one mode, with gradients to add to."""
+        """Return a model for one mode, with gradients that steps add to."""
         plan = self._plan
         if layers == self._case.layers and self._weights is not None:
             return share(self._weights)

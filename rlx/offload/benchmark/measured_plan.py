@@ -1,4 +1,4 @@
-"""A plan made of what layers have been measured to cost on the machine at hand, beside what the formulas say."""
+"""A plan from measured costs of layers, compared with the formulas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlx.offload.plan.text_table import GB, aligned
 
 
 class MeasuredCosts(NamedTuple):
-    """What was measured where.
+    """Costs of layers as measured on a device.
 
     Args:
         device: its name.
-        layers: how many were built.
+        layers: number of layers that were built.
         costs: of each layer of the whole model.
-        link_bytes_per_s: between device and host; None: too little was copied to tell.
-        figures: all of it as JSON can hold it.
+        link_bytes_per_s: rate between device and host; None: too few bytes were copied to know it.
+        figures: everything as JSON can hold it.
     """
 
     device: str
@@ -32,35 +32,35 @@ class MeasuredCosts(NamedTuple):
 
 
 class MeasuredPlan(NamedTuple):
-    """The plan, what it was made of, and what there was to spend."""
+    """A plan, with the costs and the budget that it was made for."""
 
     costs: tuple[LayerCost, ...]
     plan: Plan
-    machine: Budget
+    budget: Budget
 
 
-def plan_measured(measured: MeasuredCosts, setting: Scenario, tokens: int, uses_link: bool) -> MeasuredPlan:
-    """The plan for measured layers, with the formulas' head behind them.
+def plan_measured(measured: MeasuredCosts, scenario: Scenario, tokens: int, uses_link: bool) -> MeasuredPlan:
+    """Plan measured layers, with the head as the formulas have it.
 
     Args:
-        measured: the layers.
-        setting: what is there beside them.
-        tokens: that were measured.
-        uses_link: take the link as measured, not the setting's.
+        measured: costs of the layers.
+        scenario: the budget, and the cost of the head.
+        tokens: number of tokens that the layers were measured with.
+        uses_link: use the measured rate of the link instead of the scenario's.
     """
-    costs = (*measured.costs, *setting.costs(tokens)[len(measured.costs) :])
-    machine, link = setting.machine, measured.link_bytes_per_s
+    costs = (*measured.costs, *scenario.costs(tokens)[len(measured.costs) :])
+    budget, link = scenario.budget, measured.link_bytes_per_s
     if uses_link and link is not None:
-        machine = replace(machine, out_bytes_per_s=link, in_bytes_per_s=link)
-    return MeasuredPlan(costs, make_plan(costs, machine), machine)
+        budget = replace(budget, out_bytes_per_s=link, in_bytes_per_s=link)
+    return MeasuredPlan(costs, make_plan(costs, budget), budget)
 
 
-def describe_measured(measured: MeasuredCosts, setting: Scenario, tokens: int, outcome: MeasuredPlan) -> str:
-    """Measured and computed costs of one layer of each kind, and the plan."""
+def describe_measured(measured: MeasuredCosts, scenario: Scenario, tokens: int, outcome: MeasuredPlan) -> str:
+    """Return measured and computed costs of one layer of each kind, and the plan, as text."""
     rows: list[tuple[str, ...]] = [
         ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB"),
     ]
-    computed = setting.costs(tokens)
+    computed = scenario.costs(tokens)
     for index in sorted({measured.costs.index(cost) for cost in measured.costs}):
         for what, cost in (("measured", measured.costs[index]), ("computed", computed[index])):
             times = (f"{seconds * 1e3:.3f}" for seconds in (cost.forward_s, cost.backward_s, cost.recompute_s))

@@ -1,4 +1,4 @@
-"""The models to measure: a named shape or a local Hugging Face configuration, built with random weights."""
+"""Models with random weights, built from a named shape or a local Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from rlx.offload.plan.shapes import SHAPES
 
-VOCABULARY = 1024  # embedding and head are no part of what is measured
+VOCABULARY = 1024  # small, for embedding and head are not measured
 
 
 class Case(NamedTuple):
-    """How much of a model is run: one sequence of `tokens` through `layers` layers."""
+    """The size of a measurement: one sequence of `tokens` through `layers` layers."""
 
     tokens: int
     layers: int
@@ -26,10 +26,10 @@ class Case(NamedTuple):
 
 
 def read_shape(name: str) -> dict[str, Any]:
-    """The configuration of a named shape, or of a local file or folder in HF's format.
+    """Return the configuration of a named shape, or of a local file or folder in Hugging Face format.
 
     Raises:
-        ValueError: if there is neither, or the file is no such configuration.
+        ValueError: if the name is neither, or the file is not a configuration.
     """
     if name in SHAPES:
         return {**SHAPES[name], "vocab_size": VOCABULARY}
@@ -51,12 +51,12 @@ def read_shape(name: str) -> dict[str, Any]:
 
 
 def number_of_layers(shape: dict[str, Any]) -> int:
-    """How many layers the shape has by itself."""
+    """Return the number of layers of the shape itself."""
     return int(_config(shape).num_hidden_layers)
 
 
 def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A model without a head, in train mode, its random weights made on the device."""
+    """Return a model without a head, in train mode, with random weights on the device."""
     from transformers import AutoModel
 
     config = _config(_with_layers(shape, case.layers))
@@ -70,7 +70,7 @@ def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.
 
 
 def share(model: nn.Module) -> nn.Module:
-    """A second module tree on the same parameters and buffers, on which another mode can be switched on."""
+    """Return a second module tree on the same parameters and buffers, for another mode."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -82,7 +82,7 @@ def _config(shape: dict[str, Any]) -> Any:
 
 
 def _with_layers(shape: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The shape with another number of layers; lists with an entry for each layer are cut or repeated."""
+    """Return the shape with another number of layers; lists with one entry per layer are cut or repeated."""
     name = _config(shape).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     changed = {**shape, name: layers}
     if isinstance(shape.get("layer_types"), list):

@@ -1,4 +1,4 @@
-"""The ways to run a step that are compared: rlx's modes and their peers."""
+"""The modes that are compared: rlx's own and their peers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 class NotInstalledError(Exception):
-    """A peer is not there, or not in this version."""
+    """A peer is not installed, or not in the needed version."""
 
 
 class EnabledMode(NamedTuple):
-    """How the steps of a model run on which a mode has been switched on."""
+    """A mode that is switched on for a model: contexts around forward and around the step."""
 
     handle: ActivationOffloading | None = None
     around_forward: Around = contextlib.nullcontext
@@ -33,13 +33,13 @@ class EnabledMode(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """A mode as asked for.
+    """A mode as the user asked for it.
 
     Args:
-        name: what the table calls it.
+        name: for the table.
         kind: a key of `MODE_DESCRIPTIONS`.
         options: for rlx's own modes.
-        tile: tokens of a tile of MLPs and norms; 0: chosen by length and width; None: no tiles.
+        tile: tokens per tile of MLPs and norms; 0: chosen by length and width; None: no tiles.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Mode(NamedTuple):
 
     @property
     def warm_up(self) -> int:
-        """Steps until all are alike, at least: `auto` measures in two, mostly, and plans after them."""
+        """Least number of steps before timing: `auto` mostly measures in two steps and plans after them."""
         return 3 if self.kind == "auto" else 1
 
     def prepare(self, model: nn.Module) -> EnabledMode:
         """Switch the mode on for a model.
 
         Raises:
-            NotInstalledError: if it is a peer that is not there.
+            NotInstalledError: if it is a peer that is not installed.
         """
         if self.tile is not None:
             enable_tiling(model, self.tile or None)
@@ -66,11 +66,11 @@ class Mode(NamedTuple):
 
 
 def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
-    """A mode from `NAME`, `NAME:tile=auto`, `NAME:tile=TOKENS` or, for rlx's own, `NAME:option=value:...`.
+    """Parse `NAME`, `NAME:tile=auto`, `NAME:tile=TOKENS` or, for rlx's own modes, `NAME:option=value:...`.
 
     Args:
         text: as the user wrote it.
-        defaults: options for rlx's own modes that the text does not name.
+        defaults: options of rlx's own modes that the text does not set.
 
     Raises:
         ValueError: for an unknown name, an option that does not exist or a value that is refused.
@@ -97,7 +97,9 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
             raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
         chosen[name] = _value(value)
     if kind != "auto":
-        defaults = {name: value for name, value in defaults.items() if name != "cache_directory"}  # it would say so
+        defaults = {
+            name: value for name, value in defaults.items() if name != "cache_directory"
+        }  # other modes log that it has no effect
     return Mode(text, kind, OffloadOptions(**{**defaults, **chosen}, save=kind), tile)
 
 
@@ -146,7 +148,7 @@ def _trl_all(model: nn.Module) -> EnabledMode:
 
     offload = OffloadActivations()
     offload.update_model_params(model)
-    # TRL's trainers put it around forward and backward.
+    # As in TRL's trainers, around forward and backward.
     return EnabledMode(around_step=lambda: offload)
 
 
@@ -160,12 +162,12 @@ PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "trl-all": _trl_all,
 }
 MODE_DESCRIPTIONS = {
-    "plain": "no checkpointing, nothing leaves the device",
+    "plain": "no checkpointing, nothing offloaded",
     "checkpointing": "transformers' checkpointing, non-reentrant",
-    "boundary": "rlx: layer inputs off the device, the rest recomputed",
-    "attention": "rlx: attention's outputs off the device as well, and not recomputed",
-    "auto": "rlx: planned; what is kept, leaves and is recomputed follows from a measured pass",
-    "all": "rlx: every saved tensor off the device",
+    "boundary": "rlx: layer inputs offloaded, the rest recomputed",
+    "attention": "rlx: attention's outputs offloaded as well, and not recomputed",
+    "auto": "rlx: what to keep, offload and recompute is planned from a measured pass",
+    "all": "rlx: every saved tensor offloaded",
     "transformers-offload": "transformers' checkpointing with its offload=True",
     "save-on-cpu": "transformers' checkpointing inside torch's save_on_cpu(pin_memory=True)",
     "trl": "transformers' checkpointing inside TRL's OffloadActivations",

@@ -1,4 +1,4 @@
-"""How much Python each layer costs: a model too small to compute anything, on one thread of the CPU."""
+"""The Python overhead per layer, from a model with almost nothing to compute, on one thread of the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlx.offload.benchmark.modes import OWN_MODES, parse_mode
 from rlx.offload.plan.text_table import aligned
 
 _CASE = Case(tokens=16, layers=8)
-# With default options tensors as small as this model's stay on the device; with min_bytes=0 they leave all the same.
+# Default options do not offload tensors as small as this model's; min_bytes=0 does.
 _SENT = tuple(f"{name}:min_bytes=0" for name in OWN_MODES)
 _MODES = ("checkpointing", *OWN_MODES, *_SENT)
 _WARM_UP_ROUNDS = 2
@@ -29,14 +29,14 @@ _REPEATS = (
 
 
 class Overhead(NamedTuple):
-    """What a mode costs beside computing.
+    """The overhead of a mode.
 
     Args:
-        us_per_layer: CPU time of a step less a plain step's and, where layers are recomputed, one more forward's: median
-            over the rounds of the difference within a round, because the speed of a shared machine changes [us].
+        us_per_layer: CPU time of a step minus that of a plain step and, if layers are recomputed, of one forward. It is the
+            median of the differences within a round, because the speed of a shared machine changes [us].
         us_per_layer_of_minima: the same from the shortest times.
-        no_grad_ratio: CPU time of a forward under `no_grad` to that of a model not enabled: median over the rounds of
-            the quotient within a round; None for a peer.
+        no_grad_ratio: CPU time of a forward under `no_grad` divided by that of a model that is not enabled, as the median of the
+            quotients within a round; None for a peer.
     """
 
     us_per_layer: float
@@ -50,12 +50,12 @@ class _Measurement:
         self._ids = torch.randint(0, 1024, (1, _CASE.tokens), generator=torch.Generator().manual_seed(1))
 
     def steps(self, rounds: int) -> dict[str, list[float]]:
-        """CPU time of a step of plain and of each mode, and of a forward, in each round [us]."""
+        """Return the CPU times of a plain forward, and of a step of plain and of each mode, by round [us]."""
         runs = {name: functools.partial(self._step, self._model(name)) for name in ("plain", *_MODES)}
         return _cpu_us({"forward": functools.partial(self._forward, self._plain), **runs}, rounds)
 
     def no_grad(self, rounds: int) -> dict[str, list[float]]:
-        """CPU time of a forward under `no_grad`, of two models that are not enabled and one for each mode [us]."""
+        """Return the CPU times of forwards under `no_grad`, of two models that are not enabled and one per mode [us]."""
         models = {"plain": self._model("plain"), "plain again": self._model("plain")}
         models.update({name: self._model(name) for name in OWN_MODES})
         with torch.no_grad():
@@ -79,9 +79,9 @@ def run_overhead(rounds: int, folder: Path, about: dict[str, Any]) -> None:
     """Measure, print, and write `overhead.json`.
 
     Args:
-        rounds: how often each step and forward is run, all in turn.
-        folder: where the file goes.
-        about: what the file says beside the figures.
+        rounds: number of rounds, each of which runs every step and forward.
+        folder: for the file.
+        about: further content of the file.
     """
     torch.set_num_threads(1)
     measurement = _Measurement()
@@ -102,7 +102,7 @@ def run_overhead(rounds: int, folder: Path, about: dict[str, Any]) -> None:
 
 
 def overhead_of(name: str, steps_us: Mapping[str, list[float]], no_grad_us: Mapping[str, list[float]]) -> Overhead:
-    """The figures of a mode from the times of each round."""
+    """Return the figures of a mode, from the times of each round."""
     forward = steps_us["forward"] if name.split(":")[0] != "all" else [0.0] * len(steps_us[name])
     in_round = zip(steps_us[name], steps_us["plain"], forward, strict=True)
     return Overhead(
@@ -117,11 +117,11 @@ def _median_ratio(times: list[float], others: list[float]) -> float:
 
 
 def _cpu_us(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """CPU time of each call in each round, all in turn: unlike the clock's it does not count what others do meanwhile [us]."""
+    """Return the CPU times of each run by round; unlike clock time, they do not count other processes [us]."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     shuffled = random.Random(0)
     for number in range(-_WARM_UP_ROUNDS, rounds):
-        for name in shuffled.sample(list(runs), len(runs)):  # what ran before leaves its mark on the caches
+        for name in shuffled.sample(list(runs), len(runs)):  # a run changes the caches for the next one
             start = time.process_time()
             for _ in range(_REPEATS):
                 runs[name]()

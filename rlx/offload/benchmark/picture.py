@@ -1,4 +1,4 @@
-"""A picture of a case: device memory over one step of each mode, and what a step costs."""
+"""A picture of a case: device memory over one step of each mode, and step times."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from rlx.offload.benchmark.results import CaseResult, Row
 from rlx.offload.plan.text_table import GB
 
-# A mode that needs so many times what the most frugal one needs would press the others flat: it has a scale of its own.
+# A mode whose peak is so many times the smallest peak would flatten the other curves, so it gets a scale of its own.
 _OWN_SCALE_FROM = 3.0
 
 
 def draw(path: Path, title: str, result: CaseResult) -> None:
-    """Write the picture of a case; without curves it has the step times only.
+    """Draw a case into a file; without memory curves it shows step times only.
 
     Raises:
         ImportError: without matplotlib.
@@ -45,7 +45,7 @@ def _draw_memory(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
     longest_s = max((row.median_s for row in rows if row.median_s is not None), default=0.0)
     for axis, row, peak_gb in zip(axes, rows, peaks_gb, strict=True):
         assert row.curve is not None and row.median_s is not None
-        # The step that was watched waited at every module; its length is brought back to that of the others.
+        # The observed step waited at every module, so its curve is scaled to the median step time.
         stretch = row.median_s / row.curve.seconds[-1]
         seconds = [0.0, *(moment * stretch for moment in row.curve.seconds)]
         used_gb = [0.0, *(used / GB for used in row.curve.used_bytes)]

@@ -1,6 +1,6 @@
-"""Plan activations for a model and a machine that need not be at hand: what is kept, sent off and recomputed, time and memory.
+"""Plan activations for a model and a machine that need not be at hand: what to keep, offload and recompute, time and memory.
 
-Times and sizes come from formulas (docs/planning.md). Communication between accelerators is taken to be hidden behind
+Times and sizes come from formulas (docs/planning.md). Communication between accelerators is assumed to be hidden behind
 compute. Examples:
 
     python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --gpus 8
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,31 +31,31 @@ from rlx.offload.plan.text_table import GB, aligned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 1 if not even the plan fits."""
+    """Run the command; return its exit status: 1 if not even the plan of auto fits."""
     parser = _parser()
     given = parser.parse_args(argv)
     try:
-        setting = _setting(given)
+        scenario = _scenario(given)
         if given.measure:
             _check_measurable(given)
         if given.tokens is None:
             given.longest = True
-            given.tokens = setting.longest("auto")
+            given.tokens = scenario.longest("auto")
             if not given.tokens:
                 raise ValueError(
                     f"not even {STEP_TOKENS} tokens of {given.model} fit; use more --gpus, --tile auto, --optimizer-on-host"
                 )
-        measured = _measured(given, setting) if given.measure else None
+        measured = _measured(given, scenario) if given.measure else None
     except (ImportError, MemoryError, OSError, ValueError) as error:
         parser.error(str(error))
-    plans = {mode: setting.plan(mode, given.tokens) for mode in PLANNED_MODES}
-    longest = {mode: setting.longest(mode) for mode in PLANNED_MODES} if given.longest else {}
-    at_longest = {mode: setting.plan(mode, tokens) for mode, tokens in longest.items() if tokens}
-    print(_text(given, setting, plans))
+    plans = {mode: scenario.plan(mode, given.tokens) for mode in PLANNED_MODES}
+    longest = {mode: scenario.longest(mode) for mode in PLANNED_MODES} if given.longest else {}
+    at_longest = {mode: scenario.plan(mode, tokens) for mode, tokens in longest.items() if tokens}
+    print(_text(given, scenario, plans))
     outcome = None
     if measured is not None:
-        outcome = plan_measured(measured, setting, given.tokens, uses_link=given.link_gb_per_s is None)
-        print("\n" + describe_measured(measured, setting, given.tokens, outcome))
+        outcome = plan_measured(measured, scenario, given.tokens, uses_link=given.link_gb_per_s is None)
+        print("\n" + describe_measured(measured, scenario, given.tokens, outcome))
     if given.longest:
         print("\n" + _longest(longest, at_longest))
     if given.out is not None:
@@ -67,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if measured is not None and outcome is not None:
             about["measured"] = {**measured.figures, "plan": outcome.plan.prediction._asdict()}
         try:
-            given.out.write_text(json.dumps({**_figures(given, setting, plans), **about}, indent=2) + "\n")
+            given.out.write_text(json.dumps({**_figures(given, scenario, plans), **about}, indent=2) + "\n")
         except OSError as error:
             parser.error(f"--out: {given.out} cannot be written: {error.strerror}; name another file")
-    return int(not setting.fits(plans["auto"] if outcome is None else outcome.plan))
+    return int(not scenario.fits(plans["auto"] if outcome is None else outcome.plan))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,48 +85,65 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tokens",
         type=_positive,
-        help="of a micro-batch on one GPU, or on all that share it; default: the longest that fits",
+        help="tokens of a micro-batch on one GPU, or on all that share it; default: the longest that fits",
     )
-    add("--sequences", type=_positive, default=1, help="of equal length in the micro-batch; default 1")
+    add("--sequences", type=_positive, default=1, help="sequences in the micro-batch, of equal length; default 1")
+    add("--logit-tokens", type=_count, help="tokens for which log-probs are computed; default all, 0: no output head")
+    add("--layers", type=_positive, help="number of layers instead of the model's own")
+    add("--gpus", type=_positive, default=1, help="GPUs that FSDP shards the model over; default 1")
     add(
-        "--logit-tokens", type=_count, help="for how many tokens log-probs are computed; default all, 0: no output head"
+        "--weight-bytes",
+        type=int,
+        choices=(2, 4),
+        default=4,
+        help="bytes of a stored weight, gradient and optimizer state; default 4",
     )
-    add("--layers", type=_positive, help="as many layers instead of the model's own")
-    add("--gpus", type=_positive, default=1, help="over which FSDP cuts the model; default 1")
-    add("--weight-bytes", type=int, choices=(2, 4), default=4, help="of a stored weight, gradient and state; default 4")
-    add("--tile", type=_tile, help="tokens of a tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
+    add("--tile", type=_tile, help="tokens per tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
     add("--shared-by", type=_positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
-    add("--optimizer-on-host", action="store_true", help="its state waits there but for the step (optimizer_offload)")
+    add(
+        "--optimizer-on-host",
+        action="store_true",
+        help="the optimizer's states are in host memory except during its step (optimizer_offload)",
+    )
     add(
         "--lora-rank",
         type=_count,
         default=0,
-        help="of adapters on all linear maps, which alone are trained; default 0: none",
+        help="rank of adapters on all linear maps, which alone are trained; default 0: none",
     )
-    add("--states-gb", type=_number, help="of all these on a GPU, where some are frozen or wait on the host")
+    add(
+        "--states-gb",
+        type=_number,
+        help="size of weights, gradients and states on a GPU, if some are frozen or on the host [10^9 bytes]",
+    )
     add("--hardware", choices=PROFILES, default="h200", help="default h200")
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
     add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
-    add("--link-gb-per-s", type=_number, help="between device and host, each way, instead of the profile's")
-    add("--disk-gb-per-s", type=_number, default=0.0, help="of a disk for what the host has no room for; default none")
-    add("--longest", action="store_true", help="also the longest context that fits, which --tokens unknown says anyway")
+    add("--link-gb-per-s", type=_number, help="rate between device and host, each way, instead of the profile's")
+    add(
+        "--disk-gb-per-s",
+        type=_number,
+        default=0.0,
+        help="rate of a disk for bytes that the host has no room for; default none",
+    )
+    add("--longest", action="store_true", help="also print the longest context that fits, as without --tokens")
     add(
         "--measure",
         action="store_true",
-        help="also measure a few layers on the machine at hand, and plan with that; with --tokens",
+        help="also measure a few layers on this machine, and plan with their costs; needs --tokens",
     )
-    add("--out", type=Path, metavar="FILE", help="write all of it to a file as JSON")
+    add("--out", type=Path, metavar="FILE", help="write everything to a file as JSON")
     return parser
 
 
-def _setting(given: argparse.Namespace) -> Scenario:
+def _scenario(given: argparse.Namespace) -> Scenario:
     named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
     hardware = replace(PROFILES[given.hardware], **{k: v * GB for k, v in named.items() if v is not None})
     decoder = read_decoder(_config(given.model), given.layers)
     states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * GB
     if states is None and given.lora_rank:
         states = state_bytes(decoder, given.gpus, given.weight_bytes, adapter_rank=given.lora_rank)
-    setting = Scenario(
+    scenario = Scenario(
         decoder=decoder,
         hardware=hardware,
         gpus=given.gpus,
@@ -141,32 +157,35 @@ def _setting(given: argparse.Namespace) -> Scenario:
         shared_by=given.shared_by,
         optimizer_on_host=given.optimizer_on_host,
     )
-    if setting.memory_parts["activations"] <= 0:
-        parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in setting.memory_parts.items())
+    if scenario.memory_parts["activations"] <= 0:
+        parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in scenario.memory_parts.items())
         raise ValueError(
             f"{given.model} leaves no room for activations on {given.gpus} x {given.hardware} of "
-            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, or say what is there with --states-gb"
+            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, "
+            "or set the size of the states with --states-gb"
         )
-    return setting
+    return scenario
 
 
 def _check_measurable(given: argparse.Namespace) -> None:
-    """Refuse what a few layers on one device cannot say."""
+    """Refuse options that measuring a few layers on one device cannot cover."""
     wrong = [
         name for name, is_given in (("--shared-by", given.shared_by > 1), ("--lora-rank", given.lora_rank)) if is_given
     ]
     if given.tokens is None:
-        raise ValueError("--measure: got no --tokens, expected how many are to be measured; add --tokens")
+        raise ValueError("--measure: got no --tokens, expected the number to measure with; add --tokens")
     if wrong:
-        raise ValueError(f"--measure: got {', '.join(wrong)}, which the formulas alone know of; leave one of them out")
+        raise ValueError(
+            f"--measure: got {', '.join(wrong)}, which only the formulas cover; leave out --measure or these"
+        )
 
 
-def _measured(given: argparse.Namespace, setting: Scenario) -> MeasuredCosts:
+def _measured(given: argparse.Namespace, scenario: Scenario) -> MeasuredCosts:
     from rlx.offload.benchmark.layer_costs import measure_layers  # loads torch
 
     config = _config(given.model)
     shape = config if isinstance(config, dict) else config.to_dict()
-    return measure_layers(shape, setting.decoder, given.tokens, given.sequences, given.tile)
+    return measure_layers(shape, scenario.decoder, given.tokens, given.sequences, given.tile)
 
 
 def _config(model: str) -> Any:
@@ -177,20 +196,20 @@ def _config(model: str) -> Any:
     return AutoConfig.from_pretrained(model).get_text_config()
 
 
-def _text(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) -> str:
-    hardware, costs = setting.hardware, setting.costs(given.tokens)
-    parts = setting.memory_parts
+def _text(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Plan]) -> str:
+    hardware, costs = scenario.hardware, scenario.costs(given.tokens)
+    parts = scenario.memory_parts
     peak = plans["auto"].prediction.peak_bytes
     rows: list[tuple[str, ...]] = [("mode", "fits", "step s", "x plain", "tokens/s", "peak GB", "host GB")]
     for mode, plan in plans.items():
         step_s, _, peak_bytes, host_bytes, *_ = plan.prediction
         ratio = step_s / plans["plain"].prediction.step_s
         figures = (f"{step_s:.3f}", f"{ratio:.3f}", f"{given.tokens / step_s:.0f}", *map(_gb, (peak_bytes, host_bytes)))
-        rows.append((mode, "yes" if setting.fits(plan) else "no", *figures))
-    head = f"; layer {len(costs) - 1} is the output head" if len(costs) > len(setting.decoder.windows) else ""
+        rows.append((mode, "yes" if scenario.fits(plan) else "no", *figures))
+    head = f"; layer {len(costs) - 1} is the output head" if len(costs) > len(scenario.decoder.windows) else ""
     return "\n".join(
         [
-            f"{given.model}, {setting.decoder.parameters / 1e9:.2f} billion weights, {len(setting.decoder.windows)} layers, "
+            f"{given.model}, {scenario.decoder.parameters / 1e9:.2f} billion weights, {len(scenario.decoder.windows)} layers, "
             f"{given.tokens} tokens a GPU and step, {given.gpus} x {hardware.name}",
             f"{hardware.name}: {hardware.peak_flops / 1e12:.0f} TFLOP/s, memory {_gb(hardware.device_bytes)} GB at "
             f"{hardware.memory_bytes_per_s / 1e12:.2f} TB/s, host {_gb(hardware.host_bytes)} GB at "
@@ -200,16 +219,16 @@ def _text(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) 
             "",
             *aligned(rows, texts=2),
             "",
-            *aligned(_phases(setting, plans), texts=1),
+            *aligned(_phases(scenario, plans), texts=1),
             "",
             f"auto, by layers from 0{head}:",
-            explain(costs, plans["auto"], setting.machine),
+            explain(costs, plans["auto"], scenario.budget),
         ]
     )
 
 
-def _phases(setting: Scenario, plans: dict[str, Plan]) -> list[tuple[str, ...]]:
-    found = {mode: setting.phases(plan) for mode, plan in plans.items()}
+def _phases(scenario: Scenario, plans: dict[str, Plan]) -> list[tuple[str, ...]]:
+    found = {mode: scenario.phases(plan) for mode, plan in plans.items()}
     head = ("peak by phase, all of the device, GB", "forward", "head", "backward", "optimizer step")
     return [head, *((mode, *map(_gb, phases)) for mode, phases in found.items())]
 
@@ -223,15 +242,15 @@ def _longest(longest: dict[str, int], plans: dict[str, Plan]) -> str:
     return "\n".join(aligned(rows, texts=1))
 
 
-def _figures(given: argparse.Namespace, setting: Scenario, plans: dict[str, Plan]) -> dict[str, Any]:
-    layers = zip(setting.costs(given.tokens), plans["auto"].layers, strict=True)
+def _figures(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Plan]) -> dict[str, Any]:
+    layers = zip(scenario.costs(given.tokens), plans["auto"].layers, strict=True)
     return {
         "arguments": {name: value for name, value in vars(given).items() if name != "out"},
-        "hardware": asdict(setting.hardware),
-        "decoder": asdict(setting.decoder),
-        "memory_bytes": setting.memory_parts,
+        "hardware": asdict(scenario.hardware),
+        "decoder": asdict(scenario.decoder),
+        "memory_bytes": scenario.memory_parts,
         "modes": {
-            mode: {**plan.prediction._asdict(), "peaks": setting.phases(plan)._asdict(), "fits": setting.fits(plan)}
+            mode: {**plan.prediction._asdict(), "peaks": scenario.phases(plan)._asdict(), "fits": scenario.fits(plan)}
             for mode, plan in plans.items()
         },
         "fetches": plans["auto"].fetches,
@@ -277,7 +296,3 @@ def _number(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 0")
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the processes of one benchmark tell each other; one process alone tells itself."""
+"""Communication between the processes of a benchmark, or of one process with itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Ranks:
     """The processes that run the same steps.
 
     Args:
-        group: a group of them that works on the host; None: this process alone.
+        group: a process group with a backend for host memory; None: this process alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -25,12 +25,12 @@ class Ranks:
             print(text, flush=True)
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         if self._group is not None:
             dist.barrier(self._group)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -38,5 +38,5 @@ class Ranks:
         return values
 
     def largest(self, values: list[float]) -> list[float]:
-        """The largest of all ranks, element by element: of step times those of the slowest."""
+        """Return the largest values of all ranks, element by element: for step times, those of the slowest."""
         return [max(column) for column in zip(*self.gather(values), strict=True)]

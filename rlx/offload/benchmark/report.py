@@ -40,7 +40,7 @@ _REPORT_COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 
 
 def table(result: CaseResult) -> str:
-    """A case as text: one line per mode, columns only of what was measured; notes and host memory below."""
+    """Return a case as text: one line per mode with the measured columns, then notes and host memory."""
     measured = [row for row in result.rows if row.median_s is not None]
     columns = [c for c in _REPORT_COLUMNS if any(getattr(row, c[1]) is not None for row in measured)]
     cells = [[show(getattr(row, name)) for _, name, show in columns] for row in measured]
@@ -57,5 +57,5 @@ def table(result: CaseResult) -> str:
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[CaseResult]) -> None:
-    """Everything that was measured, and on what."""
+    """Write all results, and `about`, to a JSON file."""
     path.write_text(json.dumps({**about, "cases": [asdict(result) for result in results]}) + "\n")

@@ -1,4 +1,4 @@
-"""What a benchmark has found out; everything in it goes to the JSON file."""
+"""The results of a benchmark, all of which go to the JSON file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.offload.storage.stats import OffloadStats
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Device memory over one step: before each point in time the largest since the one before.
+    """Device memory over one step: at each point in time, the peak since the point before.
 
     Args:
         seconds: since the step began.
@@ -24,16 +24,16 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class Row:
-    """One mode in one case. What is None was not measured; `note` says why.
+    """One mode in one case. A field that is None was not measured; `note` tells why.
 
     Args:
-        step_s: time of each step, of the slowest process; scaled where `layers` is less than the case's.
-        peak_bytes: device memory above weights and gradients; None where scaled, and on the CPU.
-        held_bytes: off the device at the end of forward.
+        step_s: time of each step, of the slowest process; scaled if `layers` is less than the case's.
+        peak_bytes: device memory above weights and gradients; None if scaled, and on the CPU.
+        held_bytes: bytes off the device at the end of forward.
         stall_share: of the step's time.
-        disk_gb_per_s: None where nothing went to disk.
-        overlap: share of the time of copies and disk that compute did not wait for.
-        predicted_s, predicted_peak_bytes: what the plan of auto expects of a step.
+        disk_gb_per_s: None if nothing went to disk.
+        overlap: share of the time of copies and disk in which compute did not wait.
+        predicted_s, predicted_peak_bytes: of a step, by the plan of auto.
     """
 
     mode: str
@@ -61,14 +61,14 @@ class Row:
 
 @dataclass(frozen=True)
 class HostMemoryUse:
-    """The arena's figures over all modes of a case, and the size of the file on disk.
+    """Host memory and disk over all modes of a case.
 
     Args:
-        reserved_bytes: host memory taken from the system.
+        reserved_bytes: host memory that the arenas have reserved from the system.
         disk_reserved_bytes: size of the file.
-        largest_held_bytes: the most that a mode held at the end of its forward, in memory and on disk.
-        reserved_to_held: quotient of both reserved and held; None where nothing was held.
-        allocations_after_warm_up: how often memory was taken from the system while steps were measured.
+        largest_held_bytes: the largest amount of any mode at the end of its forward, in host memory and on disk.
+        reserved_to_held: sum of both reserved amounts divided by the held one; None if nothing was held.
+        allocations_after_warm_up: how often memory was reserved from the system during timed steps.
     """
 
     reserved_bytes: int
@@ -90,7 +90,7 @@ class CaseResult:
 
 
 def engine_figures(stats: OffloadStats, steps: int, step_s: float) -> dict[str, Any]:
-    """The fields of a row that come from the engine's counters over some steps."""
+    """Return the fields of a row that come from the engine's counters over a number of steps."""
     return {
         "offloaded_bytes_per_step": stats.offloaded_bytes // steps,
         "copy_gb_per_s": stats.copy_gb_per_s,

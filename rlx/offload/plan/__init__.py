@@ -1,4 +1,7 @@
-"""What becomes of each layer: the planner, what it knows of machines and models, and its command."""
+"""The planner: it chooses which layers to keep, offload or recompute, from costs of layers and a budget.
+
+Arithmetic only: this package imports neither torch nor anything else of rlx.
+"""
 
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Operation, Point
 from rlx.offload.plan.planner import Plan, make_plan

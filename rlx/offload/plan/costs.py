@@ -1,4 +1,4 @@
-"""What a layer costs, what there is to spend, and what becomes of a layer: what plans are made of. Without torch."""
+"""The types that plans are made of: cost of a layer, budget, plan of a layer. Without torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a layer whose result can be saved, so that recomputation need not run it.
+    """An operation of a layer whose result can be saved, so that recomputation does not run it.
 
     Args:
-        name: of it, for people.
-        at: where in the layer's forward it ends, as a share of the time of that, in [0, 1].
-        seconds: to run it again.
-        nbytes: of its result and of what its backward reads beside its arguments.
-        offload_at: where in the layer's forward these may leave, as a share; None: at once. A result that the layer might yet
-            write to waits for a later operation.
-        small_bytes: of these what is too small to leave.
-        extra_bytes: of these what autograd does not save.
+        name: for people.
+        at: when in the layer's forward it ends, as a share of forward's time, in [0, 1].
+        seconds: time to run it again.
+        nbytes: size of its result, and of the other tensors that its backward reads, its arguments aside.
+        offload_at: when in the layer's forward these may be offloaded, as a share; None: at once. A result that the layer may
+            still write to waits for a later operation.
+        small_bytes: of `nbytes`, tensors that are too small to be offloaded.
+        extra_bytes: of `nbytes`, tensors that autograd does not save.
     """
 
     name: str
@@ -31,16 +31,15 @@ class Operation:
 
 
 class Point(NamedTuple):
-    """A moment in a layer's backward, at which what the layer before has sent may be asked for.
+    """A fetch point: a moment in a layer's backward at which the bytes of the layer before may be fetched.
 
     Args:
-        at: after which share of backward, recomputation aside, in [0, 1].
-        nbytes: that backward holds at most from there on, where the layer was recomputed.
-        name: the operation whose backward begins there, for people.
-        call, slots: which call of the layer that is, and how many tensors autograd has saved up to it; of measured layers.
-        forward_at: where in the layer's forward that operation ends, as a share of the time of that, in [0, 1]. `nbytes` holds
-            nothing of the results of operations that end there or later: backward is through with what reads them. None: that
-            is not known.
+        at: time since backward began, recomputation aside, as a share of backward's time, in [0, 1].
+        nbytes: peak memory of backward from then on, if the layer was recomputed.
+        name: the operation whose backward begins at that moment, for people.
+        call, slots: for measured layers: the number of that operation's call, and of the tensors autograd has saved up to it.
+        forward_at: when in the layer's forward that operation ends, as a share, in [0, 1]. Backward has used the results of
+            operations that end then or later, so that `nbytes` does not count them. None: not known.
     """
 
     at: float
@@ -53,24 +52,23 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs. Layers with equal costs are planned as one kind, so that a model should have few of them.
+    """Times and sizes of one layer. Layers with equal costs are planned as one kind; a plan is fast to find for few kinds.
 
     Args:
-        forward_s, backward_s: time of either, without recomputation [s].
-        recompute_s: time of recomputing all that backward needs, the operations among it [s].
-        boundary_bytes: of its inputs, which leave, or stay where `offload_boundary` is False.
-        saved_bytes: all that plain autograd keeps of it.
-        working_bytes: that its backward holds at most where it was recomputed, what it recomputes included.
-        late_bytes: the same once its widest part has been given back.
+        forward_s, backward_s: times without recomputation [s].
+        recompute_s: time to recompute everything that backward needs, with all operations [s].
+        boundary_bytes: size of the inputs, which are offloaded, or kept if `LayerPlan.offload_boundary` is False.
+        saved_bytes: size of everything that plain autograd saves.
+        working_bytes: peak memory of backward if the layer was recomputed, with the recomputed tensors.
+        late_bytes: the same after backward has freed the layer's widest part.
         operations: in the order in which they run.
-        late_at: after which share of backward that is, in [0, 1].
-        forward_bytes: that its forward holds at most, its inputs included and its operations' `extra_bytes` not; less than
-            what it saves counts as that.
-        points: of backward, from the first to the last, `late_at` and `late_bytes` not among them; where there are any these two
-            say nothing.
-        extra_bytes: of its inputs what autograd does not save, and `working_bytes` and the like do not count therefore: where
-            the inputs stay they are there until backward is through with the layer.
-        kept_bytes: that its backward holds at most where all was kept; never less than `working_bytes`, which 0 stands for.
+        late_at: when that is, as a share of backward's time, in [0, 1].
+        forward_bytes: peak memory of forward, with the inputs and without the operations' `extra_bytes`. A value below
+            `saved_bytes` counts as `saved_bytes`.
+        points: fetch points in backward, from the first to the last. If there are any, they replace `late_at` and `late_bytes`.
+        extra_bytes: of the inputs, tensors that autograd does not save. `working_bytes` and the like do not count them; if the
+            inputs are kept, they are there until the layer's backward ends.
+        kept_bytes: peak memory of backward if the whole layer was kept; at least `working_bytes`, which 0 means.
     """
 
     forward_s: float
@@ -89,21 +87,21 @@ class LayerCost:
 
     @property
     def fetch_points(self) -> tuple[Point, ...]:
-        """Where what the layer before has sent may be asked for: when recomputation begins, or later."""
+        """The moments at which the bytes of the layer before may be fetched: the begin of recomputation, or later."""
         return (Point(0.0, self.working_bytes), *(self.points or (Point(self.late_at, self.late_bytes),)))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What there is to spend.
+    """The resources that a plan may use.
 
     Args:
-        out_bytes_per_s, in_bytes_per_s: of the link from the device and to it, while training computes; 0: there is none.
-        device_bytes: that may be held for backward at once, above weights, gradients and optimizer states.
-        host_bytes: of host memory; None: no limit.
-        disk_bytes_per_s: of a disk for what the host has no room for, one way at a time; 0: there is none.
-        turnaround_s: for which the device computes between forward and backward of the layers, while the link may go on.
-        turnaround_bytes: that this holds at most; what the last two layers sent is on its way then.
+        out_bytes_per_s, in_bytes_per_s: rates of the link from and to the device while training computes; 0: no link.
+        device_bytes: device memory for backward, above weights, gradients and optimizer states.
+        host_bytes: host memory; None: no limit.
+        disk_bytes_per_s: rate of a disk for layers that the host has no room for, one direction at a time; 0: no disk.
+        turnaround_s: compute time between forward and backward of the layers, of the head and the loss say. Copies go on then.
+        turnaround_bytes: peak memory of that. The bytes of the last two layers are still being copied then.
     """
 
     out_bytes_per_s: float
@@ -116,24 +114,24 @@ class Budget:
 
     @property
     def has_link(self) -> bool:
-        """Whether what leaves can come back."""
+        """Whether bytes can be offloaded and fetched."""
         return bool(self.out_bytes_per_s and self.in_bytes_per_s)
 
     @property
     def has_disk(self) -> bool:
-        """Whether anything may go to disk."""
+        """Whether bytes may go to disk."""
         return self.has_link and self.disk_bytes_per_s > 0 and self.host_bytes is not None
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one layer.
+    """The plan for one layer.
 
     Args:
-        keep: all that autograd saves stays on the device, and nothing is recomputed. The rest says nothing then.
-        offload_boundary: its inputs leave the device; else they stay.
-        on_device: which operations' results stay on the device.
-        off_device: which operations' results leave it.
+        keep: keep everything that autograd saves on the device and recompute nothing. The other fields have no effect then.
+        offload_boundary: offload the layer's inputs; else keep them on the device.
+        on_device: indices of operations whose results are kept on the device.
+        off_device: indices of operations whose results are offloaded. All others are recomputed.
     """
 
     keep: bool = False

@@ -1,4 +1,4 @@
-"""What of a decoder counts for time and memory, read from its configuration."""
+"""The figures of a decoder that determine time and memory, read from its configuration."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ ARCHITECTURES = (
     *("llama", "mistral", "ministral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"),
     *("granite", "smollm3", "seed_oss", "glm", "glm4_moe", "ernie4_5", "cwm", "olmo2", "olmo3"),
 )
-"""Architectures, by transformers' names, whose weights the formulas count as transformers has them."""
+"""Architectures, by transformers' names, that the formulas describe."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """What of a decoder counts for time and memory; widths in elements.
+    """The sizes of a decoder; widths in elements.
 
     Args:
-        width, heads, kv_heads, head_width: of attention.
+        width: of the hidden states.
+        heads, kv_heads, head_width: number of query heads and of key/value heads, and their width.
         mlp_width: of a dense MLP.
-        vocabulary: tokens of it.
-        tied: head and embedding are one.
+        vocabulary: number of its tokens.
+        tied: head and embedding share their weights.
         qk_norm: q and k go through norms.
         qkv_bias: q, k and v have biases.
-        experts, active_experts, expert_width: how many, how many a token goes to, and how wide.
-        shared_width: of the MLP that all tokens go through beside the experts; 0: there is none.
-        windows: of each layer, tokens that a query sees, None for all.
-        sparse: of each layer, whether it has experts.
+        experts, active_experts, expert_width: number of experts, of those that process a token, and their width.
+        shared_width: width of the shared expert, which processes all tokens; 0: none.
+        windows: for each layer the number of tokens that a query attends to, None for all.
+        sparse: for each layer whether it has experts.
     """
 
     width: int
@@ -47,7 +48,7 @@ class Decoder:
     sparse: tuple[bool, ...]
 
     def layer_parameters(self, layer: int) -> int:
-        """Weights of a layer."""
+        """Return the number of weights of a layer."""
         attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_width
         attention += self.head_width * ((self.heads + 2 * self.kv_heads) * self.qkv_bias + 2 * self.qk_norm)
         dense = self.shared_width if self.sparse[layer] else self.mlp_width
@@ -56,35 +57,35 @@ class Decoder:
 
     @property
     def root_parameters(self) -> int:
-        """Weights outside the layers: embedding, head and the last norm."""
+        """Number of weights outside the layers: embedding, head and last norm."""
         return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
 
     @property
     def without_head(self) -> Decoder:
-        """The same without a head over the vocabulary."""
+        """The decoder without a head over the vocabulary."""
         return replace(self, tied=True)
 
     def adapters(self, rank: int) -> int:
-        """Weights of LoRA adapters on all linear maps of the layers; experts, whose weights are one tensor, get none."""
+        """Return the number of weights of LoRA adapters on all linear maps; experts, whose weights are one tensor, get none."""
         q, kv, d = self.heads * self.head_width, self.kv_heads * self.head_width, self.width
         dense = [self.shared_width if is_sparse else self.mlp_width for is_sparse in self.sparse]
         return rank * sum(2 * (d + q) + 2 * (d + kv) + 3 * (d + width) * bool(width) for width in dense)
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Number of all weights."""
         return self.root_parameters + sum(map(self.layer_parameters, range(len(self.windows))))
 
 
 def read_decoder(config: Any, layers: int | None = None) -> Decoder:
-    """The decoder that a configuration in transformers' terms describes.
+    """Read the decoder from a configuration of transformers.
 
     Args:
         config: a mapping, or an object with attributes.
-        layers: as many of them instead; kinds that follow each other are repeated.
+        layers: number of layers instead of the configuration's; their kinds repeat in order.
 
     Raises:
-        ValueError: for one that the formulas do not cover.
+        ValueError: if the formulas do not cover the architecture.
     """
 
     def get(name: str, default: Any = None) -> Any:

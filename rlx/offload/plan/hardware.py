@@ -1,19 +1,19 @@
-"""What accelerators and the machines around them can do: data sheets, and the share of it that training gets.
+"""Rates and memory of accelerators and their machines: figures of data sheets, and the share of them that training reaches.
 
-Peaks are for dense bf16 with fp32 sums. The shares are those of one H200 (torch 2.11, `sdpa`), fitted to the steps of
-docs/planning.md; for all other machines they are an assumption, and nothing there has been measured.
+Peaks are for dense bf16 with fp32 sums. The shares are those of one H200 (torch 2.11, `sdpa`), fitted to the steps in
+docs/planning.md. For all other machines they are an assumption; none of those was measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MATMUL_SHARE = 0.61  # of the peak, in linear layers
+MATMUL_SHARE = 0.61  # of the peak, in linear maps
 ATTENTION_SHARE = 0.59  # of the peak, in attention's forward
 ATTENTION_BACKWARD_SHARE = 0.53
 MEMORY_SHARE = 0.75  # of the memory's bandwidth, in elementwise kernels
-LINK_SHARE = 0.87  # of PCIe's, with page-locked memory, one direction at a time
-LINK_BOTH_SHARE = 0.79  # of each direction's, both at once
+LINK_SHARE = 0.87  # of PCIe's bandwidth, with page-locked memory, one direction at a time
+LINK_BOTH_SHARE = 0.79  # of each direction's bandwidth, both at once
 DEVICE_SHARE = 0.94  # of device memory that tensors may take; the rest is CUDA's, NCCL's and the allocator's slack
 
 _PCIE_4, _PCIE_5 = 31.5e9, 63.0e9  # x16 in each direction: 16 or 32 GT/s, 16 lanes, 128 of 130 bits
@@ -26,12 +26,12 @@ class Hardware:
     Args:
         name: of the profile.
         peak_flops: dense bf16 [1/s].
-        memory_bytes_per_s: of device memory.
-        device_bytes: of device memory.
-        link_bytes_per_s: to the host or back, one at a time, as training gets it.
-        link_both_bytes_per_s: to the host and back at once, each; forward only sends and backward only fetches, so that
-            plans count on `link_bytes_per_s`.
-        host_bytes: of host memory that goes with one accelerator in a usual machine.
+        memory_bytes_per_s: bandwidth of device memory.
+        device_bytes: size of device memory.
+        link_bytes_per_s: rate to the host or back that training reaches, one direction at a time.
+        link_both_bytes_per_s: rate of each direction with both at once. Forward only offloads and backward only fetches, so
+            that plans use `link_bytes_per_s`.
+        host_bytes: host memory per accelerator in a usual machine.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Hardware:
 
     @property
     def matmul_flops(self) -> float:
-        """What linear layers reach [1/s]."""
+        """Rate of linear maps [1/s]."""
         return self.peak_flops * MATMUL_SHARE
 
     @property
     def attention_flops(self) -> float:
-        """What attention's forward reaches [1/s]."""
+        """Rate of attention's forward [1/s]."""
         return self.peak_flops * ATTENTION_SHARE
 
     @property
     def attention_backward_flops(self) -> float:
-        """What attention's backward reaches [1/s]."""
+        """Rate of attention's backward [1/s]."""
         return self.peak_flops * ATTENTION_BACKWARD_SHARE
 
     @property
     def elementwise_bytes_per_s(self) -> float:
-        """What elementwise kernels read and write."""
+        """Rate at which elementwise kernels read and write memory."""
         return self.memory_bytes_per_s * MEMORY_SHARE
 
 

@@ -1,25 +1,29 @@
-"""What a step of a decoder holds, by formulas: for the planner, for its command, and for what a run says when it starts.
+"""The memory of a decoder's training step by formulas, for the planner and for the forecast before a run.
 
-Letters: T tokens of a micro-batch on one process, h width, a = heads x head width, c = key/value heads x head width, f width of
-the MLP, k experts a token goes to, V vocabulary, e bytes of an element of activations. Of a layer in T tokens:
+Letters: T tokens of a micro-batch on one process, h width of the model, a = heads x head width, c = key/value heads x head
+width, f width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. For a layer in T tokens, bytes
+per token unless something else is named:
 
-*Saved* by autograd: of a norm (4 + 2 e) h (a copy in fp32, the result before and after the weight; of norms of q and k the
-last is not), q and attention's result e a each, k and v e c each, its log-sum-exp 4 bytes a head, of the MLP 4 e f (gate, its
-activation, up, their product); of experts k (4 e f + 2 e h) (the sorted input and down's result on top).
-*Working* set of a layer's backward: what is saved, the input, the residual and the gradient from above 3 e h, and where the
-product is taken apart 2 e f more (three gradients for one result); the MLP's 4 e f are gone in the second half.
-*In tiles* of t < T tokens MLP and norms save their inputs: with norms' results 3 e h, of norms of q and k e (a + c); a norm is
-whole up to longer sequences than the MLP, and then saves what it does without tiles. While the MLP's backward runs there are on
-top the gradient of its input e h, six tensors of a tile 6 e f t, and the sums of the weights' gradients in fp32, 12 h f; after it
-the gradients of q, k, v and of attention's result e (2 a + 2 c), and of q its sum in fp32, 4 a. Experts are not tiled.
-*Sequences shared* by u processes: T is a process's own part; where u exceeds the key heads, k and v are repeated to u heads.
-*Head*, log-probs without logits: a chunk of 3 GiB of logits, or all of them, whose gradient takes their place; hidden states and
-their gradient 2 e h T; the gradient of the weight e h V, of several chunks its sum in fp32, 4 h V.
-*Without backward* a layer holds three results of width h (its input, the residual, a norm's) and of the MLP 3 f (with experts
-k (3 f + 2 h), or k 4 h where their results are put back in order); while attention is at work 2 h, 4 a (rotary embedding) and
-2 c. The head: e for each logit of a chunk, and e h.
-*Adapters* of rank r (LoRA) on all linear maps: they alone have gradients and optimizer states, and the head has no gradient.
-*Optimizer's step*: AdamW's fused kernel makes no tensor of its own; a state on the host comes in pieces of 1 GiB, 3.5 at once.
+*Saved* by autograd. A norm: (4 + 2 e) h, for a copy in fp32 and the result before and after the weight; norms of q and k do not
+save the last. q and attention's result: e a each. k and v: e c each. The log-sum-exp: 4 bytes per head. The MLP: 4 e f, for gate,
+its activation, up and their product. Experts: k (4 e f + 2 e h), for the sorted input and down's result in addition.
+*Working set* of a layer's backward: everything saved; the input, the residual and the gradient from above, 3 e h; and 2 e f while
+the backward of the product runs, which makes three gradients from one. The MLP's 4 e f are freed by the second half.
+*Tiles* of t < T tokens: MLP and norms save their inputs, together with the norms' results 3 e h; norms of q and k e (a + c). A
+norm is tiled only for longer sequences than the MLP is, and saves as much as without tiles until then. The MLP's backward needs
+in addition the gradient of its input, e h; six tensors of a tile, 6 e f t in all; and the fp32 sums of the weights' gradients,
+12 h f in all. After it come the gradients of q, k, v and of attention's result, e (2 a + 2 c), and the fp32 sum of q's gradient,
+4 a. Experts are not tiled.
+*Shared sequences*: with u processes T is the part of one. If u exceeds the number of key heads, k and v are repeated to u heads.
+*Head*, log-probs without logits at once: a chunk of 3 GiB of logits, or all of them if that is less, and their gradient replaces
+them; hidden states and their gradient, 2 e h T in all; the gradient of the weight, e h V in all, or with several chunks its fp32
+sum, 4 h V.
+*Without backward* a layer holds three results of width h (its input, the residual, a norm's), and of the MLP 3 f, all times e.
+With experts these are k (3 f + 2 h), or 4 k h while their results are put back in order. While attention runs, they are 2 h, 4 a
+(rotary embedding) and 2 c. The head holds e per logit of a chunk, and e h.
+*Adapters* of rank r (LoRA) on all linear maps: only they have gradients and optimizer states, and the head has no gradient.
+*Optimizer's step*: AdamW's fused kernel allocates no tensor of its own. States on the host come in pieces of 1 GiB, of which 3.5
+are on the device at once.
 """
 
 from __future__ import annotations
@@ -28,16 +32,19 @@ from typing import NamedTuple
 
 from rlx.offload.plan.decoder import Decoder
 
-# Elements of a tile's widest intermediate result. Smaller tiles cost time: each is a pass over the sums of the weights' gradients, and a norm in tiles runs once more.
+# Elements of a tile's widest intermediate result. Smaller tiles take more time: each tile passes over the sums of the weights'
+# gradients once, and a tiled norm runs once more.
 TILE_ELEMENTS = 1 << 28
-TILE_INTERMEDIATES = 8  # so many intermediate results of a tile take as much as the whole input
+TILE_INTERMEDIATES = (
+    8  # a tile is at least so long that this many of its intermediate results are as large as the whole input
+)
 HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.head_log_probs
-STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: pieces on the device, times a piece
+STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: 3.5 pieces of 1 GiB on the device
 _TILE_STEP = 256
 
 
 class LayerBytes(NamedTuple):
-    """What one layer holds, see above: its inputs, what autograd saves, and what backward needs at most, first and then [bytes]."""
+    """Memory of one layer [bytes]: inputs, tensors that autograd saves, peak of backward, and peak after the MLP's backward."""
 
     inputs: int
     saved: int
@@ -46,11 +53,12 @@ class LayerBytes(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """What one accelerator holds of a model beside activations [bytes].
+    """Memory of a model on one accelerator, activations aside [bytes].
 
     Args:
-        weights, gradients, optimizer: its shard, and two states of Adam.
-        gathered: of FSDP: weights outside the layers and of two layers, as they compute, and the gradient of one, as it is summed.
+        weights, gradients, optimizer: of its shard; the optimizer has two states (Adam).
+        gathered: by FSDP: weights outside the layers and those of two layers, in the type they compute in, and the gradient of
+            one layer, in the type it is summed in.
     """
 
     weights: float
@@ -60,11 +68,10 @@ class StateBytes(NamedTuple):
 
 
 def tile_tokens(tokens: int, width: int, widest: int) -> int:
-    """Tokens of a tile where nothing else is asked for; not fewer than there are where tiles would gain little.
+    """Return the tokens of a tile if the user does not choose; as many as the input has where tiles would save little.
 
     Args:
-        tokens: of the input.
-        width: of the input.
+        tokens, width: of the input.
         widest: width of the widest intermediate result.
     """
     widest = max(widest, width)
@@ -74,21 +81,21 @@ def tile_tokens(tokens: int, width: int, widest: int) -> int:
 
 
 def _in_tiles(positions: int, width: int, tile: int) -> bool:
-    """Whether a norm of so many positions is; `tile` as in `layer_bytes`."""
+    """Return whether a norm of `positions` is tiled; `tile` as for `layer_bytes`."""
     return positions > (tile or tile_tokens(positions, width, width))
 
 
 def layer_bytes(
     decoder: Decoder, layer: int, tokens: int, element: int = 2, tile: int | None = None, shared_by: int = 1
 ) -> LayerBytes:
-    """Memory of a layer, by the formulas above.
+    """Return the memory of a layer, by the formulas above.
 
     Args:
-        decoder, layer: which.
-        tokens: on one accelerator.
-        element: bytes of one of activations.
-        tile: tokens of a tile of MLPs and norms; None: they are not tiled; 0: `tile_tokens`.
-        shared_by: accelerators that share each sequence.
+        decoder, layer: the model and the index of the layer.
+        tokens: number of tokens on one accelerator.
+        element: size of an element of activations [bytes].
+        tile: tokens per tile of MLPs and norms; None: no tiles; 0: `tile_tokens`.
+        shared_by: number of accelerators that share each sequence.
     """
     h, e, f = decoder.width, element, decoder.mlp_width
     a, c = decoder.heads * decoder.head_width, max(decoder.kv_heads, shared_by) * decoder.head_width
@@ -107,7 +114,7 @@ def layer_bytes(
 
 
 def _norms(decoder: Decoder, tokens: int, e: int, tile: int, kv_heads: int) -> int:
-    """Bytes per token of what a layer's norms save beside an MLP in tiles."""
+    """Return the bytes per token that a layer's norms save if its MLP is tiled."""
     saved = (3 * e if _in_tiles(tokens, decoder.width, tile) else 2 * (4 + 2 * e)) * decoder.width
     if decoder.qk_norm:
         for heads in (decoder.heads, kv_heads):
@@ -117,7 +124,7 @@ def _norms(decoder: Decoder, tokens: int, e: int, tile: int, kv_heads: int) -> i
 
 
 def _mlp(decoder: Decoder, layer: int, e: int) -> tuple[int, int]:
-    """Bytes per token of what an MLP saves, and of what is needed more where its product is taken apart."""
+    """Return the bytes per token that an MLP saves, and those that the backward of its product needs in addition."""
     h, f, k = decoder.width, decoder.expert_width, decoder.active_experts
     dense = decoder.shared_width if decoder.sparse[layer] else decoder.mlp_width
     saved, apart = 4 * e * dense, 2 * e * dense
@@ -127,7 +134,7 @@ def _mlp(decoder: Decoder, layer: int, e: int) -> tuple[int, int]:
 
 
 def forward_bytes(decoder: Decoder, layer: int, tokens: int, element: int = 2, tile: int | None = None) -> int:
-    """What a layer without a backward holds at most; arguments as of `layer_bytes`."""
+    """Return the peak memory of a layer without backward; arguments as for `layer_bytes`."""
     h, e, k = decoder.width, element, decoder.active_experts
     a, c = decoder.heads * decoder.head_width, decoder.kv_heads * decoder.head_width
     attention = e * (2 * h + 4 * a + 2 * c) * tokens
@@ -140,26 +147,25 @@ def forward_bytes(decoder: Decoder, layer: int, tokens: int, element: int = 2, t
 
 
 def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool = True) -> int:
-    """The head's working set for so many tokens, forward and backward; one that is not trained has no gradient."""
+    """Return the head's working set in forward and backward; a head that is not trained has no gradient."""
     logits = min(tokens, head_chunk(decoder, element)) * decoder.vocabulary * element
     weight = decoder.width * decoder.vocabulary
     held = logits
     if is_trained and tokens <= head_chunk(decoder, element):
         held = logits + element * weight
-    elif (
-        is_trained
-    ):  # the products of several chunks are summed in fp32; the gradient is made of it when the logits have gone
+    elif is_trained:
+        # The products of several chunks are summed in fp32. The gradient is made of the sum after the logits are freed.
         held = 4 * weight + max(logits, element * weight if element < 4 else 0)
     return held + 2 * element * decoder.width * tokens
 
 
 def head_forward_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
-    """The head's working set for log-probs and entropies of so many tokens without a backward."""
+    """Return the head's working set for log-probs and entropies without backward."""
     return element * (min(tokens, head_chunk(decoder, element)) * decoder.vocabulary + decoder.width * tokens)
 
 
 def head_chunk(decoder: Decoder, element: int = 2) -> int:
-    """The most tokens whose logits exist at once."""
+    """Return the largest number of tokens whose logits exist at once."""
     most = max(1, HEAD_CHUNK_BYTES // (element * decoder.vocabulary))
     return most - most % HEAD_ALIGNED if most > HEAD_ALIGNED else most
 
@@ -175,15 +181,17 @@ def state_bytes(
     summed_in: int | None = None,
     is_resharded: bool = True,
 ) -> StateBytes:
-    """Weights n b / N, gradients the same, optimizer twice the same, for n weights of b bytes over N accelerators.
+    """Return the memory of n weights of b bytes over N accelerators.
+
+    Weights and gradients take n b / N each, the optimizer twice that.
 
     Args:
-        decoder, gpus, weight_bytes: n, N and b.
-        element: bytes of a weight as it computes.
-        is_trained: there are gradients and states.
-        adapter_rank: of LoRA, whose weights alone are trained then; 0: there are no adapters.
-        summed_in: bytes of an element of gradients as they are summed over accelerators; None: as they are computed.
-        is_resharded: gathered layers are given back after forward; else all of them stay.
+        decoder, gpus, weight_bytes: they give n, N and b.
+        element: size of a weight in computation [bytes].
+        is_trained: there are gradients and optimizer states.
+        adapter_rank: of LoRA adapters, which alone are trained then; 0: no adapters.
+        summed_in: size of a gradient's element as it is summed over accelerators [bytes]; None: as it is computed.
+        is_resharded: FSDP frees gathered layers after forward; else all of them stay on the device.
     """
     adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
     shard = weight_bytes / gpus
@@ -199,5 +207,5 @@ def state_bytes(
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:
-    """What the optimizer's step holds beside weights and gradients: AdamW's fused kernel needs nothing of its own."""
+    """Return the memory of the optimizer's step, weights and gradients aside: the states, for the fused AdamW needs no other."""
     return min(STEP_BYTES, states.optimizer) if optimizer_on_host else states.optimizer

@@ -1,19 +1,20 @@
-"""What the layers of a decoder cost on a machine, by formulas, for machines and models that one does not have at hand.
+"""The cost of a decoder's layers on a machine, by formulas: for machines and models that are not at hand.
 
-Letters: T tokens, S the tokens of one sequence, h width, a = heads x head width, c = key/value heads x head width, f width of
-the MLP, k experts a token goes to, V vocabulary, e bytes of an element of activations. A layer in T tokens:
+Letters: T tokens, S tokens of one sequence, h width of the model, a = heads x head width, c = key/value heads x head width,
+f width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. For a layer in T tokens:
 
-*Linear maps*: 2 T x inputs x outputs operations, twice as many in backward. q: h a, k and v: h c each, o: a h, gate and up:
-h f each, down: f h; with experts gate with up, and down, k times each, and whatever is shared by all tokens as dense ones.
-*Attention*, causal: 4 T a operations for each key that a query sees: S / 2 on average, with a window of w < S tokens
-w - w^2 / (2 S). Backward: 2.5 times, five products in place of two (FlashAttention-2, arXiv:2307.08691).
-*Elementwise* kernels move bytes: a norm in transformers' own form, which goes through fp32, (28 + 4 e) h, rotary embedding
-10 e (a + c), a sum 3 e h, SwiGLU 5 e f, sorting tokens by expert and back 6 e h k. Backward is taken for 1.5 times as much.
-*Recomputation* ends before down, or with experts before their results are summed.
-*In tiles* the MLP is recomputed within its own backward, whatever becomes of the layer.
-*Sequences shared* by u processes: each computes T / u tokens, its attention for all keys. Exchanges are taken to be hidden.
-*Head*: 2 T h V operations, in backward twice as many, and once more for what lies in other chunks than the last.
-Memory: `memory.py`.
+*Linear maps* take 2 T x inputs x outputs operations, and twice as many in backward. q: h a; k and v: h c each; o: a h; gate
+and up: h f each; down: f h. With experts, gate with up, and down, run k times each; the shared expert counts as dense.
+*Attention*, causal, takes 4 T a operations per key that a query attends to: S / 2 keys on average, with a window of w < S tokens
+w - w^2 / (2 S). Its backward takes 2.5 times as many: five products instead of two (FlashAttention-2, arXiv:2307.08691).
+*Elementwise* kernels move bytes: a norm in transformers' own form, which goes through fp32, (28 + 4 e) h; rotary embedding
+10 e (a + c); a sum 3 e h; SwiGLU 5 e f; sorting tokens by expert and back 6 e h k. Backward is assumed to take 1.5 times as long.
+*Recomputation* ends before down or, with experts, before their results are summed.
+*Tiles*: the MLP is recomputed in its own backward, whatever the plan of the layer is.
+*Shared sequences*: with u processes each computes T / u tokens, whose queries attend to all keys. The exchanges are assumed to
+be hidden behind compute.
+*Head*: 2 T h V operations, twice as many in backward, and once more for all chunks but the last.
+Memory: see `memory.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ E = 2  # bytes of an element: bf16
 
 
 class _Step(NamedTuple):
-    """A piece of a layer's forward: an operation if it has a name; `again`: recomputation goes through it."""
+    """A step of a layer's forward: an operation if it has a name. `again`: recomputation runs it."""
 
     forward_s: float
     backward_s: float
@@ -41,7 +42,7 @@ class _Step(NamedTuple):
 
 
 class _Kernels(NamedTuple):
-    """How long kernels take in so many tokens."""
+    """Times of kernels for a number of tokens."""
 
     tokens: int
     hardware: Hardware
@@ -76,14 +77,14 @@ def layer_cost(
     shared_by: int = 1,
     element: int = E,
 ) -> LayerCost:
-    """The cost of a layer, by the formulas above.
+    """Return the cost of a layer, by the formulas above.
 
     Args:
-        decoder, layer: which.
-        tokens: of a micro-batch, on all accelerators that share it.
-        hardware: where.
-        sequences: of equal length in the micro-batch.
-        tile, shared_by, element: as `layer_bytes` takes them; times are those of bf16.
+        decoder, layer: the model and the index of the layer.
+        tokens: number of tokens of a micro-batch, on all accelerators that share it.
+        hardware: one accelerator.
+        sequences: number of sequences in the micro-batch, of equal length.
+        tile, shared_by, element: as for `layer_bytes`; times are those of bf16.
     """
     h, a, c = decoder.width, decoder.heads * decoder.head_width, decoder.kv_heads * decoder.head_width
     own = -(-tokens // shared_by)
@@ -125,12 +126,12 @@ def layer_cost(
 
 
 def _seen(length: float, window: int | None) -> float:
-    """Keys that a query sees on average."""
+    """Return the number of keys that a query attends to on average."""
     return length / 2 if window is None or window >= length else window - window**2 / (2 * length)
 
 
 def _mlp(decoder: Decoder, layer: int, kernels: _Kernels) -> list[_Step]:
-    """What an MLP runs."""
+    """Return the steps of an MLP."""
     h, f, k = decoder.width, decoder.expert_width, decoder.active_experts
     is_sparse = decoder.sparse[layer]
     steps = []
@@ -146,7 +147,7 @@ def _mlp(decoder: Decoder, layer: int, kernels: _Kernels) -> list[_Step]:
 def head_cost(
     decoder: Decoder, tokens: int, hardware: Hardware, element: int = E, is_trained: bool = True
 ) -> LayerCost:
-    """The output head as a last layer of which nothing is planned: log-probs of so many tokens without logits."""
+    """Return the cost of the output head as a last layer without choices: log-probs of `tokens` without logits at once."""
     kernels = _Kernels(tokens, hardware, element)
     step = kernels.linear("", decoder.width, decoder.vocabulary)
     moved = kernels.moved(3 * E * decoder.vocabulary)  # written, and read twice for the log-probs

@@ -1,6 +1,6 @@
-"""Which layers are kept, recomputed or sent off, and which of their operations: the plan of `save="auto"`.
+"""Search for the plan of `save="auto"`: which layers and operations to keep, offload or recompute.
 
-A pure function of measured times and sizes, without torch: `make_plan` searches among plans with `predict` of `step.py`.
+A pure function of times and sizes, without torch: `make_plan` compares plans by simulating their steps (`step.py`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rlx.offload.plan.step import (
 )
 
 KEPT = LayerPlan(keep=True)
-MIN_GAIN = 3e-4  # of the step's time, for which a plan is worth being changed
-_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers that are kept where a search begins
+MIN_GAIN = 3e-4  # the share of the step's time that a change must save
+_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers are kept in the plans that the search starts from
 
 
 class Plan(NamedTuple):
-    """A choice for each layer, and what is expected of it.
+    """A plan for all layers.
 
     Args:
-        layers: the choice.
-        fetches: at which of its `LayerCost.fetch_points` a layer's backward asks for what the layer before has sent.
-        prediction: what is expected.
+        layers: the plan of each.
+        fetches: for each layer the index of the `LayerCost.fetch_points` at which its backward fetches the layer before.
+        prediction: of a step with this plan.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -42,100 +42,101 @@ class Plan(NamedTuple):
     prediction: Prediction
 
 
-def make_plan(costs: Sequence[LayerCost], machine: Budget, begin: Sequence[LayerPlan] | None = None) -> Plan:
-    """The fastest plan found within the budgets.
+def make_plan(costs: Sequence[LayerCost], budget: Budget, begin: Sequence[LayerPlan] | None = None) -> Plan:
+    """Return the fastest plan found within the budget.
 
-    Where every layer fits nothing leaves. Else it begins with the layers' inputs alone off the device, which needs the least
-    memory, some of the layers kept whole or none, and changes what saves the most time: first what leaves, as long as the
-    link has room, then anything; each for as many layers of a kind as it helps, in turn until nothing helps any more. The best
-    of these is changed by two things at a time as well, where neither alone fits or saves time.
+    If all layers fit on the device, they are kept. Else the search starts from several plans: the inputs of all layers are
+    offloaded, which needs the least memory, and some share of the layers is kept, or none. It improves each plan step by step,
+    by the change that saves the most time: first by offloading more, as long as the link has time, then by any change. A change
+    is made for as many layers of a kind as it helps. The best plan found is then improved by two changes at a time, which finds
+    pairs of which neither alone fits or saves time.
 
     Args:
         costs: of each layer.
-        machine: link and budgets. Inputs that host and disk have no room for stay on the device. Where even so the device's
-            budget is exceeded, the plan needs no more than that.
-        begin: begin with this alone if it keeps to the budgets: sooner done.
+        budget: rates and memory. Inputs that neither host nor disk has room for stay on the device. If the device's budget is too
+            small even for that, the plan needs as little memory as possible.
+        begin: start from this plan alone if it is within the budget: faster to search.
     """
-    search = _Search(costs, machine)
+    search = _Search(costs, budget)
     kept = search.state([KEPT] * len(costs))
     found = kept if search.fits(kept) else search.refined(min(search.found(begin), key=_seconds))
-    parts = [choice.part for choice in found.layers]
-    fetches = choose_fetch_points(parts, search.machine.device_bytes)
+    estimates = [choice.estimate for choice in found.layers]
+    fetches = choose_fetch_points(estimates, search.budget.device_bytes)
     return Plan(tuple(choice.plan for choice in found.layers), tuple(fetches), found.prediction)
 
 
-What = Literal["all", "inputs"] | int
-Place = Literal["off_device", "on_device", "nowhere"]
-PLACES: tuple[Place, ...] = ("off_device", "on_device", "nowhere")
+Part = Literal["all", "inputs"] | int  # the whole layer, its inputs, or the operation of that index
+Action = Literal["off_device", "on_device", "recompute"]
+ACTIONS: tuple[Action, ...] = ("off_device", "on_device", "recompute")
 
 
 class _Choice:
-    """A plan for layers of one kind, what a step needs to know of them under it, and what it can be changed to."""
+    """A plan for layers of one kind, its estimate, and the plans that it can be changed to."""
 
     def __init__(self, kind: _Kind, plan: LayerPlan) -> None:
-        self.plan, self.part = plan, estimate_layer(kind.cost, plan, kind.machine)
+        self.plan, self.estimate = plan, estimate_layer(kind.cost, plan, kind.budget)
         self._kind = kind
-        self._moved: dict[tuple[What, Place], _Choice] = {}
+        self._changed: dict[tuple[Part, Action], _Choice] = {}
 
-    def moved(self, what: What, place: Place) -> _Choice:
-        """With a thing elsewhere; itself where that cannot be."""
-        found = self._moved.get((what, place))
+    def changed(self, part: Part, action: Action) -> _Choice:
+        """Return the choice after one change; itself if the change is impossible."""
+        found = self._changed.get((part, action))
         if found is None:
-            found = self._moved[what, place] = self._kind.choice(_moved(self.plan, what, place))
+            found = self._changed[part, action] = self._kind.choice(_changed_plan(self.plan, part, action))
         return found
 
 
 class _Kind:
-    """Layers of equal cost, and the choices for them that have been looked at."""
+    """Layers of equal cost, and the choices for them that the search has met."""
 
-    def __init__(self, cost: LayerCost, machine: Budget) -> None:
-        self.cost, self.machine = cost, machine
+    def __init__(self, cost: LayerCost, budget: Budget) -> None:
+        self.cost, self.budget = cost, budget
         self.members: list[int] = []
         self._choices: dict[LayerPlan, _Choice] = {}
 
     def choice(self, plan: LayerPlan) -> _Choice:
-        """The one for a plan."""
+        """Return the choice for a plan, the same object each time."""
         return self._choices.get(plan) or self._choices.setdefault(plan, _Choice(self, plan))
 
 
-_Targets = dict[_Choice, _Choice]  # what choices are changed to
+_Targets = dict[_Choice, _Choice]  # from a choice to its changed one
 _Neighbours = Callable[[_Kind, Sequence[_Choice]], Iterator[tuple[_Targets, bool]]]
 
 
 class _State(NamedTuple):
-    """A plan while it is searched for."""
+    """A plan during the search."""
 
     layers: tuple[_Choice, ...]
     prediction: Prediction
 
 
 class _Search:
-    """Plans for the same costs and machine, and what has been worked out for them."""
+    """A search with given costs and budget."""
 
-    def __init__(self, costs: Sequence[LayerCost], machine: Budget) -> None:
-        self.machine = machine
+    def __init__(self, costs: Sequence[LayerCost], budget: Budget) -> None:
+        self.budget = budget
         self.count = len(costs)
         kinds: dict[LayerCost, _Kind] = {}
-        self.kind_of = [kinds.get(cost) or kinds.setdefault(cost, _Kind(cost, machine)) for cost in costs]
+        self.kind_of = [kinds.get(cost) or kinds.setdefault(cost, _Kind(cost, budget)) for cost in costs]
         for index, kind in enumerate(self.kind_of):
             kind.members.append(index)
         self.kinds = list(kinds.values())
 
     def state(self, plans: Sequence[LayerPlan]) -> _State:
-        """Plans of all layers, with what is expected of them."""
-        state = self._played([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], inf)
+        """Return the state of a plan for all layers."""
+        state = self._simulated([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], inf)
         assert state is not None
         return state
 
     def fits(self, state: _State) -> bool:
-        """Whether it keeps to the budgets."""
-        has_room = self.machine.host_bytes is None or state.prediction.host_bytes <= self.machine.host_bytes
-        return has_room and state.prediction.peak_bytes <= self.machine.device_bytes
+        """Return whether a state is within the budget."""
+        has_room = self.budget.host_bytes is None or state.prediction.host_bytes <= self.budget.host_bytes
+        return has_room and state.prediction.peak_bytes <= self.budget.device_bytes
 
     def found(self, begin: Sequence[LayerPlan] | None) -> Iterator[_State]:
-        """The best that is reached from each begin."""
+        """Yield the best state that is reached from each start."""
         leanest, leanest_bytes = self._leanest()
-        self.machine = replace(self.machine, device_bytes=max(self.machine.device_bytes, leanest_bytes))
+        self.budget = replace(self.budget, device_bytes=max(self.budget.device_bytes, leanest_bytes))
         begins = [leanest, [LayerPlan(offload_boundary=False)] * self.count]
         for share in _SHARES:
             kept = _last_of(range(self.count), round(share * self.count))
@@ -144,20 +145,22 @@ class _Search:
             begins = [list(begin)]
         for state in map(self.state, begins):
             if self.fits(state):
-                yield self._improved(self._improved(state, partial(_moves, ("off_device",))), partial(_moves, PLACES))
+                yield self._improved(
+                    self._improved(state, partial(_single_changes, ("off_device",))), partial(_single_changes, ACTIONS)
+                )
 
     def refined(self, best: _State) -> _State:
-        """Changed by two things at a time as well, until nothing helps: one leaves in another's place, say."""
+        """Improve a state by two changes at a time as well, until nothing helps: offload one result and keep another, say."""
         while True:
-            found = self._improved(self._improved(best, _double), partial(_moves, PLACES))
+            found = self._improved(self._improved(best, _double_changes), partial(_single_changes, ACTIONS))
             if found is best:
                 return best
             best = found
 
     def _leanest(self) -> tuple[list[LayerPlan], int]:
-        """As many inputs off the device as the host has room for, those of the last layer after all others, and its peak."""
+        """Return the plan that offloads as many inputs as the host has room for, the last layer's last, and its peak [bytes]."""
         everyone = range(self.count)
-        room = self.machine.host_bytes if self.machine.has_link else 0
+        room = self.budget.host_bytes if self.budget.has_link else 0
         for count in reversed(range(self.count + 1)):
             leave = everyone if count == self.count else _middle_of(everyone[:-1], count)
             plans = [LayerPlan(offload_boundary=i in leave) for i in everyone]
@@ -167,64 +170,68 @@ class _Search:
         return plans, prediction.peak_bytes
 
     def _improved(self, best: _State, neighbours: _Neighbours) -> _State:
-        """Changed step by step, each time by what saves the most, until nothing does."""
+        """Improve a state step by step, each time by the change that saves the most, until none does."""
         while True:
             found = best
             for busy, change in sorted(self._changes(best, neighbours), key=lambda one: one[0]):
                 if busy >= _seconds(found):
                     break  # none of the rest can be faster
-                changed = self._played(change(), _seconds(found))
+                changed = self._simulated(change(), _seconds(found))
                 if changed is not None and self.fits(changed):
                     found = changed
             if not _seconds(found) < _seconds(best) * (1 - MIN_GAIN):
                 return best
             best = found
 
-    def _played(self, layers: Sequence[_Choice], faster_than: float) -> _State | None:
-        """With what is expected of them; None if they take as long as `faster_than` or longer, or do not fit then."""
-        parts = assign_tiers([choice.part for choice in layers], self.machine)
-        prediction = simulate(parts, self.machine, faster_than)
+    def _simulated(self, layers: Sequence[_Choice], faster_than: float) -> _State | None:
+        """Return the state of choices for all layers; None as `simulate` does."""
+        estimates = assign_tiers([choice.estimate for choice in layers], self.budget)
+        prediction = simulate(estimates, self.budget, faster_than)
         return None if prediction is None else _State(tuple(layers), prediction)
 
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
-        """With something of one kind of layers elsewhere, for all of them, half of them, and so on down to one.
+        """Yield changes to the layers of one kind: to all of them, to half of them, and so on down to one.
 
-        Each with a time that the step takes at least then, where that is less than it takes now. What certainly does not fit
-        is left out.
+        Each comes with a lower bound of the step's time after it, which is below the present time. Changes that certainly exceed
+        the device's budget are left out.
         """
         layers, last = state.layers, self.count - 1
-        parts = [choice.part for choice in layers]
-        busy_now = sum(map(compute_s, parts))
-        # Backward begins when all has left but what the last layer sends.
-        leaving_now = busy_now - sum(part.forward_s for part in parts) + sum(part.out_s for part in parts[:-1])
+        estimates = [choice.estimate for choice in layers]
+        busy_now = sum(map(compute_s, estimates))
+        # Backward begins once all layers but the last are offloaded.
+        leaving_now = (
+            busy_now
+            - sum(estimate.forward_s for estimate in estimates)
+            + sum(estimate.out_s for estimate in estimates[:-1])
+        )
         room = (
-            self.machine.device_bytes
+            self.budget.device_bytes
             - self.kind_of[last].cost.working_bytes
-            - sum(part.held_bytes for part in parts[:-1])
+            - sum(estimate.held_bytes for estimate in estimates[:-1])
         )
         for kind in self.kinds:
             choices = {layers[i]: None for i in kind.members}
-            for targets, stays in neighbours(kind, list(choices)):
-                more = {choice: _more(choice.part, found.part) for choice, found in targets.items()}
+            for targets, keeps in neighbours(kind, list(choices)):
+                more = {choice: _more(choice.estimate, found.estimate) for choice, found in targets.items()}
                 able = [i for i in kind.members if layers[i] in targets]
                 count = len(able)
                 while count:
-                    # The last layer holds nothing while another is at work; what leaves is spread to suit the link.
-                    chosen = _last_of(able, count) if stays else _middle_of(able, count)
+                    # Memory kept in the last layer is free while others run. Offloading is spread evenly, which suits the link.
+                    chosen = _last_of(able, count) if keeps else _middle_of(able, count)
                     busy, leaving, held = busy_now, leaving_now, 0
                     for i in chosen:
                         again_s, out_s, held_bytes = more[layers[i]]
                         busy, leaving = busy + again_s, leaving + again_s
                         if i != last:
                             leaving, held = leaving + out_s, held + held_bytes
-                    at_least = max(busy + self.machine.turnaround_s, leaving)
+                    at_least = max(busy + self.budget.turnaround_s, leaving)
                     if at_least < _seconds(state) and held <= room:
-                        yield at_least, partial(_changed, layers, targets, chosen)
+                        yield at_least, partial(_with_changes, layers, targets, chosen)
                     count //= 2
 
 
 def _more(before: LayerEstimate, after: LayerEstimate) -> tuple[float, float, int]:
-    """What a layer computes again, sends [s] and holds more than before."""
+    """Return by how much recomputation [s], offloading [s] and kept memory [bytes] of a layer grow."""
     return (
         after.recompute_s - before.recompute_s,
         after.out_s - before.out_s,
@@ -232,58 +239,62 @@ def _more(before: LayerEstimate, after: LayerEstimate) -> tuple[float, float, in
     )
 
 
-def _moves(places: Sequence[Place], kind: _Kind, choices: Sequence[_Choice]) -> Iterator[tuple[_Targets, bool]]:
-    """One thing elsewhere, and whether it stays on the device then."""
-    for what in ("all", "inputs", *range(len(kind.cost.operations))):
-        for place in places:
-            targets = {choice: found for choice in choices if (found := choice.moved(what, place)) is not choice}
-            yield targets, place == "on_device"
+def _single_changes(
+    actions: Sequence[Action], kind: _Kind, choices: Sequence[_Choice]
+) -> Iterator[tuple[_Targets, bool]]:
+    """Yield every single change, and whether it keeps something on the device."""
+    for part in ("all", "inputs", *range(len(kind.cost.operations))):
+        for action in actions:
+            targets = {choice: found for choice in choices if (found := choice.changed(part, action)) is not choice}
+            yield targets, action == "on_device"
 
 
-def _double(kind: _Kind, choices: Sequence[_Choice]) -> Iterator[tuple[_Targets, bool]]:
-    """Two things elsewhere, or all as in another layer."""
+def _double_changes(kind: _Kind, choices: Sequence[_Choice]) -> Iterator[tuple[_Targets, bool]]:
+    """Yield every pair of changes, and the adoption of another layer's plan."""
     things = ("inputs", *range(len(kind.cost.operations)))
     for first, second in combinations(things, 2):
-        for places in product(PLACES, repeat=2):
+        for actions in product(ACTIONS, repeat=2):
             targets = {}
             for choice in choices:
-                middle = choice.moved(first, places[0])
-                found = middle.moved(second, places[1])
-                if middle is not choice and found is not middle and found is not choice.moved(second, places[1]):
+                middle = choice.changed(first, actions[0])
+                found = middle.changed(second, actions[1])
+                if middle is not choice and found is not middle and found is not choice.changed(second, actions[1]):
                     targets[choice] = found
-            yield targets, "on_device" in places
+            yield targets, "on_device" in actions
     for choice in choices:
         yield {other: choice for other in choices if other is not choice}, choice.plan.keep
 
 
-def _changed(layers: Sequence[_Choice], targets: Mapping[_Choice, _Choice], chosen: Container[int]) -> list[_Choice]:
+def _with_changes(
+    layers: Sequence[_Choice], targets: Mapping[_Choice, _Choice], chosen: Container[int]
+) -> list[_Choice]:
     return [targets[choice] if i in chosen else choice for i, choice in enumerate(layers)]
 
 
-def _moved(plan: LayerPlan, what: What, place: Place) -> LayerPlan:
-    """A layer's plan with a thing elsewhere; as it was where that cannot be."""
-    if what == "all" and place == "on_device":
+def _changed_plan(plan: LayerPlan, part: Part, action: Action) -> LayerPlan:
+    """Return a layer's plan after one change; the same plan if the change is impossible."""
+    if part == "all" and action == "on_device":
         return KEPT
-    if what == "all":
-        return LayerPlan() if plan.keep and place == "nowhere" else plan
+    if part == "all":
+        return LayerPlan() if plan.keep and action == "recompute" else plan
     if plan.keep:
         return plan
-    if what == "inputs":
-        return plan if place == "nowhere" else replace(plan, offload_boundary=place == "off_device")
-    moved = {
-        name: getattr(plan, name) - {what} | ({what} if name == place else set())
+    if part == "inputs":
+        return plan if action == "recompute" else replace(plan, offload_boundary=action == "off_device")
+    changed = {
+        name: getattr(plan, name) - {part} | ({part} if name == action else set())
         for name in ("on_device", "off_device")
     }
-    return replace(plan, **moved)
+    return replace(plan, **changed)
 
 
 def _middle_of(items: Sequence[int], count: int) -> set[int]:
-    """So many of the items, evenly spread."""
+    """Return `count` of the items, evenly spread."""
     return {items[(2 * k + 1) * len(items) // (2 * count)] for k in range(count)}
 
 
 def _last_of(items: Sequence[int], count: int) -> set[int]:
-    """So many of the items, evenly spread, the last of them among them."""
+    """Return `count` of the items, evenly spread, with the last one."""
     return {items[(k + 1) * len(items) // count - 1] for k in range(count)}
 
 

@@ -1,4 +1,4 @@
-"""A model on a machine: what its steps cost, what fits, and how long a context may be."""
+"""A model on a machine: the cost of its steps, whether they fit, and the longest context that does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlx.offload.plan.model_costs import E, head_cost, layer_cost
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import predict
 
-STEP_TOKENS = 1024  # to which the longest context is found
+STEP_TOKENS = 1024  # the longest context is found to a multiple of this
 _ATTENTION = {"q", "k", "v", "attention", "o"}
 PLANNED_MODES = ("plain", "checkpointing", "inputs to the host", "auto")
 
 
 class Phases(NamedTuple):
-    """The most that a device holds in each phase of a training step, gradients always counted [bytes]."""
+    """Peak device memory of each phase of a training step, gradients always counted [bytes]."""
 
     forward: float
     head: float
@@ -29,22 +29,23 @@ class Phases(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """What is planned for.
+    """A model on a machine, as a plan needs to know them.
 
     Args:
-        decoder, hardware: which.
-        gpus: over which FSDP cuts weights, gradients and optimizer states.
-        weight_bytes: of each of these for one weight; the optimizer has two states.
-        sequences: of equal length in a micro-batch.
-        logit_tokens: for how many tokens log-probs are computed; None: for all.
-        states: of weights, gradients and optimizer states on the device; None: all of them, cut over `gpus`. Or their bytes.
-        is_head_trained: the head has a gradient.
-        other_bytes: that others hold on the device meanwhile.
-        disk_bytes_per_s: of a disk for what the host has no room for; 0: there is none.
-        tile: tokens of a tile of MLPs and norms; None: there are no tiles; 0: as many as rlx takes.
-        shared_by: accelerators that share each sequence.
-        optimizer_on_host: its state waits there but for the step.
-        element: bytes of an element of activations.
+        decoder, hardware: of the model and of the machine.
+        gpus: number of GPUs that FSDP shards weights, gradients and optimizer states over.
+        weight_bytes: size of a weight, of its gradient and of each of its two optimizer states.
+        sequences: number of sequences in a micro-batch, of equal length.
+        logit_tokens: number of tokens for which log-probs are computed; None: all.
+        states: weights, gradients and optimizer states on the device, by parts or as one number of bytes; None: all of them,
+            sharded over `gpus`.
+        is_head_trained: whether the head has a gradient.
+        other_bytes: device memory that other users hold meanwhile.
+        disk_bytes_per_s: rate of a disk for bytes that the host has no room for; 0: no disk.
+        tile: tokens per tile of MLPs and norms; None: no tiles; 0: as `enable_tiling` chooses.
+        shared_by: number of accelerators that share each sequence.
+        optimizer_on_host: the optimizer's states are in host memory except during its step.
+        element: size of an element of activations [bytes].
     """
 
     decoder: Decoder
@@ -71,7 +72,7 @@ class Scenario(NamedTuple):
 
     @property
     def memory_parts(self) -> dict[str, float]:
-        """What takes device memory beside activations, and what is left for them [bytes]; below 0: it does not fit."""
+        """Device memory by use, the rest of it as `"activations"`, which is below 0 if the others do not fit [bytes]."""
         whole, states = self.hardware.device_bytes, self._states
         parts: dict[str, float] = states._asdict()
         if isinstance(self.states, float | int):
@@ -84,18 +85,18 @@ class Scenario(NamedTuple):
         return {**parts, "activations": whole - sum(parts.values())}
 
     @property
-    def machine(self) -> Budget:
-        """What there is to spend on activations."""
+    def budget(self) -> Budget:
+        """The budget for activations."""
         link, room = self.hardware.link_bytes_per_s, self.memory_parts["activations"]
         return Budget(link, link, max(0, int(room)), max(0, int(self.host_bytes)), self.disk_bytes_per_s)
 
     @property
     def host_bytes(self) -> float:
-        """Of host memory for activations; below 0: there is not even room for the optimizer's state."""
+        """Host memory for activations; below 0 if even the optimizer's states have no room."""
         return self.hardware.host_bytes - self._states.optimizer * self.optimizer_on_host
 
     def costs(self, tokens: int) -> list[LayerCost]:
-        """Of each layer, and of the head as the last where log-probs are computed."""
+        """Return the cost of each layer and, if log-probs are computed, of the head as a last layer."""
         kinds: dict[tuple[int | None, bool], LayerCost] = {}
         costs = []
         for i, kind in enumerate(zip(self.decoder.windows, self.decoder.sparse, strict=True)):
@@ -116,23 +117,23 @@ class Scenario(NamedTuple):
         return costs if head is None else [*costs, head]
 
     def _own_logits(self, tokens: int) -> int:
-        """For how many tokens one accelerator computes log-probs."""
+        """Return the number of tokens for which one accelerator computes log-probs."""
         logits = tokens if self.logit_tokens is None else min(tokens, self.logit_tokens)
         return -(-logits // self.shared_by)
 
     def plan(self, mode: str, tokens: int) -> Plan:
-        """What is done with so many tokens in one of `PLANNED_MODES`, or as `save="attention"` or `"all"` do it, and what to expect."""
-        costs, machine = self.costs(tokens), self.machine
+        """Return the plan for a number of tokens in one of `PLANNED_MODES`, or in mode `"attention"` or `"all"`."""
+        costs, budget = self.costs(tokens), self.budget
         if mode == "auto":
-            return make_plan(costs, machine)
-        if mode == "all":  # whatever autograd saves leaves; there is nothing to recompute
+            return make_plan(costs, budget)
+        if mode == "all":  # everything autograd saves is offloaded, nothing is recomputed
             costs = [replace(cost, boundary_bytes=cost.saved_bytes, recompute_s=0.0) for cost in costs]
         layers = tuple(_of_mode(mode, cost) for cost in costs)
-        # Those ask for what a layer needs late in the backward of the one behind it.
-        return Plan(layers, (1,) * len(costs), predict(costs, layers, replace(machine, device_bytes=0)))
+        # These modes fetch a layer late in the backward of the layer after it.
+        return Plan(layers, (1,) * len(costs), predict(costs, layers, replace(budget, device_bytes=0)))
 
     def phases(self, plan: Plan) -> Phases:
-        """Device memory by phase."""
+        """Return the device memory by phase."""
         states, (forward, last, backward) = self._states, plan.prediction.peaks
         if self.logit_tokens == 0:
             backward, last = max(last, backward), 0
@@ -143,7 +144,7 @@ class Scenario(NamedTuple):
         return Phases(while_passing + forward, head, while_passing + backward, step)
 
     def without_backward(self, tokens: int) -> float:
-        """The most that a device holds while so many tokens go forward only, gradients not counted [bytes]."""
+        """Return the peak device memory of a forward without backward, gradients not counted [bytes]."""
         states, own = self._states, -(-tokens // self.shared_by)
         working = max(
             forward_bytes(self.decoder, layer, own, self.element, self.tile)
@@ -154,12 +155,12 @@ class Scenario(NamedTuple):
         return held + max(working, head)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether device and host have room for it."""
+        """Return whether device and host have room for a plan."""
         has_room = plan.prediction.host_bytes <= self.host_bytes
         return has_room and max(self.phases(plan)) <= self.hardware.device_bytes * DEVICE_SHARE
 
     def longest(self, mode: str) -> int:
-        """The most tokens that fit in a mode, to `STEP_TOKENS`."""
+        """Return the largest multiple of `STEP_TOKENS` tokens that fits in a mode."""
         return STEP_TOKENS * _last(lambda steps: self.fits(self.plan(mode, STEP_TOKENS * steps)))
 
 
@@ -170,7 +171,7 @@ def _of_mode(mode: str, cost: LayerCost) -> LayerPlan:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The last number for which something holds that holds up to it."""
+    """Return the largest number for which a property holds that holds for all smaller ones."""
     above = 1
     while holds(above):
         above *= 2

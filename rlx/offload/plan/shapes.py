@@ -1,4 +1,4 @@
-"""Decoder shapes as published, by name: what the planner's command and the benchmarks offer."""
+"""Shapes of published decoders by name, for the planner's command and for benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _FIELDS = (
     "head_dim",
     "vocab_size",
 )
-# Decoders as published.
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS, values, strict=True))
     for name, *values in (

@@ -1,27 +1,28 @@
-"""One training step of a plan, played through: how long it takes and how much device memory it needs at most.
+"""Simulate one training step under a plan: `predict` returns its time and the device memory that it needs at most.
 
 Without torch: numbers in, numbers out.
 
-Note [the step that is played through]
-Three things take turns or run side by side: the device computes, one direction of the link sends, the other fetches.
-*Forward.* A layer's input leaves when the layer begins, the result of an operation when it has run; the link sends them in
-order. A layer begins once what the layer two before it sent has left.
-*Backward* begins once all has left but what the last layer sent. Layers come in reverse order. A layer's bytes are asked for
-while the layer behind it runs: at the earliest of that layer's points from which on there is room for them, the first of which
-is the begin of its recomputation; at the last one where there is none. Recomputation goes as far as what has arrived lets it;
-a saved operation takes no time in it. What the last layer sent is still there.
-*Disk.* What leaves once the host is full goes to the disk, if there is one: of each layer all or nothing. It takes the disk's
-time instead of the link's, and nothing is read before all has been written.
-*Memory* for backward, above weights and gradients: what kept layers and operations hold on the device, what is on its way,
-and what the layer at work needs for itself: in forward what autograd saves of it, all of which is there until it ends, with
-its inputs, what else it is just computing and the results it sends or keeps that autograd does not, beside what the layer
-before is still sending; in backward its working set, beside the results it keeps that autograd does not, which stay to the end. The peak stands where backward is in one of the last layers, or in the widest, or at the end of forward.
-The last layer can therefore be kept at no price in memory, unless something wider follows it.
+Note [the step that is simulated]
+Three things work at the same time: the device computes, one direction of the link offloads, the other direction fetches.
+*Forward.* The input of a layer is offloaded when the layer begins, the result of an operation when the operation has run. The
+link works in that order. A layer begins once everything that the layer two before it offloads has been copied.
+*Backward* begins once everything has been copied but the bytes of the last layer. It runs the layers in reverse order. A layer's
+bytes are fetched while the layer after it runs, from one of that layer's fetch points: the first from which on there is room for
+them, else the last. The first fetch point is the begin of the recomputation. Recomputation runs as far as the fetched bytes let
+it; an operation whose result is saved takes no time in it. The last layer fetches nothing: its bytes are still on the device.
+*Disk.* Once the host is full, layers are offloaded to disk if there is one, each layer as a whole. That takes the disk's time
+instead of the link's, and nothing is read before everything is written.
+*Memory* above weights and gradients is the sum of three: bytes that layers keep on the device, bytes that are being copied, and
+the working set of the layer that runs. In forward that set is everything autograd saves of the layer, all of which is there until
+the layer ends, with its inputs, its temporary tensors and those results it offloads or keeps that autograd does not save; the
+bytes that the layer before is still offloading come on top. In backward it is `LayerCost.working_bytes`, and those results it
+keeps that autograd does not save, which are there until the layer ends. The peak is in the backward of one of the last layers,
+or of the widest, or at the end of forward. Keeping the last layer therefore needs no more memory, unless a wider one follows it.
 
 Note [a layer as two lines]
-What a layer does to the clock is the later of two: it computes without a break from where it begins, or it waits for the
-link, which works without a break, and then has left what comes after the piece that it waited for. So each layer is a
-handful of numbers, worked out once for each choice (`LayerEstimate`), and playing a step through is a few additions a layer.
+A layer ends at the later of two times. Either it computes without a break from its begin. Or it waits for the link, which copies
+without a break, and then computes the rest that needs the last bytes. So a few numbers describe a layer under a plan
+(`LayerEstimate`). They are computed once for each choice, and simulating a step takes a few additions per layer.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Point
 
 
 class Peaks(NamedTuple):
-    """The most that is held at once while all layers but the last go forward, from the last one's forward to its backward, and
-    in backward of the others.
+    """Peak memory of three phases [bytes]: forward of all layers but the last, forward and backward of the last, backward of the
+    others.
     """
 
     forward: int
@@ -44,8 +45,15 @@ class Peaks(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One step of a plan: its time, that in which compute waits for the link, the peak, what lies off the device and where,
-    forward's time, and the peak by phase.
+    """One simulated step.
+
+    Args:
+        step_s: its time.
+        stall_s: of it, the time in which compute waits for the link or the disk.
+        peak_bytes: peak memory above weights and gradients.
+        host_bytes, disk_bytes: offloaded bytes by tier.
+        forward_s: time of forward.
+        peaks: peak memory by phase.
     """
 
     step_s: float
@@ -58,50 +66,52 @@ class Prediction(NamedTuple):
 
 
 def held_bytes(cost: LayerCost, plan: LayerPlan) -> int:
-    """What a layer holds on the device from forward to backward."""
+    """Return the bytes that a layer keeps on the device from forward to backward."""
     if plan.keep:
         return cost.saved_bytes
     boundary = 0 if plan.offload_boundary else cost.boundary_bytes
-    stays = sum(cost.operations[i].small_bytes for i in plan.off_device)
-    return boundary + stays + sum(cost.operations[i].nbytes for i in plan.on_device)
+    small = sum(cost.operations[i].small_bytes for i in plan.off_device)
+    return boundary + small + sum(cost.operations[i].nbytes for i in plan.on_device)
 
 
 def sent_bytes(cost: LayerCost, plan: LayerPlan) -> int:
-    """What of a layer leaves the device."""
-    return sum(nbytes for _, nbytes, _, _ in _sent(cost, plan))
+    """Return the bytes of a layer that are offloaded."""
+    return sum(nbytes for _, nbytes, _, _ in _transfers(cost, plan))
 
 
 def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
-    """Time in which a layer's recomputation computes."""
+    """Return the compute time of a layer's recomputation."""
     return 0.0 if plan.keep else _recomputed_until(cost, plan, 1.0, len(cost.operations))
 
 
-def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], machine: Budget) -> Prediction:
-    """Plays one step through (Note [the step that is played through]).
+def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], budget: Budget) -> Prediction:
+    """Simulate one step (Note [the step that is simulated]).
 
     Args:
-        costs, layers: of each layer, from the first to the last.
-        machine: link and budgets; `device_bytes` says when bytes are asked for, 0 as late as can be.
+        costs, layers: cost and plan of each layer, from the first to the last.
+        budget: rates of the copies, and room for them. `device_bytes` decides at which fetch point bytes are fetched; with 0 as
+            late as possible.
     """
-    parts = [estimate_layer(cost, plan, machine) for cost, plan in zip(costs, layers, strict=True)]
-    prediction = simulate(assign_tiers(parts, machine), machine)
+    estimates = [estimate_layer(cost, plan, budget) for cost, plan in zip(costs, layers, strict=True)]
+    prediction = simulate(assign_tiers(estimates, budget), budget)
     assert prediction is not None
     return prediction
 
 
 class LayerEstimate(NamedTuple):
-    """What a step needs to know of one layer (Note [a layer as two lines]).
+    """Times and sizes of one layer under a plan (Note [a layer as two lines]).
 
     Args:
-        forward_s, recompute_s, backward_s: compute.
-        out_s: the link's time for what leaves.
-        left_s: from the layer's begin until all has left, where the link is free.
-        in_s: the link's time for what is fetched.
-        ready_s: from the fetch's begin until recomputation is over, where the device waits for every piece.
-        held_bytes, sent_bytes, forward_bytes, working_bytes: memory.
-        points: of `LayerCost.fetch_points` the time from the begin of backward, and the most that is held from there on.
-        is_on_disk: whether what leaves goes to disk, at its rate.
-        on_disk: the same if it does; None where it cannot.
+        forward_s, recompute_s, backward_s: compute time.
+        out_s: time of the link for the bytes that are offloaded.
+        left_s: time from the layer's begin until all of them are copied, if the link is free.
+        in_s: time of the link for the bytes that are fetched.
+        ready_s: time from the begin of the fetch to the end of recomputation, if the device waits for every transfer.
+        held_bytes, sent_bytes: memory that the layer keeps on the device, and that it offloads.
+        forward_bytes, working_bytes: peak memory of its forward and of its backward.
+        points: for each of `LayerCost.fetch_points` its time from the begin of backward, and the peak memory from then on.
+        is_on_disk: the layer is offloaded to disk, at the disk's rate.
+        on_disk: the estimate of the same layer on disk; None if it cannot go there.
     """
 
     forward_s: float
@@ -120,40 +130,40 @@ class LayerEstimate(NamedTuple):
     on_disk: LayerEstimate | None = None
 
 
-def estimate_layer(cost: LayerCost, plan: LayerPlan, machine: Budget) -> LayerEstimate:
-    """What a step needs to know of a layer under a plan."""
-    part = _part(cost, plan, machine.out_bytes_per_s, machine.in_bytes_per_s)
-    if not machine.has_disk or not part.sent_bytes:
-        return part
-    rates = (min(rate, machine.disk_bytes_per_s) for rate in (machine.out_bytes_per_s, machine.in_bytes_per_s))
-    return part._replace(on_disk=_part(cost, plan, *rates)._replace(is_on_disk=True))
+def estimate_layer(cost: LayerCost, plan: LayerPlan, budget: Budget) -> LayerEstimate:
+    """Return the estimate of a layer under a plan."""
+    estimate = _estimate(cost, plan, budget.out_bytes_per_s, budget.in_bytes_per_s)
+    if not budget.has_disk or not estimate.sent_bytes:
+        return estimate
+    rates = (min(rate, budget.disk_bytes_per_s) for rate in (budget.out_bytes_per_s, budget.in_bytes_per_s))
+    return estimate._replace(on_disk=_estimate(cost, plan, *rates)._replace(is_on_disk=True))
 
 
-def assign_tiers(parts: Sequence[LayerEstimate], machine: Budget) -> Sequence[LayerEstimate]:
-    """The layers with what leaves on the host for as long as that has room, then on disk."""
-    if not machine.has_disk:
-        return parts
-    room, found = machine.host_bytes or 0, []
-    for part in parts:
-        if part.on_disk is not None and part.sent_bytes > room:
-            found.append(part.on_disk)
+def assign_tiers(estimates: Sequence[LayerEstimate], budget: Budget) -> Sequence[LayerEstimate]:
+    """Return the estimates with each layer's tier: the host as long as it has room, then the disk."""
+    if not budget.has_disk:
+        return estimates
+    room, found = budget.host_bytes or 0, []
+    for estimate in estimates:
+        if estimate.on_disk is not None and estimate.sent_bytes > room:
+            found.append(estimate.on_disk)
         else:
-            room -= part.sent_bytes
-            found.append(part)
+            room -= estimate.sent_bytes
+            found.append(estimate)
     return found
 
 
-def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> LayerEstimate:
+def _estimate(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> LayerEstimate:
     again_s = recompute_s(cost, plan)
     out_s = left_s = in_s = ready_s = 0.0
-    for offload_at, nbytes, end, at in _sent(cost, plan):
+    for offload_at, nbytes, end, at in _transfers(cost, plan):
         seconds = _over(nbytes, out_rate)
         out_s, left_s = out_s + seconds, max(left_s, offload_at * cost.forward_s) + seconds
         in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
-    # What was kept of a layer is let go with the layer, not when recomputation, or backward, is through with it.
-    stays = sum(cost.operations[i].extra_bytes for i in plan.on_device) + cost.extra_bytes * (not plan.offload_boundary)
-    stays = 0 if plan.keep else stays
+    # Results that a layer keeps are freed when the layer ends, not when recomputation or backward has used them.
+    extra = sum(cost.operations[i].extra_bytes for i in plan.on_device) + cost.extra_bytes * (not plan.offload_boundary)
+    extra = 0 if plan.keep else extra
 
     def kept(point: Point) -> int:
         if plan.keep or point.forward_at is None:
@@ -172,8 +182,8 @@ def _part(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> 
         held_bytes=held_bytes(cost, plan),
         sent_bytes=sent_bytes(cost, plan),
         forward_bytes=_forward_bytes(cost, plan),
-        working_bytes=_working_bytes(cost, plan) + stays,
-        points=tuple((cost.backward_s * point.at, point.nbytes + stays + kept(point)) for point in cost.fetch_points),
+        working_bytes=_working_bytes(cost, plan) + extra,
+        points=tuple((cost.backward_s * point.at, point.nbytes + extra + kept(point)) for point in cost.fetch_points),
     )
 
 
@@ -182,28 +192,30 @@ def _working_bytes(cost: LayerCost, plan: LayerPlan) -> int:
 
 
 def _forward_bytes(cost: LayerCost, plan: LayerPlan) -> int:
-    """What is there at most while a layer goes forward."""
+    """Return the peak memory of a layer's forward."""
     held = () if plan.keep else plan.on_device | plan.off_device
     return max(cost.saved_bytes, cost.forward_bytes + sum(cost.operations[i].extra_bytes for i in held))
 
 
-def _sent(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, float]]:
-    """What leaves, in order, which is that of coming back: where in forward, how much, at which operation it is needed
-    again, and where in forward that ends.
+def _transfers(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, float]]:
+    """Return the copies of a layer in order, which is the same in both directions.
+
+    Each is a tuple: when it is offloaded (share of forward), its bytes, the operation that recomputation needs it for, and when
+    that operation ends (share of forward).
     """
     if plan.keep:
         return []
     operations = [(i, cost.operations[i]) for i in plan.off_device]
-    pieces = [
+    transfers = [
         (op.at if op.offload_at is None else op.offload_at, op.nbytes - op.small_bytes, i, op.at)
         for i, op in operations
     ]
-    pieces.sort(key=lambda piece: (piece[0], piece[2]))
-    return [(0.0, cost.boundary_bytes, 0, 0.0), *pieces] if plan.offload_boundary else pieces
+    transfers.sort(key=lambda transfer: (transfer[0], transfer[2]))
+    return [(0.0, cost.boundary_bytes, 0, 0.0), *transfers] if plan.offload_boundary else transfers
 
 
 def _recomputed_until(cost: LayerCost, plan: LayerPlan, at: float, end: int) -> float:
-    """Time of recomputing a layer before its operation `end`: those not saved, and as much of the rest as lies before `at`."""
+    """Return the time to recompute a layer up to operation `end`: operations not saved, and the rest before share `at`."""
     saved = plan.on_device | plan.off_device
     rest_s = max(0.0, cost.recompute_s - sum(op.seconds for op in cost.operations))
     return rest_s * at + sum(op.seconds for i, op in enumerate(cost.operations[:end]) if i not in saved)
@@ -213,91 +225,92 @@ def _over(nbytes: int, rate: float) -> float:
     return nbytes / rate if rate else inf if nbytes else 0.0
 
 
-def simulate(parts: Sequence[LayerEstimate], machine: Budget, faster_than: float = inf) -> Prediction | None:
-    """What is expected of a step of these layers.
+def simulate(estimates: Sequence[LayerEstimate], budget: Budget, faster_than: float = inf) -> Prediction | None:
+    """Simulate a step of these layers.
 
-    None if it takes as long as `faster_than` or longer [s]; where that is given also if the device has no room for it.
+    Returns:
+        The prediction; None if the step is not shorter than `faster_than` [s], or if that is given and the device lacks room.
     """
-    fetches = choose_fetch_points(parts, machine.device_bytes)
-    peaks = _peaks(parts, fetches, machine.turnaround_bytes)
-    if max(peaks) > machine.device_bytes and faster_than < inf:
+    fetches = choose_fetch_points(estimates, budget.device_bytes)
+    peaks = _peaks(estimates, fetches, budget.turnaround_bytes)
+    if max(peaks) > budget.device_bytes and faster_than < inf:
         return None
-    forward_s, left_before, left = _forward(parts)
-    written = left if any([part.is_on_disk for part in parts]) else 0.0
-    step_s = _backward(parts, fetches, max(forward_s + machine.turnaround_s, left_before), written)
+    forward_s, left_before, left = _forward(estimates)
+    written = left if any([estimate.is_on_disk for estimate in estimates]) else 0.0
+    step_s = _backward(estimates, fetches, max(forward_s + budget.turnaround_s, left_before), written)
     if step_s >= faster_than < inf:
         return None
     return Prediction(
         step_s,
-        max(0.0, step_s - machine.turnaround_s - sum(map(compute_s, parts))),
+        max(0.0, step_s - budget.turnaround_s - sum(map(compute_s, estimates))),
         max(peaks),
-        sum(part.sent_bytes for part in parts if not part.is_on_disk),
-        sum(part.sent_bytes for part in parts if part.is_on_disk),
+        sum(estimate.sent_bytes for estimate in estimates if not estimate.is_on_disk),
+        sum(estimate.sent_bytes for estimate in estimates if estimate.is_on_disk),
         forward_s,
         peaks,
     )
 
 
-def compute_s(part: LayerEstimate) -> float:
-    """Time in which the device computes for a layer, which a step cannot be shorter than."""
-    return part.forward_s + part.recompute_s + part.backward_s
+def compute_s(estimate: LayerEstimate) -> float:
+    """Return the compute time of a layer; a step takes at least the sum over its layers."""
+    return estimate.forward_s + estimate.recompute_s + estimate.backward_s
 
 
-def _forward(parts: Sequence[LayerEstimate]) -> tuple[float, float, float]:
-    """When forward ends, and when all has left that the last layer but one and the last send."""
+def _forward(estimates: Sequence[LayerEstimate]) -> tuple[float, float, float]:
+    """Return three times: the end of forward, and when all bytes up to the last layer but one, and up to the last, are copied."""
     now = link_free = left_before = left = 0.0
-    for part in parts:
+    for estimate in estimates:
         now = max(now, left_before)
-        link_free = max(link_free + part.out_s, now + part.left_s)
-        now += part.forward_s
+        link_free = max(link_free + estimate.out_s, now + estimate.left_s)
+        now += estimate.forward_s
         left_before, left = left, link_free
     return now, left_before, left
 
 
-def choose_fetch_points(parts: Sequence[LayerEstimate], device_bytes: int) -> list[int]:
-    """In the backward of each layer the point at which what the layer before has sent is asked for: the first with room."""
+def choose_fetch_points(estimates: Sequence[LayerEstimate], device_bytes: int) -> list[int]:
+    """Return for each layer the fetch point at which the bytes of the layer before are fetched: the first with room."""
     fetches, room, coming = [], device_bytes, 0
-    for part in parts:
+    for estimate in estimates:
         fetch = 0
-        if coming and part.working_bytes + coming > room:
-            last = len(part.points) - 1
+        if coming and estimate.working_bytes + coming > room:
+            last = len(estimate.points) - 1
             fetch = 1
-            while fetch < last and part.points[fetch][1] + coming > room:
+            while fetch < last and estimate.points[fetch][1] + coming > room:
                 fetch += 1
         fetches.append(fetch)
-        room -= part.held_bytes
-        coming = part.sent_bytes
+        room -= estimate.held_bytes
+        coming = estimate.sent_bytes
     return fetches
 
 
-def _backward(parts: Sequence[LayerEstimate], fetches: Sequence[int], now: float, written: float) -> float:
-    """When backward ends that begins now, where nothing is fetched before all has been `written`."""
+def _backward(estimates: Sequence[LayerEstimate], fetches: Sequence[int], now: float, written: float) -> float:
+    """Return when a backward ends that begins at `now`; nothing is fetched before the time `written`."""
     asked, link_free = now, max(now, written)
     is_here = True
-    for part, fetch in zip(reversed(parts), reversed(fetches), strict=True):
-        begins, began = now, now + part.recompute_s
+    for estimate, fetch in zip(reversed(estimates), reversed(fetches), strict=True):
+        begins, began = now, now + estimate.recompute_s
         if not is_here:
             link_free = max(link_free, asked)
-            began = max(began, link_free + part.ready_s)
-            link_free += part.in_s
+            began = max(began, link_free + estimate.ready_s)
+            link_free += estimate.in_s
         is_here = False
-        now = began + part.backward_s
-        asked = began + part.points[fetch][0] if fetch else begins
+        now = began + estimate.backward_s
+        asked = began + estimate.points[fetch][0] if fetch else begins
     return now
 
 
-def _peaks(parts: Sequence[LayerEstimate], fetches: Sequence[int], turnaround_bytes: int) -> Peaks:
-    """The most that is held for backward at once."""
+def _peaks(estimates: Sequence[LayerEstimate], fetches: Sequence[int], turnaround_bytes: int) -> Peaks:
+    """Return the peak memory by phase."""
     forward = backward = held = coming = last = 0
-    for index, (part, fetch) in enumerate(zip(parts, fetches, strict=True), 1):
-        own = max(part.working_bytes + (0 if fetch else coming), part.points[fetch][1] + coming)
-        if index == len(parts):
-            last = held + max(own, part.forward_bytes + coming)
+    for index, (estimate, fetch) in enumerate(zip(estimates, fetches, strict=True), 1):
+        own = max(estimate.working_bytes + (0 if fetch else coming), estimate.points[fetch][1] + coming)
+        if index == len(estimates):
+            last = held + max(own, estimate.forward_bytes + coming)
         else:
-            forward = max(forward, held + part.forward_bytes + coming)
+            forward = max(forward, held + estimate.forward_bytes + coming)
             backward = max(backward, held + own)
-        held += part.held_bytes
-        coming = part.sent_bytes
+        held += estimate.held_bytes
+        coming = estimate.sent_bytes
     if turnaround_bytes:
-        last = max(last, held + sum(part.sent_bytes for part in parts[-2:]) + turnaround_bytes)
+        last = max(last, held + sum(estimate.sent_bytes for estimate in estimates[-2:]) + turnaround_bytes)
     return Peaks(forward, last, backward)

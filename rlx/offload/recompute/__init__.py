@@ -1,1 +1,1 @@
-"""Boundary mode: a layer keeps its inputs and runs again when backward comes to it."""
+"""Boundary mode: a layer keeps its inputs and is recomputed when backward reaches it."""

@@ -1,7 +1,7 @@
-"""The state around a layer's forward that its recomputation must see again: randomness, autocast, default device,
-which kernels attention may use.
+"""The state around a layer's forward: random generators, autocast, default device, allowed attention kernels.
 
-Backward runs on autograd's threads, outside of every context manager that was entered around forward.
+A recomputation must see the same state. It runs on autograd's threads, outside of all context managers that were active
+in forward, so the state is saved before forward and restored around the recomputation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _KERNELS = (
 )
 
 
-# Of the CPU's generator, then of accelerators. As bytes, for these compare in no time.
+# The state of the CPU's generator, then of the accelerators', as bytes: bytes compare fast.
 RandomState = tuple[bytes, ...]
-_latest: RandomState = ()  # mostly the same for all layers and steps that are alive, 5 KB for each that is not
-# Takes a tenth of the time of Tensor.numpy, and is possible under modes that take no other tensors than their own.
+_latest: RandomState = ()  # shared by layers and steps while nothing is drawn; a state takes 5 KB
+# A tenth of the time of Tensor.numpy, and usable under modes that accept only tensors of their own.
 _bytes_at = ctypes.string_at
 _ANYTHING, _CPU = (None,), torch.device("cpu")
 
-# The flags hold for the CPU's kernels as well. These functions carry no types.
+# The flags also apply to the CPU's kernels. These functions have no type annotations.
 _cuda: Any = torch.backends.cuda
 _flash, _mem_efficient = _cuda.flash_sdp_enabled, _cuda.mem_efficient_sdp_enabled
 _cudnn, _math = _cuda.cudnn_sdp_enabled, _cuda.math_sdp_enabled
@@ -47,22 +47,22 @@ _is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dt
 
 
 class _Sections:
-    """Stretches of code whose random numbers have to be repeatable: forwards of layers, and recomputations of those that drew.
+    """Sections of code whose random numbers must be repeatable: forwards, and recomputations of layers that drew numbers.
 
-    A device has one generator for all threads. Numbers that two threads draw from it at once interleave, and neither's
-    can be repeated; so each section knows whether one of another thread has run in its time. Sections of the same thread
-    lie inside each other, and are no matter.
+    A device has one generator for all threads. If two threads draw from it at once, their numbers interleave and cannot be
+    repeated. So each section notes whether another thread ran a section meanwhile. Sections of one thread are nested and
+    do no harm.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[int, int] = {}  # how many, by thread
-        self._last_thread = 0  # that began one
-        self._switches = 0  # from one thread to another
-        self._sets = 0  # of a generator's state, which may look as if nothing had been drawn
+        self._running: dict[int, int] = {}  # number of open sections, by thread
+        self._last_thread = 0  # the thread that began the last section
+        self._switches = 0  # of the thread that begins sections
+        self._sets = 0  # of a generator's state; a state that was set back looks as if nothing had been drawn
 
     def begin(self) -> tuple[bool, int, int]:
-        """Begin a section; returns what `end` takes."""
+        """Begin a section; return the argument of `end`."""
         thread, running = threading.get_ident(), self._running
         with self._lock:
             if thread != self._last_thread:
@@ -73,7 +73,7 @@ class _Sections:
             return len(running) == 1, self._switches, self._sets
 
     def end(self, begun: tuple[bool, int, int]) -> tuple[bool, bool]:
-        """End a section; returns whether no other thread has run one meanwhile, and whether no state was set meanwhile."""
+        """End a section; return whether no other thread ran one meanwhile, and whether no state was set meanwhile."""
         was_alone, switches, sets = begun
         thread, running = threading.get_ident(), self._running
         with self._lock:
@@ -83,7 +83,7 @@ class _Sections:
             return was_alone and self._switches == switches, self._sets == sets
 
     def is_anyone_elses(self) -> bool:
-        """Whether another thread runs one now."""
+        """Whether another thread is in a section now."""
         with self._lock:
             return any(thread != threading.get_ident() for thread in self._running)
 
@@ -99,10 +99,10 @@ _sections = _Sections()
 
 
 class AmbientState:
-    """State taken at the start of a layer's forward.
+    """The state at the start of a layer's forward.
 
     Args:
-        devices: the accelerators that the layer's inputs are on; the CPU's state is always taken.
+        devices: the accelerators of the layer's inputs; the CPU's state is always saved.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -120,11 +120,11 @@ class AmbientState:
             raise
 
     def leave_forward(self) -> None:
-        """Note that an exception has ended forward."""
+        """An exception has ended forward."""
         _sections.end(self._section)
 
     def end_forward(self) -> None:
-        """Note that forward has ended, and whether it drew random numbers, as far as can be seen.
+        """Forward has ended. Note whether it drew random numbers.
 
         Raises:
             RuntimeError: if it drew while another thread ran a section.
@@ -138,16 +138,16 @@ class AmbientState:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
-        """Run a block as forward ran; the caller's state comes back after it. None where nothing has to be restored."""
+        """Return a context with the state of forward, None if it is the current one. The caller's state returns after it."""
         redraws = self._is_drawn or self._may_be_drawn(self._random)
         if not redraws and self._surroundings == _surroundings(self._kinds):
             return None
         return self._restored(redraws)
 
     def _may_be_drawn(self, state: RandomState) -> bool:
-        """Whether generators must be set to `state` for a forward that drew unseen, within `torch.random.fork_rng`.
+        """Whether generators must be set to `state`, for a forward that may have drawn inside `torch.random.fork_rng`.
 
-        With another thread in a section they are left alone: they would be taken away from that one.
+        While another thread is in a section, its generators must not be changed.
         """
         return state != self.random_state() and not _sections.is_anyone_elses()
 
@@ -186,12 +186,12 @@ class AmbientState:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def skip_to(self, random_state: RandomState) -> None:
-        """Within `restored`: go on from a random state that forward had."""
+        """Within `restored`: set the generators to a state that forward had."""
         if self._is_drawn or self._may_be_drawn(random_state):
             self._set_random_state(random_state)
 
     def random_state(self) -> RandomState:
-        """The state of the generators on this thread now."""
+        """Return the current state of the generators."""
         global _latest
         state = torch.default_generator.get_state()
         found: RandomState = (_bytes_at(state.data_ptr(), state.nbytes),)
@@ -212,12 +212,12 @@ class AmbientState:
 
 
 def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
-    """Default device, kernels of attention, autocast's cache, then autocast's state on the CPU and on other devices.
+    """Return default device, attention kernels, autocast's cache, then autocast's state on the CPU and on other devices.
 
-    Read twice for each layer and step, hence the plain tuple.
+    A plain tuple, because it is read twice per layer and step.
     """
     return (
-        # Set by a mode only, thread by thread. An empty tensor takes a fifth of the time of torch.get_default_device.
+        # Only a mode sets it, per thread. An empty tensor takes a fifth of the time of torch.get_default_device.
         torch.empty(0).device if has_torch_function(_ANYTHING) else _CPU,
         (_flash(), _mem_efficient(), _cudnn(), _math()),
         torch.is_autocast_cache_enabled(),
@@ -227,13 +227,13 @@ def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def accelerators_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """The devices of tensors, without the CPU and what has no memory."""
+    """Return the accelerators that hold tensors."""
     return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta))
 
 
 @functools.cache
 def has_autocast(device_type: str) -> bool:
-    """Whether autocast knows a type of device."""
+    """Whether autocast supports a type of device."""
     return torch.amp.is_autocast_available(device_type)
 
 

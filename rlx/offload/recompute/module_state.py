@@ -1,4 +1,4 @@
-"""What a layer's own parameters and buffers were when its forward began: recomputation must see the same."""
+"""A layer's parameters and buffers at the beginning of its forward: a recomputation must see the same values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 _SMALL_BYTES = 1 << 20
-_VERSION, _WANTS_GRADIENT = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
-Place = tuple[weakref.ref[nn.Module], str]
+_VERSION, _REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+Site = tuple[weakref.ref[nn.Module], str]
 
 
 class TensorSites:
-    """Where a layer keeps parameters and buffers: (module, attribute) pairs, with the modules held weakly.
+    """The parameters and buffers of a layer as (module, attribute) pairs, with weak references to the modules.
 
-    Parameters that autograd saves are watched by their slots; the others (biases) have to be looked at, which is slow, so
-    they are told apart by what the last forward saved.
+    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So the sites
+    remember which ones the last forward saved.
 
     Args:
         layer: the layer, complete.
@@ -29,13 +29,13 @@ class TensorSites:
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
         self.find()
-        # Those that the last forward did not save, and the ids of the parameters that it did; threads read both at once.
-        self.unsaved: tuple[list[Place], list[int]] = (self.parameters, [])
+        # The parameters that the last forward did not save, and the ids of those that it saved; one tuple, for threads.
+        self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
 
     def find(self) -> None:
-        """Look again: parts may have been added to the layer since, as adapters are."""
-        self.parameters: list[Place] = []
-        self.buffers: list[Place] = []
+        """Search the layer again: adapters may have been added to it since."""
+        self.parameters: list[Site] = []
+        self.buffers: list[Site] = []
         layer = self._layer()
         for module in layer.modules() if layer is not None else ():
             reference = weakref.ref(module)
@@ -54,24 +54,24 @@ class _Seen(NamedTuple):
 class ModuleState:
     """Parameters and buffers of a layer at the start of one forward call.
 
-    A parameter that has changed when the layer is recomputed is refused: by then its old value is nowhere. Small buffers
-    (running statistics, counters, scales) get their old values back for the recomputation and lose them after it, past
-    the version counters, for the values are those that graphs alive have saved.
+    A parameter that has changed since is an error, because its old value is lost. Small buffers (running statistics,
+    counters, scales) get their old values back during the recomputation. This bypasses the version counters: graphs may
+    have saved the buffers with these values.
     """
 
-    def __init__(self, places: TensorSites) -> None:
-        self._all_places = places
-        self._places, self._saved_ids = places.unsaved
-        self._parameters = _at(self._places)
+    def __init__(self, sites: TensorSites) -> None:
+        self._sites = sites
+        self._unsaved_sites, self._saved_ids = sites.unsaved
+        self._parameters = _at(self._unsaved_sites)
         self._versions = _versions(self._parameters)
         self._saved: list[Any] = []
-        self._wanted: list[bool] = []
+        self._required_grad: list[bool] = []
         self._buffers: list[_Seen] = []
         self._large_buffers: list[_Seen] = []
-        for module, name in places.buffers:
-            seen = _Seen(module, name, *_look(module, name), None)
+        for module, name in sites.buffers:
+            seen = _Seen(module, name, *_tensor_at(module, name), None)
             if _is_small(seen.tensor):
-                # Batch normalisation writes its statistics past the version counter: copied in any case.
+                # Copied in any case: batch normalisation writes its statistics without increasing the version.
                 self._buffers.append(seen._replace(value=seen.tensor.detach().clone()))
             else:
                 self._large_buffers.append(seen)
@@ -86,9 +86,9 @@ class ModuleState:
         ids = list(map(id, self._saved))
         if ids != self._saved_ids:
             self._watch_unsaved(ids)
-        self._wanted = self._want_gradients()
+        self._required_grad = self._require_grad()
         for seen in self._large_buffers:
-            tensor, version = _look(seen.module, seen.name)
+            tensor, version = _tensor_at(seen.module, seen.name)
             if tensor is not seen.tensor or version != seen.version:
                 raise RuntimeError(
                     f"a layer's forward changes its buffer {seen.name!r}, of which no copy was made because it has "
@@ -97,48 +97,48 @@ class ModuleState:
                 )
 
     def _watch_unsaved(self, saved_ids: list[int]) -> None:
-        places = self._all_places
+        sites = self._sites
         watched = set(map(id, self._parameters))
-        tensors = _at(places.parameters)
+        tensors = _at(sites.parameters)
         if not set(map(id, tensors)).issuperset(saved_ids):
-            places.find()
-            tensors = _at(places.parameters)
-        unsaved = [(place, t) for place, t in zip(places.parameters, tensors, strict=True) if id(t) not in saved_ids]
-        for place, tensor in unsaved:
+            sites.find()
+            tensors = _at(sites.parameters)
+        unsaved = [(site, t) for site, t in zip(sites.parameters, tensors, strict=True) if id(t) not in saved_ids]
+        for site, tensor in unsaved:
             if id(tensor) not in watched:
-                self._places = [*self._places, place]
+                self._unsaved_sites = [*self._unsaved_sites, site]
                 self._parameters.append(tensor)
                 self._versions += _versions([tensor])
-        places.unsaved = [place for place, _ in unsaved], saved_ids
+        sites.unsaved = [site for site, _ in unsaved], saved_ids
 
-    def _want_gradients(self) -> list[bool]:
+    def _require_grad(self) -> list[bool]:
         tensors = (*self._saved, *self._parameters)
         try:
-            return list(map(_WANTS_GRADIENT, tensors))
+            return list(map(_REQUIRES_GRAD, tensors))
         except AttributeError:  # None
             return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
     def changed(self) -> str | None:
-        """The first parameter or buffer that is not as it was; None where all are."""
+        """Describe the first parameter or buffer that has changed since forward; None if none has."""
         versions = _versions(self._parameters)
         if versions != self._versions:
-            place = next(i for i, version in enumerate(versions) if version != self._versions[i])
-            return f"its parameter {self._places[place][1]!r} has been modified by an inplace operation"
-        if self._want_gradients() != self._wanted:  # autograd would save other tensors
+            index = next(i for i, version in enumerate(versions) if version != self._versions[i])
+            return f"its parameter {self._unsaved_sites[index][1]!r} has been modified by an inplace operation"
+        if self._require_grad() != self._required_grad:  # autograd would save other tensors
             return "a parameter of it has been frozen or unfrozen"
-        for (module, name), was in zip(self._places, self._parameters, strict=True):
+        for (module, name), was in zip(self._unsaved_sites, self._parameters, strict=True):
             now = getattr(module(), name, None)
-            # FSDP1 puts in new views for each pass, which are no parameters.
+            # FSDP1 sets new views for each pass. They are no parameters.
             if now is not was and Parameter in (type(now), type(was)):
                 return f"its parameter {name!r} has been replaced"
         for seen in self._large_buffers:
-            tensor, version = _look(seen.module, seen.name)
+            tensor, version = _tensor_at(seen.module, seen.name)
             if tensor is not seen.tensor or version != seen.version:
                 return f"its buffer {seen.name!r} has been modified"
         return None
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
-        """Run a block with the small buffers as they were before forward; None where there are none."""
+        """Return a context in which small buffers have their values from before forward; None if there are none."""
         return self._restored() if self._buffers else None
 
     @contextlib.contextmanager
@@ -157,18 +157,18 @@ class ModuleState:
             yield
 
 
-def _at(places: list[Place]) -> list[Any]:
-    return [getattr(module(), name, None) for module, name in places]
+def _at(sites: list[Site]) -> list[Any]:
+    return [getattr(module(), name, None) for module, name in sites]
 
 
 def _versions(tensors: list[Any]) -> list[int]:
     try:
         return list(map(_VERSION, tensors))
-    except (AttributeError, RuntimeError):  # None, which has none, or a tensor made in inference mode
+    except (AttributeError, RuntimeError):  # None, or a tensor made in inference mode: they have no version
         return [tensor._version if tensor is not None and not tensor.is_inference() else 0 for tensor in tensors]
 
 
-def _look(module: weakref.ref[nn.Module], name: str) -> tuple[Any, int]:
+def _tensor_at(module: weakref.ref[nn.Module], name: str) -> tuple[Any, int]:
     tensor = getattr(module(), name, None)
     return tensor, tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
 

@@ -1,1 +1,1 @@
-"""Cached ops: operations whose results are kept, so that recomputation does not repeat them."""
+"""Cached ops: operations whose results are kept, so that a recomputation does not run them again."""

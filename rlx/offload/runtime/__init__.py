@@ -1,1 +1,1 @@
-"""Options, the state that all layer calls of one handle share, and how the engine takes the place of a layer's forward."""
+"""Options, the session that all layer calls of one handle share, and the override of a layer's forward."""

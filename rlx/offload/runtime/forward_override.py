@@ -1,4 +1,4 @@
-"""What stands in for a module's forward, as an attribute of the instance."""
+"""Replacement of a module's forward by an attribute of the instance."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 
 class ForwardOverride:
-    """Stands in for a module's forward; subclasses say in `__call__` what they do instead.
+    """Replaces a module's forward; subclasses define `__call__`.
 
-    It is entered inside `module.__call__`, after the module's own pre-hooks and before its hooks. So hooks run once a
-    call, and under FSDP the parameters are gathered when it runs, in forward and again when backward comes to the module.
+    `module.__call__` calls it, after the module's pre-hooks and before its hooks. So hooks run once per call. Under FSDP
+    the parameters are gathered when it runs: in forward, and again when backward reaches the module.
 
     Args:
-        module: whose forward it takes the place of, from now on.
+        module: the module whose forward is replaced, from now on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,17 +28,17 @@ class ForwardOverride:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's callers get."""
+        """Run in place of the module's forward."""
         raise NotImplementedError
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward that this object stands in for, bound to a module."""
+        """Return the forward that this object replaces, bound to a module."""
         if self.own_forward is not None:
             return self.own_forward  # type: ignore[no-any-return]
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     def remove(self) -> None:
-        """Put the forward back, unless the module is gone or somebody else has taken this object's place."""
+        """Restore the forward, unless the module is gone or somebody else has replaced this object."""
         module = self.module()
         if module is None or vars(module).get("forward") is not self:
             return

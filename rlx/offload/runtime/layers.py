@@ -1,4 +1,4 @@
-"""Where in a model the engine works: its layers, and what transformers does there by itself."""
+"""The layers of a model, and transformers' own checkpointing and caches in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLAG = "gradient_checkpointing"
 
 
 def find_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> list[NamedLayer]:
-    """The layers of a model with their names, in the order of registration.
+    """Return the layers of a model with their names, in the order of registration.
 
     Args:
         model: any module.
@@ -83,7 +83,7 @@ def _fsdp_blocks(model: nn.Module) -> list[NamedLayer]:
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         for member in module.children()
     }
-    # Blocks come in lists; a root, a lone embedding or an output head that is a unit of its own does not.
+    # Blocks are in lists. A root, an embedding or an output head may be a unit too, but is in none.
     return _outermost(model, lambda module: is_unit(module) and id(module) in members)
 
 
@@ -93,7 +93,7 @@ def _no_split_layers(model: nn.Module) -> list[NamedLayer]:
         classes.update(getattr(module, "_no_split_modules", None) or ())
     members = {id(m) for module in model.modules() if isinstance(module, nn.ModuleList) for m in module}
     named = _outermost(model, lambda module: type(module).__name__ in classes)
-    # Some models also name embeddings and poolers there; layers come in lists.
+    # Some models also name embeddings and poolers there; layers are in lists.
     return [(name, module) for name, module in named if id(module) in members] or named
 
 
@@ -106,7 +106,7 @@ def _list_members(model: nn.Module) -> list[NamedLayer]:
 
 
 def _inside_fsdp1(module: nn.Module) -> nn.Module:
-    """The module that FSDP1 wraps: its forward runs between FSDP's own hooks, with the parameters gathered."""
+    """Return the module that FSDP1 wraps, if it does: its forward runs with the parameters gathered."""
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -116,10 +116,10 @@ def _inside_fsdp1(module: nn.Module) -> nn.Module:
 
 
 class CheckpointingFlags:
-    """transformers' gradient checkpointing, which a flag of a module switches on.
+    """The flags of modules that switch transformers' gradient checkpointing on.
 
     Args:
-        modules: where the flag may be; held weakly.
+        modules: modules that may have the flag; held weakly.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -128,14 +128,14 @@ class CheckpointingFlags:
 
     @classmethod
     def of(cls, model: nn.Module, layers: Iterable[NamedLayer]) -> CheckpointingFlags:
-        """The flags by which layers are recomputed: their own, those inside and those of what contains them."""
+        """Return the flags that make transformers recompute layers: of the layers, of modules in them and around them."""
         found = [layer for _, layer in layers]
         ids = set(map(id, found))
         above = [module for module in model.modules() if any(id(inner) in ids for inner in module.modules())]
         return cls([*above, *(inner for layer in found for inner in layer.modules())])
 
     def switch_off(self) -> bool:
-        """Clear the flags; returns whether one was set."""
+        """Clear the flags; return whether one was set."""
         flagged = [module for module in self._modules if is_checkpointed(module)]
         for module in flagged:
             self._was_own.setdefault(module, _FLAG in vars(module))
@@ -143,7 +143,7 @@ class CheckpointingFlags:
         return bool(flagged)
 
     def restore(self) -> None:
-        """Set the flags that `switch_off` has cleared."""
+        """Set the flags that `switch_off` cleared."""
         for module, was_own in self._was_own.items():
             if was_own:
                 setattr(module, _FLAG, True)
@@ -154,7 +154,7 @@ class CheckpointingFlags:
     @classmethod
     @contextlib.contextmanager
     def cleared(cls, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Clear the flags of modules for the length of a block."""
+        """Clear the flags of modules during a block."""
         flags = cls(modules)
         flags.switch_off()
         try:
@@ -169,18 +169,18 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument of a layer is a key/value cache as transformers has them."""
+    """Whether an argument of a layer is a key/value cache of transformers."""
     if value is None or isinstance(value, torch.Tensor):
         return False
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
 def is_filled(cache: Any, layer: nn.Module) -> bool:
-    """Whether a cache holds keys of the layer's attention already, or the state of its linear attention or convolution."""
+    """Whether a cache already holds keys of the layer's attention, or a state of its linear attention or convolution."""
     indices = (getattr(module, "layer_idx", None) for module in layer.modules())
     index = next((index for index in indices if isinstance(index, int)), 0)
     try:
         return bool(cache.get_seq_length(index) > 0)
-    except ValueError:  # the layer's is no attention: it has no length, but a state
+    except ValueError:  # the layer has no attention: the cache holds a state, which has no length
         has_state = getattr(cache, "has_previous_state", None)
         return has_state is not None and bool(has_state(index))

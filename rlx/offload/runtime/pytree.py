@@ -1,4 +1,4 @@
-"""Nested arguments and results of layers: tuples, lists, mappings, dataclasses, and the tensors in them."""
+"""Nested arguments and results of layers: the leaves of tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-_EMPTY = frozenset({type(None), bool, int, float, str})  # types that hold nothing; the usual ones
+_EMPTY = frozenset({type(None), bool, int, float, str})  # common types of leaves without tensors
 _LEAVES = _EMPTY | {Tensor, Parameter}
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of nested tuples, lists, mappings and dataclasses with `function` applied to what is in them."""
+    """Return a copy of nested tuples, lists, mappings and dataclasses with `function` applied to each leaf."""
     kind = type(value)
     if kind in _LEAVES:
         return function(value)
@@ -41,15 +41,15 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
-    """`map_leaves` where a leaf stands for another by its id, and most for themselves."""
+    """Return a copy of nested values in which leaves are replaced by their id; faster than `map_leaves` if few are."""
     kind = type(value)
     if kind is tuple or kind is list:
         items = list(value)
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             if id(item) in by_id:
-                items[place] = by_id[id(item)]
+                items[index] = by_id[id(item)]
             elif type(item) not in _LEAVES:
-                items[place] = replace_leaves(item, by_id)
+                items[index] = replace_leaves(item, by_id)
         return items if kind is list else tuple(items)
     if kind is dict:
         named = dict(value)
@@ -63,10 +63,7 @@ def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
 
 
 def sort_leaves(values: Iterable[Any], tensors: list[Tensor], others: list[Any]) -> None:
-    """Add what is in nested tuples, lists, mappings and dataclasses to the tensors or to what may hold more.
-
-    Numbers, strings and None are left out.
-    """
+    """Append the leaves of nested values to `tensors` or to `others`; skip numbers, strings and None."""
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
@@ -82,7 +79,7 @@ def sort_leaves(values: Iterable[Any], tensors: list[Tensor], others: list[Any])
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
+    """Return the tensors in nested tuples, lists, mappings and dataclasses."""
     tensors: list[Tensor] = []
     sort_leaves((value,), tensors, [])
     return tensors

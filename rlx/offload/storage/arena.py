@@ -296,8 +296,8 @@ class HostArena:
             if not self._has_warned_full:
                 self._has_warned_full = True
                 logger.warning(
-                    "activation offloading: the system has no host memory left for %d more bytes (%s). What has no room stays "
-                    "on the device or goes to disk. Lower max_host_bytes",
+                    "activation offloading: the system has no host memory left for %d more bytes (%s). Tensors "
+                    "without room stay on the device or are spilled to disk. Lower max_host_bytes",
                     size,
                     error,
                 )
@@ -307,7 +307,7 @@ class HostArena:
                 raise
             self.pinned = False
             logger.warning(
-                "activation offloading: the system refused to page-lock %d more bytes of host memory, %d are reserved (%s); "
+                "activation offloading: the system refused %d more bytes of page-locked host memory, %d are reserved (%s); "
                 "pageable memory is used from now on, whose copies do not overlap compute. "
                 "Raise the limit of locked memory, or lower max_host_bytes",
                 size,

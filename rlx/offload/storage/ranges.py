@@ -16,7 +16,7 @@ PAGE_ALIGN_BYTES = 4096
 MIN_EXTENT_BYTES = 64 << 10
 # Growth is a multiple of this, one huge page.
 GROWTH_UNIT_BYTES = 2 << 20
-# Up to 1 GiB, growth by this much keeps the number of slabs small; above, by the same share of what is reserved (1/32).
+# Growth below 1 GiB reserved; above, 1/32 of the reserved bytes. Both keep the number of slabs small.
 GROWTH_STEP_BYTES = 32 << 20
 
 

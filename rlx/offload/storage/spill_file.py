@@ -176,7 +176,7 @@ class ExtentFile:
                 raise
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
             os.pwrite(self._descriptor, page, 0)
-            logger.info("activation offloading: %s has no direct I/O; the page cache is used", self.directory)
+            logger.info("activation offloading: no direct I/O in %s; the page cache is used", self.directory)
             is_direct = False
         os.ftruncate(self._descriptor, 0)
         return is_direct

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
+TIMED_BYTES = 1 << 24  # copies of fewer bytes do not show a rate
+
 
 @dataclass(frozen=True)
 class LayerStats:
@@ -80,6 +82,11 @@ class OffloadStats:
             for before in [earlier.layers.get(name, LayerStats())]
         }
         return replace(self, layers=layers, **changed)
+
+
+def measured_rate(nbytes: int, ms: float) -> float | None:
+    """Return the rate of copies [bytes per second]; None if too few bytes were copied to know it."""
+    return nbytes / ms * 1e3 if nbytes >= TIMED_BYTES and ms else None
 
 
 class Counters:

@@ -149,8 +149,8 @@ class StagingBuffers:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "activation offloading: the host arena is full; it has no page-locked memory left for copies to and from the disk: "
-                    "up to %d bytes of pageable memory are used in addition. Raise the arena's limit",
+                    "activation offloading: the host arena is full and has no page-locked memory left for copies to and "
+                    "from the disk; up to %d bytes of pageable memory are used in addition. Raise the arena's limit",
                     self.nbytes,
                 )
             block = Block(nbytes, [], [Pages(nbytes, is_locked=False).bytes])
@@ -268,7 +268,7 @@ class _Read(NamedTuple):
         try:
             self.written.wait()
             with self.copy_streams.device_is_current():
-                copied = self._bring_back()
+                copied = self._fetch()
         except BaseException as error:
             failure = _without_frames(error)
         self.issued.done(failure)
@@ -276,7 +276,7 @@ class _Read(NamedTuple):
             with self.copy_streams.device_is_current():
                 copied.synchronize()  # else this thread would fill all staging buffers while the device is busy
 
-    def _bring_back(self) -> torch.Event | None:
+    def _fetch(self) -> torch.Event | None:
         allocation, fetch_buffer = self.allocation(), self.fetch_buffer()
         if allocation is None or fetch_buffer is None:
             return None

@@ -1,1 +1,1 @@
-"""MLPs and norms computed tile by tile over the positions."""
+"""Compute MLPs and norms tile by tile over the positions."""

@@ -1,16 +1,16 @@
-"""One call of a position-wise module, computed tile by tile over the positions, forward and backward.
+"""One call of a position-wise module, computed tile by tile over the positions, in forward and in backward.
 
-Of the call remain its input and the weights; each tile is recomputed when backward comes to it. So what is alive at once
-are the intermediate results of one tile. The idea is that of Arctic long sequence training (arXiv:2506.13996); this one
-returns the gradients of the weights to autograd instead of adding them up itself, which needs nothing of whoever shards
-the weights, and repeats no operation behind the last one whose result a tile's backward needs.
+Only the input of the call and the weights are kept. Backward recomputes each tile when it comes to it, so that the intermediate
+results of one tile exist at a time. The idea is that of Arctic long sequence training (arXiv:2506.13996). This implementation
+returns the gradients of the weights to autograd instead of summing them up itself, so that it needs no support from FSDP. And it
+stops recomputing a tile after the last operation whose result the tile's backward needs.
 
-Note [what a tiled call keeps]
-Input and weights are saved before anything is computed. Where the call lies in a layer that is recomputed, and nothing
-behind it needs its output, the recomputation ends there: the module does not run then. Each tile's graph is made in
-forward, on aliases of the weights, so that hooks of the weights see their gradients once, and with numbers in place of
-what it saves. Backward asks for the first of these, the tile's forward runs again up to the last one, and each value is
-handed out once. The sums of the weights' gradients over tiles are in fp32 or wider, rounded once at the end.
+Note [tensors that a tiled call keeps]
+Input and weights are saved before anything is computed. If the call is in a layer that is recomputed, and nothing after it needs
+its output, the layer's recomputation ends there and does not run the module. Forward builds the graph of each tile, on aliases
+of the weights, so that hooks of the weights see one gradient each. The graph saves numbers in place of tensors. When backward
+asks for the first of them, the tile's forward runs again up to the last saved tensor. Each tensor is handed out once. The
+gradients of the weights are summed over tiles in fp32 or wider, and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class _TileRecomputedError(BaseException):
 
 
 class TiledModule(NamedTuple):
-    """A module as tiles need it.
+    """A module that is computed in tiles.
 
     Args:
-        module: position-wise: maps (..., width) to the same shape, each position by itself.
-        forward: its forward, bound.
+        module: position-wise: it maps (..., width) to the same shape, each position independently.
+        forward: the module's forward, bound.
         names: of its parameters.
-        lock: held while it runs with other weights than its own.
+        lock: held while the module runs with other weights than its own.
     """
 
     module: nn.Module
@@ -48,17 +48,17 @@ class TiledModule(NamedTuple):
     lock: threading.RLock
 
     def weights(self) -> list[Tensor]:
-        """Its parameters as they are now; under FSDP1 views of gathered ones."""
+        """Return its present parameters; under FSDP1 they are views of gathered ones."""
         return [_at(self.module, name) for name in self.names]
 
     def with_weights(self, weights: Sequence[Tensor], run: Callable[[], None]) -> None:
-        """Run something while the module has other weights."""
+        """Call `run` while the module has other weights."""
         registered: dict[str, Tensor] = {}
         with self.lock, contextlib.ExitStack() as stack:
             for name, weight in zip(self.names, weights, strict=True):
                 path, _, leaf = name.rpartition(".")
                 attributes = vars(self.module.get_submodule(path))
-                if leaf in attributes:  # FSDP1 puts what it has gathered there, where it hides the parameter
+                if leaf in attributes:  # FSDP1 puts the gathered weight here, which hides the parameter
                     stack.callback(attributes.__setitem__, leaf, attributes[leaf])
                     attributes[leaf] = weight
                 else:
@@ -67,7 +67,7 @@ class TiledModule(NamedTuple):
 
 
 class _Around(nn.Module):
-    """Holds the module, so that its own hooks and forward are not called when its weights are replaced."""
+    """Wraps the module, so that `functional_call` replaces its weights and calls neither its hooks nor its forward."""
 
     def __init__(self, module: nn.Module, run: Callable[[], None]) -> None:
         super().__init__()
@@ -79,22 +79,22 @@ class _Around(nn.Module):
 
 
 class _Tile:
-    """The graph of one tile, and what its backward needs while it runs."""
+    """The graph of one tile, and its saved tensors while backward is at the tile."""
 
     def __init__(self, start: int, length: int) -> None:
         self.start = start
         self.length = length
         self.recompute: Callable[[_Tile], list[Tensor]] | None = None  # set while backward is at the tile
-        self.looks: list[tuple[torch.Size, torch.dtype]] = []
+        self.specs: list[tuple[torch.Size, torch.dtype]] = []
         self.values: list[Tensor | None] = []
 
     def of(self, rows: Tensor) -> Tensor:
-        """The tile's part of what `_rows` gives."""
+        """Return the tile's part of a result of `_rows`."""
         return rows.narrow(-2, self.start, self.length)
 
     def pack(self, tensor: Tensor) -> int:
-        self.looks.append((tensor.shape, tensor.dtype))
-        return len(self.looks) - 1
+        self.specs.append((tensor.shape, tensor.dtype))
+        return len(self.specs) - 1
 
     def unpack(self, index: int) -> Tensor:
         value = self.values[index] if self.values else None
@@ -107,11 +107,11 @@ class _Tile:
         return value
 
 
-class _Sum:
-    """The gradient of a weight over the tiles: added in fp32 or wider, rounded once.
+class _WeightGradient:
+    """The gradient of a weight, summed over the tiles in fp32 or wider and rounded once.
 
-    A pass over it is as long as one over the weight, so there is none that only fills or only rounds. Two parts are added and
-    rounded in one, as torch adds in fp32 what is narrower.
+    A pass over the sum takes as long as one over the weight, so that no pass only fills it and none only rounds it. If there are
+    two parts, one pass adds and rounds: torch adds narrower types in fp32.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -121,7 +121,7 @@ class _Sum:
         self.rounded: Tensor | None = None  # when the last tile is in
 
     def add(self, part: Tensor | None, is_last: bool) -> None:
-        """What one tile gives; None where its result does not depend on the weight."""
+        """Add the gradient from one tile; None if the tile's result does not depend on the weight."""
         if is_last:
             self.rounded = self._total(part)
             self._first = self._sum = None
@@ -133,9 +133,7 @@ class _Sum:
             self._first = part
         else:
             wide = torch.promote_types(self._weight.dtype, torch.float32)
-            self._sum = self._first.to(wide, copy=True).add_(
-                part
-            )  # autograd may have given the first to others as well
+            self._sum = self._first.to(wide, copy=True).add_(part)  # a copy: others may hold the first part as well
             self._first = None
 
     def _total(self, part: Tensor | None) -> Tensor:
@@ -148,23 +146,23 @@ class _Sum:
 
 
 class TiledCall:
-    """One call that backward will repeat tile by tile.
+    """One call that backward repeats tile by tile.
 
     Args:
-        part: what is called.
+        tiled: the module that is called.
         hidden: its argument, contiguous, (..., width).
         length: positions of a tile.
     """
 
-    def __init__(self, part: TiledModule, hidden: Tensor, length: int) -> None:
-        self._part = part
+    def __init__(self, tiled: TiledModule, hidden: Tensor, length: int) -> None:
+        self._tiled = tiled
         self._tiles = _tiles(hidden, length)
         self._edges: list[tuple[GradientEdge, GradientEdge | None]] = []  # of each tile's output and input
         self._weight_edges: list[GradientEdge | None] = []
         self._ambient: AmbientState | None = None
 
     def forward(self, hidden: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
-        """Fill the output and make the graphs of the tiles."""
+        """Fill the output and build the graphs of the tiles."""
         leaves = [_leaf(weight, weight.requires_grad) for weight in weights]
         self._weight_edges = [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in leaves]
         rows, out_rows = _rows(hidden.detach()), _rows(out.detach())
@@ -174,7 +172,7 @@ class TiledCall:
             for tile in self._tiles:
                 entry = _leaf(tile.of(rows), hidden.requires_grad)
                 with torch.enable_grad(), saved_tensors_hooks(tile.pack, tile.unpack):
-                    result = self._part.forward(entry)
+                    result = self._tiled.forward(entry)
                 with torch.no_grad():
                     tile.of(out_rows).copy_(result)
                 self._edges.append(
@@ -183,16 +181,16 @@ class TiledCall:
                 entry.data = torch.empty(0, dtype=entry.dtype, device=entry.device)  # the graph keeps the leaf alive
 
         try:
-            self._part.with_weights(leaves, run)
+            self._tiled.with_weights(leaves, run)
         except BaseException:
             ambient.leave_forward()
             raise
         ambient.end_forward()
 
     def backward(self, gradient: Tensor, hidden: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of the input and of the weights; None for those that want none."""
-        wanted = [place for place, edge in enumerate(self._weight_edges) if edge is not None]
-        sums = {place: _Sum(weights[place]) for place in wanted}
+        """Return the gradients of the input and of the weights; None for tensors that want none."""
+        wanted = [index for index, edge in enumerate(self._weight_edges) if edge is not None]
+        sums = {index: _WeightGradient(weights[index]) for index in wanted}
         leaves = [_leaf(w, edge is not None) for w, edge in zip(weights, self._weight_edges, strict=True)]
         rows, gradient_rows = _rows(hidden), _rows(gradient)
         wants_hidden = self._edges[0][1] is not None
@@ -212,8 +210,8 @@ class TiledCall:
                 part = found.pop()
                 into = tile.of(_rows(hidden_gradient))
                 into.zero_() if part is None else into.copy_(part)
-            for place in reversed(wanted):
-                sums[place].add(found.pop(), is_last=number == len(self._tiles))
+            for index in reversed(wanted):
+                sums[index].add(found.pop(), is_last=number == len(self._tiles))
         return [hidden_gradient, *(sums[i].rounded if i in sums else None for i in range(len(weights)))]
 
     def _recompute(self, tile: _Tile, entry: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -221,26 +219,26 @@ class TiledCall:
 
         def collect(tensor: Tensor) -> None:
             saved.append(tensor.detach())
-            if len(saved) >= len(tile.looks):
+            if len(saved) >= len(tile.specs):
                 raise _TileRecomputedError
 
         def run() -> None:
             with torch.enable_grad(), saved_tensors_hooks(collect, _unused):
-                self._part.forward(entry)
+                self._tiled.forward(entry)
 
         assert self._ambient is not None
         with contextlib.suppress(_TileRecomputedError), self._ambient.restored() or contextlib.nullcontext():
-            self._part.with_weights(leaves, run)
-        if [(tensor.shape, tensor.dtype) for tensor in saved] != tile.looks:
+            self._tiled.with_weights(leaves, run)
+        if [(tensor.shape, tensor.dtype) for tensor in saved] != tile.specs:
             raise RuntimeError(
-                f"recomputing a tile of {type(self._part.module).__name__} did not save the tensors that its forward saved; "
+                f"recomputing a tile of {type(self._tiled.module).__name__} did not save the tensors that its forward saved; "
                 "a module that is computed in tiles must do the same each time. Leave it out of the tiling"
             )
         return saved
 
 
-class _Held(torch.autograd.Function):
-    """Saves input and weights and gives the output, not yet filled: see Note [what a tiled call keeps]."""
+class _TiledFunction(torch.autograd.Function):
+    """Saves input and weights and returns the output, not yet filled: see Note [tensors that a tiled call keeps]."""
 
     @staticmethod
     def forward(ctx: Any, call: TiledCall, dtype: torch.dtype, hidden: Tensor, *weights: Tensor) -> Tensor:
@@ -255,28 +253,28 @@ class _Held(torch.autograd.Function):
         return None, None, *ctx.call.backward(gradient, hidden, weights)
 
 
-def run_tiled(part: TiledModule, hidden: Tensor, weights: Sequence[Tensor], length: int, dtype: torch.dtype) -> Tensor:
-    """What the module gives, computed in tiles.
+def run_tiled(tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor], length: int, dtype: torch.dtype) -> Tensor:
+    """Return the module's output, computed in tiles.
 
     Args:
-        part: the module.
+        tiled: the module.
         hidden: its argument, contiguous, (..., width).
-        weights: as `part.weights` gives them.
+        weights: as `tiled.weights` returns them.
         length: positions of a tile.
         dtype: of the output.
     """
-    call = TiledCall(part, hidden, length)
-    out: Tensor = _Held.apply(call, dtype, hidden, *weights)  # type: ignore[no-untyped-call]
+    call = TiledCall(tiled, hidden, length)
+    out: Tensor = _TiledFunction.apply(call, dtype, hidden, *weights)  # type: ignore[no-untyped-call]
     call.forward(hidden, weights, out)
     return out
 
 
-def run_tiled_without_graph(part: TiledModule, hidden: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The same where no gradient is wanted."""
+def run_tiled_without_graph(tiled: TiledModule, hidden: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return the module's output, computed in tiles without a graph."""
     out = torch.empty_like(hidden, dtype=dtype)
     with torch.no_grad():
         for tile in _tiles(hidden, length):
-            tile.of(_rows(out)).copy_(part.forward(tile.of(_rows(hidden))))
+            tile.of(_rows(out)).copy_(tiled.forward(tile.of(_rows(hidden))))
     return out
 
 
@@ -286,7 +284,7 @@ def _tiles(hidden: Tensor, length: int) -> list[_Tile]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(..., width) as (1, ..., positions, width), of as many dimensions: some modules ask for three."""
+    """Reshape (..., width) to (1, ..., positions, width) with as many dimensions: some modules require three."""
     return tensor.reshape(*[1] * (tensor.dim() - 2), -1, tensor.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a model are computed in tiles, and how long a tile is: `enable_tiling`."""
+"""`enable_tiling`: which modules of a model are computed in tiles, and how long a tile is."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rlx.offload.tiling.tiles import TiledModule, run_tiled, run_tiled_without_g
 
 logger = logging.getLogger("rlx.offload")
 
-_CHECKED = 16  # positions on which a module shows that it works on each by itself
-_MAX_DIFFERENCE = 0.02  # of the largest value; kernels chosen by size differ by roundings of bf16 only
-_MIXES = "mixes positions, draws random numbers or returns something else"
+_CHECKED = 16  # positions on which a module is checked to be position-wise
+_MAX_DIFFERENCE = 0.02  # of the largest value; kernels that are chosen by size differ by bf16 rounding only
+_NOT_POSITION_WISE = "mixes positions, draws random numbers or returns something else"
 _SEVERAL_STREAMS = "computes on several streams"  # a tile's recomputation would end before the last waits among them
-_FUSED = (nn.LayerNorm, nn.RMSNorm)  # keep nothing but their input anyway
+_FUSED = (nn.LayerNorm, nn.RMSNorm)  # they save little but their input anyway
 
 
 class TileableModule(NamedTuple):
@@ -39,7 +39,7 @@ class TileableModule(NamedTuple):
 
 
 class TiledForward(ForwardOverride):
-    """Stands in for the forward of a position-wise module."""
+    """Replaces the forward of a position-wise module."""
 
     def __init__(self, tiling: Tiling, found: TileableModule) -> None:
         super().__init__(found.module)
@@ -47,7 +47,7 @@ class TiledForward(ForwardOverride):
         self._name, self._is_mlp = found.name, found.is_mlp
         self._widest = max(max(parameter.shape) for parameter in found.module.parameters())
         self._lock = threading.RLock()
-        # Of the output, by what it may depend on; or why the module cannot be computed in tiles.
+        # The output's dtype by everything it may depend on; or why the module cannot be computed in tiles.
         self._dtypes: dict[tuple[Any, ...], torch.dtype | str] = {}
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
@@ -57,7 +57,7 @@ class TiledForward(ForwardOverride):
         return self._tiling.positions_per_tile
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, in tiles if its one argument is longer than a tile."""
+        """Run the module's forward, in tiles if it gets one argument that is longer than a tile."""
         module: Any = self.module()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and self._is_long(args[0]):
             return self._run_uncompiled(module, args[0])
@@ -71,14 +71,14 @@ class TiledForward(ForwardOverride):
         return self._tiling.tile_length(hidden.numel() // width, width, self._widest)
 
     def _run(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        part = self._part(module)
-        weights = part.weights()
-        why_not = self._why_not(part, hidden, weights)
+        tiled = self._tiled(module)
+        weights = tiled.weights()
+        why_not = self._why_not(tiled, hidden, weights)
         if why_not is not None:
             self._tiling.note_left_alone(self._name, why_not)
-            return part.forward(hidden)
+            return tiled.forward(hidden)
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (hidden, *weights)):
-            return run_tiled_without_graph(part, hidden, self._length(hidden), self._dtype(part, hidden))
+            return run_tiled_without_graph(tiled, hidden, self._length(hidden), self._dtype(tiled, hidden))
         if self._is_mlp:
             return run_as_one_call(self._run_tiled, hidden, *weights)  # type: ignore[no-any-return]
         return self._run_tiled(hidden, *weights)
@@ -86,38 +86,38 @@ class TiledForward(ForwardOverride):
     def _run_tiled(self, hidden: Tensor, *weights: Tensor) -> Tensor:
         module = self.module()
         assert module is not None
-        part = self._part(module)
-        return run_tiled(part, hidden, weights, self._length(hidden), self._dtype(part, hidden))
+        tiled = self._tiled(module)
+        return run_tiled(tiled, hidden, weights, self._length(hidden), self._dtype(tiled, hidden))
 
-    def _part(self, module: nn.Module) -> TiledModule:
+    def _tiled(self, module: nn.Module) -> TiledModule:
         return TiledModule(module, self.original(module), _weight_names(module), self._lock)
 
-    def _why_not(self, part: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
-        if not all(map(is_plain, (hidden, *weights))) or _has_units(part.module):
+    def _why_not(self, tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
+        if not all(map(is_plain, (hidden, *weights))) or _has_units(tiled.module):
             return "gets or holds other than plain tensors"
         if not hidden.is_contiguous():
             return "gets a tensor that is not contiguous"
-        key = self._key(part, hidden)
+        key = self._key(tiled, hidden)
         if key not in self._dtypes:
-            self._dtypes[key] = _dtype_if_position_wise(part, hidden)
+            self._dtypes[key] = _dtype_if_position_wise(tiled, hidden)
         found = self._dtypes[key]
         return found if isinstance(found, str) else None
 
-    def _dtype(self, part: TiledModule, hidden: Tensor) -> torch.dtype:
-        dtype = self._dtypes[self._key(part, hidden)]
+    def _dtype(self, tiled: TiledModule, hidden: Tensor) -> torch.dtype:
+        dtype = self._dtypes[self._key(tiled, hidden)]
         assert not isinstance(dtype, str)
         return dtype
 
     @staticmethod
-    def _key(part: TiledModule, hidden: Tensor) -> tuple[Any, ...]:
+    def _key(tiled: TiledModule, hidden: Tensor) -> tuple[Any, ...]:
         kind = hidden.device.type
         is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
         cast = torch.get_autocast_dtype(kind) if is_cast else None
-        return hidden.dtype, hidden.shape[-1], cast, part.module.training
+        return hidden.dtype, hidden.shape[-1], cast, tiled.module.training
 
 
 class Tiling:
-    """Parts of a model that are computed in tiles: made by `enable_tiling`.
+    """The modules of a model that are computed in tiles: made by `enable_tiling`.
 
     Args:
         positions_per_tile: as `enable_tiling` takes it.
@@ -131,17 +131,16 @@ class Tiling:
         self.norms: tuple[str, ...] = ()
 
     def add(self, found: Sequence[TileableModule]) -> None:
-        """Compute modules in tiles from now on."""
+        """Compute these modules in tiles from now on."""
         self._forwards += [weakref.ref(TiledForward(self, each)) for each in found]
         self.mlps += tuple(each.name for each in found if each.is_mlp)
         self.norms += tuple(each.name for each in found if not each.is_mlp)
 
     def tile_length(self, positions: int, width: int, widest: int) -> int:
-        """Positions of a tile.
+        """Return the positions of a tile.
 
         Args:
-            positions: of the input.
-            width: of the input.
+            positions, width: of the input.
             widest: width of the widest intermediate result.
         """
         if self.positions_per_tile is not None:
@@ -149,13 +148,13 @@ class Tiling:
         return tile_tokens(positions, width, widest)
 
     def note_left_alone(self, name: str, why: str) -> None:
-        """Say once for each reason that a module is not computed in tiles."""
+        """Log once for each reason that a module is not computed in tiles."""
         if why not in self._has_noted:
             self._has_noted.add(why)
-            logger.info("tiling: %s %s, and is not computed in tiles. Said once", name, why)
+            logger.info("tiling: %s %s, and is not computed in tiles. Logged once", name, why)
 
     def disable(self) -> None:
-        """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""
+        """Restore the model. Graphs that are alive stay valid; a second call does nothing."""
         for reference in self._forwards:
             forward = reference()
             if forward is not None:
@@ -166,24 +165,24 @@ class Tiling:
 def enable_tiling(
     model: nn.Module, positions_per_tile: int | None = None, layers: Sequence[str | nn.Module] | None = None
 ) -> Tiling:
-    """Compute the MLPs and norms of a model tile by tile over the positions, forward and backward.
+    """Compute the MLPs and norms of a model tile by tile over the positions, in forward and in backward.
 
-    One layer's working set stops growing with its widest intermediate result: of a call its input is kept, each tile is
-    recomputed when backward comes to it. Where a layer is recomputed as well, it is so without its MLP. What is not
-    position-wise (experts with routing, convolutions) or computes on streams of its own stays as it is. Call it before FSDP1
-    wraps the model.
+    A layer's working set then does not grow with its widest intermediate result: a call keeps its input only, and backward
+    recomputes one tile at a time. If the layer is recomputed as well, its MLP is left out of that. Modules that are not
+    position-wise (experts with routing, convolutions), or that compute on streams of their own, are not tiled. Call this before
+    FSDP1 wraps the model.
 
     Args:
         model: any module with layers; under FSDP2 before or after it is sharded.
-        positions_per_tile: tokens over all sequences together; None: as many as make the widest intermediate result of a tile
-            about 2^28 elements, or eight of them as large as the input, whichever is more.
+        positions_per_tile: tokens per tile, of all sequences together. None: so many that the widest intermediate result of a
+            tile has about 2^28 elements, or that eight of them are as large as the input, whichever is more.
         layers: modules, module names or class names; None: see `find_layers`.
 
     Returns:
-        The handle, whose `mlps` and `norms` are the names of what is computed in tiles.
+        The handle; its `mlps` and `norms` are the names of the tiled modules.
 
     Raises:
-        ValueError: if there are no layers, tiling is on already, or FSDP1 has flattened the weights.
+        ValueError: if the model has no layers, tiling is enabled already, or FSDP1 has flattened the weights.
     """
     if positions_per_tile is not None and positions_per_tile < 1:
         raise ValueError(f"positions_per_tile: got {positions_per_tile}, expected at least 1, or None")
@@ -192,7 +191,7 @@ def enable_tiling(
     if any(isinstance(vars(module).get("forward"), TiledForward) for module in modules):
         raise ValueError("tiling is enabled already for this model; call disable() on the first handle")
     if any(_is_fsdp1(module) for module in modules):
-        raise ValueError("FSDP1 has wrapped this model, whose weights have no shapes now; enable tiling before")
+        raise ValueError("FSDP1 has wrapped this model and flattened its weights; enable tiling before FSDP1 wraps it")
     tiling, alone = Tiling(positions_per_tile), dict[str, str]()
     for name, layer in named:
         mlp = _find_mlp(layer)
@@ -214,7 +213,7 @@ def enable_tiling(
 
 
 def _find_mlp(layer: nn.Module) -> tuple[str, nn.Module] | str:
-    """The submodule with the widest linear maps among those that take one argument; or why there is none."""
+    """Return the submodule with the widest linear maps among those with one argument; or why there is none."""
     wide = {
         name: max(max(matrix.shape) for matrix in matrices)
         for name, child in layer.named_children()
@@ -235,22 +234,22 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def _norms(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with vectors for weights that are no fused norms: inside the layers, and beside the list that holds them."""
+    """Yield unfused norms, which have vectors for weights: those in the layers, and siblings of the list of layers."""
     inside = {module for layer in layers for module in layer.modules()}
     ids = set(map(id, layers))
     lists = {module for module in model.modules() if any(id(child) in ids for child in module.children())}
-    beside = {
+    siblings = {
         child for module in model.modules() if not lists.isdisjoint(module.children()) for child in module.children()
     }
     for name, module in model.named_modules():
         parameters = list(module.parameters())
         is_norm = parameters and all(p.dim() == 1 for p in parameters) and not any(True for _ in module.children())
-        if is_norm and module in inside | beside and not isinstance(module, _FUSED) and _takes_one(module):
+        if is_norm and module in inside | siblings and not isinstance(module, _FUSED) and _takes_one(module):
             yield name, module
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters; FSDP1 puts plain tensors in their place, or before them, while they are gathered."""
+    """Return the names of the parameters. While they are gathered, FSDP1 replaces or hides them with plain tensors."""
     names: dict[str, None] = {}
     for path, inner in module.named_modules():
         own = (*inner.named_parameters(recurse=False), *vars(inner).items())
@@ -258,9 +257,11 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _dtype_if_position_wise(part: TiledModule, hidden: Tensor) -> torch.dtype | str:
-    """The type of a module's output; or why there are no tiles: the module does not give for each position what it gives
-    without the others, or it saves tensors on other streams than the current one.
+def _dtype_if_position_wise(tiled: TiledModule, hidden: Tensor) -> torch.dtype | str:
+    """Return the dtype of a module's output; or why it cannot be tiled.
+
+    A module cannot be tiled if its result for a position depends on other positions, or if it saves tensors on other streams than
+    the current one.
     """
     generator = torch.Generator().manual_seed(0)
     some = torch.randn(*[1] * (hidden.dim() - 2), _CHECKED, hidden.shape[-1], generator=generator).to(hidden)
@@ -275,19 +276,21 @@ def _dtype_if_position_wise(part: TiledModule, hidden: Tensor) -> torch.dtype | 
 
     with unrecorded(), torch.random.fork_rng(devices, device_type=hidden.device.type):
         with torch.enable_grad(), saved_tensors_hooks(look, lambda tensor: tensor):
-            whole = part.forward(some.requires_grad_() * 1)  # no leaf, which nobody may write to
+            whole = tiled.forward(
+                some.requires_grad_() * 1
+            )  # * 1: the module may write to its argument, which is forbidden for a leaf
         with torch.no_grad():
-            halves = [part.forward(half) for half in some.chunk(2, -2)]
+            halves = [tiled.forward(half) for half in some.chunk(2, -2)]
     if strays:
         return _SEVERAL_STREAMS
     if not isinstance(whole, Tensor) or whole.shape != some.shape:
-        return _MIXES
+        return _NOT_POSITION_WISE
     difference = (whole.detach() - torch.cat(halves, -2)).abs().max()
-    return whole.dtype if bool(difference <= _MAX_DIFFERENCE * whole.detach().abs().max()) else _MIXES
+    return whole.dtype if bool(difference <= _MAX_DIFFERENCE * whole.detach().abs().max()) else _NOT_POSITION_WISE
 
 
 def _stream(tensor: Tensor) -> torch.Stream | None:
-    """The current stream of a tensor's device; None on the CPU, which has none."""
+    """Return the current stream of a tensor's device; None on the CPU."""
     return None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
 
 

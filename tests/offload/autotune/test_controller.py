@@ -222,6 +222,12 @@ def test_ranks_plan_alone_until_they_agree(two_ranks):
     assert agreed == other
 
 
+def test_profiles_know_models_that_fsdp2_gathers_layer_by_layer(two_ranks):
+    assert two_ranks("auto", "sharded_windows") == [[(False, 0), (True, 0)]] * 2, (
+        "without an accelerator nothing is held"
+    )
+
+
 @pytest.mark.parametrize(("tokens", "kinds"), [(24, {(0, 2), (1,)}), (6, {(0, 1, 2)})])
 def test_layers_of_different_attention_are_of_different_kinds(enable, tokens, kinds):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16}

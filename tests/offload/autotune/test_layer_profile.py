@@ -115,6 +115,60 @@ def test_what_is_held_once_backward_has_come_to_a_call(samples):
     assert 0 <= cost.points[0].at <= cost.points[1].at <= 1
 
 
+GATHERED, REDUCED, SHARD = (
+    200,
+    190,
+    90,
+)  # bytes of a layer's parameters, of its gradients being reduced, of those that stay
+
+
+@pytest.mark.parametrize("are_gradients_there", [False, True])
+def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
+    """Parameters of two layers are gathered in backward, and gradients are reduced while the next layer is at work."""
+    memory, made, highest = Memory(), [SHARD * are_gradients_there], [0]
+    window, found = BackwardWindow(lambda: made[0], is_sharded=True), []
+    memory.take(INPUT, GATHERED)
+    for index in range(3):
+        sample = LayerProfile(index, CPU, INPUT, window, lambda sample: None, memory=memory)
+        sample.calls = [OpProfile(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("am", 1)]
+        sample.begin_forward()
+        memory.take(SAVED, INPUT)
+        sample.end_forward([torch.zeros(SAVED, dtype=torch.uint8)], [False] * 2, None)
+        memory.take(-SAVED, -INPUT, INPUT)
+        sample.leave_forward()
+        memory.take(-GATHERED, GATHERED * (index < 2))
+        memory.take(-INPUT * (index > 0))  # its inputs have left; those of the first layer are the model's
+        found.append(sample)
+    memory.take(INPUT)  # the gradient from above
+    for sample in reversed(found):
+        if sample.index == 2:
+            memory.take(INPUT, GATHERED)
+        memory.take(GATHERED * (sample.index > 0))  # of the layer before, ahead of time
+        sample.begin_recompute()
+        memory.take(SAVED)
+        sample.begin_borders(middle=3)
+        sample.end_recompute()
+        memory.take(REDUCED // 2, 60)
+        highest[0] = max(highest[0], memory.now - (0 if are_gradients_there else made[0]))
+        memory.take(-60 - SAVED // 2)
+        sample.pass_border(2)
+        memory.take(INPUT * (sample.index > 0), REDUCED - REDUCED // 2)
+        sample.pass_border(0)
+        memory.take(-SAVED // 2, -INPUT)
+        memory.take(-GATHERED)
+        memory.take(
+            -REDUCED * (sample.index < 2)
+        )  # of the layer after; that of this layer stays until its own are reduced
+        if not are_gradients_there:
+            memory.take(SHARD)
+            made[0] += SHARD
+    needed = highest[0] - window.begin_bytes
+    assert window.begin_bytes == BASE + GATHERED
+    assert found[2].working_bytes == needed - REDUCED and found[1].working_bytes == needed
+    cost = measured(found, window.outside_bytes).kinds[0].cost
+    assert predict([cost] * 3, [LayerPlan()] * 3, Budget(1e12, 1e12, 0)).peaks.backward == needed
+
+
 WIDEST = INPUT + SAVED + 100
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.offload.benchmark.plan_command import _parser, _setting, main
+from rlx.offload.benchmark.plan_command import _parser, _scenario, main
 from rlx.offload.plan import Budget, LayerPlan, predict
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
@@ -108,7 +108,7 @@ def test_half_a_million_tokens_by_part():
     host, tokens = {True: ["--optimizer-on-host"], False: []}, 524_288
     whole = [argument for argument in command if argument not in ("--tile", "auto")]
     for i, arguments in enumerate([command, command + host[True], whole, whole + host[True]]):
-        setting = _setting(_parser().parse_args(arguments))
+        setting = _scenario(_parser().parse_args(arguments))
         plan, parts = setting.plan("inputs to the host", tokens), setting.memory_parts
         states = [parts["weights"], parts["gradients"], parts.get("optimizer", 0)]
         own = layer_bytes(setting.decoder, 0, tokens, tile=setting.tile).working, head_bytes(setting.decoder, tokens)

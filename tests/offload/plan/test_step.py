@@ -1,4 +1,4 @@
-"""One step played through: cases worked out by hand, and the same played naively, piece by piece."""
+"""One simulated step: cases computed by hand, and the same simulated naively, transfer by transfer."""
 
 import math
 from dataclasses import replace

@@ -156,7 +156,7 @@ def test_squares_are_computed_once_where_their_mean_is_kept(toys, auto):
     handle = auto(model)
     assert counted(model)["pow"] == plain + 4
     follow(toys, model, handle)
-    assert sum(not orders.keep for orders in bucket(handle).orders.values()) >= 3
+    assert sum(not orders.keep for orders in bucket(handle).instructions.values()) >= 3
     assert counted(model)["pow"] == plain
 
 
@@ -180,7 +180,7 @@ def test_rotated_queries_are_kept_in_place_of_queries(toys, auto):
     handle = auto(model, 1 << 40)
     handle.limit_device_bytes(1_200_000)
     follow(toys, model, handle, read=read)
-    orders = [one for one in bucket(handle).orders.values() if not one.keep]
+    orders = [one for one in bucket(handle).instructions.values() if not one.keep]
     assert orders and all(one.proof.is_given for one in orders)
     assert any(
         {0, 1} <= one.dead_ops and "cat" in {one.other_names[-1 - p] for p in one.dead_ops if p < 0} for one in orders
@@ -201,7 +201,7 @@ def test_a_layer_that_reads_something_else_than_before_runs_whole(toys, auto):
     model = toys.stack(TwoWays, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    assert all(one.proof.is_given for one in bucket(handle).orders.values() if not one.keep)
+    assert all(one.proof.is_given for one in bucket(handle).instructions.values() if not one.keep)
     for layer in model.layers:
         layer.is_first = False
     follow(toys, model, handle)
@@ -225,7 +225,7 @@ def test_what_is_read_unseen_is_proved_to_be_read(toys, auto, caplog):
     model = toys.stack(Hidden, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    orders = [one for one in bucket(handle).orders.values() if not one.keep]
+    orders = [one for one in bucket(handle).instructions.values() if not one.keep]
     assert all(one.dead_ops and not one.proof.is_given for one in orders)
     assert "in a way that profiling did not see" in caplog.text
 
@@ -245,7 +245,7 @@ def test_a_layer_that_refuses_poison_runs_whole(toys, auto):
     model = toys.stack(Wary, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    assert not any(one.proof.is_given for one in bucket(handle).orders.values() if not one.keep)
+    assert not any(one.proof.is_given for one in bucket(handle).instructions.values() if not one.keep)
 
 
 class Unseen(torch.autograd.Function):
@@ -268,7 +268,7 @@ def test_behind_an_autograd_function_nothing_is_known(toys, auto):
     model = toys.stack(WithFunction, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    assert not any(one.dead_ops for one in bucket(handle).orders.values())
+    assert not any(one.dead_ops for one in bucket(handle).instructions.values())
 
 
 class Written(NormOfParts):
@@ -322,7 +322,7 @@ def test_under_autocast(toys, auto):
     model = toys.stack(NormOfParts, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle, read=lambda model: read_in_bf16(model).float())
-    assert all(one.proof.is_given for one in bucket(handle).orders.values() if not one.keep)
+    assert all(one.proof.is_given for one in bucket(handle).instructions.values() if not one.keep)
 
 
 def test_a_parameter_that_is_replaced_is_refused_as_ever(toys, auto):
