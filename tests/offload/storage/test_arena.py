@@ -266,4 +266,4 @@ def test_page_locked_memory_that_is_refused_becomes_pageable_with_one_warning(ca
     account = arena.account()
     assert account.allocate(MIB) is not None
     assert account.allocate(8 * MIB) is not None
-    assert len([r for r in caplog.records if "page-locked" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "page-lock" in r.getMessage()]) == 1
