@@ -76,7 +76,7 @@ class PlannedPolicy(CachedOpPolicy):
         self.is_off_plan = False  # the layer makes other calls than when it was profiled
         self.offloads_inputs = instructions.offload_boundary
         self.prefetches_early = instructions.fetch_early
-        self.reuses_results = bool(instructions.cached_ops)
+        self.reuses_results = bool(instructions.cached_ops or instructions.dead_ops)
         self._instructions = instructions
 
     def begin_forward(self, recording: LayerRecording) -> PlannedRecorder | None:
