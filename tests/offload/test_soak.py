@@ -84,6 +84,7 @@ def soak(toys, enable, mode, device, longest, figures):
     run = Soak(toys, device, longest)
     handle = enable(run.model, **mode)
     seen = []
+    objects()  # asking for the class of everything fills caches of abstract classes, an entry for each class there is
     for number in range(STEPS + 1):
         if number in (WARM_UP, STEPS):
             for file in extent_files():
@@ -99,7 +100,7 @@ def soak(toys, enable, mode, device, longest, figures):
     assert files_now == files
     assert after[0] == before[0]  # Slots, calls, offloaded ranges
     assert after[1] - before[1] < 32  # the arena keeps some in its free blocks
-    assert after[2] - before[2] < 200
+    assert after[2] - before[2] < 50
     return figures_before, figures_now
 
 
