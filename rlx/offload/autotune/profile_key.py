@@ -1,6 +1,6 @@
 """The cache key: everything that the figures of a profile depend on, in values that JSON can hold.
 
-Layers are described when they are called. FSDP has gathered their weights by then, in the dtype in which they compute.
+Layers are described when they are called, because FSDP has then gathered their weights in the dtype of their computation.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def cache_key(
     """Return the key of a run's profiles.
 
     Args:
-        layers: by index, as `describe_layer` gives them.
-        around: as `describe_around` gives it.
-        call: as `describe_call` gives it.
+        layers: the results of `describe_layer`, by index.
+        around: the result of `describe_around`.
+        call: the result of `describe_call`.
         devices: that the layers compute on.
         options: of the handle.
     """
@@ -104,7 +104,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:
-    """Plain attributes, what transformers' configuration says of attention (the kernel, for example), and the tile size."""
+    """Return plain attributes, the attention settings of transformers' configuration (kernel, for example), and the tile size."""
     names = sorted(name for name in vars(module) if not name.startswith("_") and name not in _IGNORED)
     plain = [(name, vars(module)[name]) for name in names if type(vars(module)[name]) in _PLAIN]
     config = getattr(getattr(module, "config", None), "__dict__", {})
