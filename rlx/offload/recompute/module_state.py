@@ -19,17 +19,17 @@ Site = tuple[weakref.ref[nn.Module], str]
 class TensorSites:
     """The parameters and buffers of a layer as (module, attribute) pairs, with weak references to the modules.
 
-    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So the sites
-    remember which ones the last forward saved.
+    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So this class keeps
+    which ones the last forward saved.
 
     Args:
-        layer: the layer, complete.
+        layer: the whole layer.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
         self.find()
-        # The parameters that the last forward did not save, and the ids of those that it saved; one tuple, for threads.
+        # Parameters that the last forward did not save, and ids of those that it saved. One tuple, so that threads replace both.
         self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
 
     def find(self) -> None:
@@ -54,9 +54,9 @@ class _Seen(NamedTuple):
 class ModuleState:
     """Parameters and buffers of a layer at the start of one forward call.
 
-    A parameter that has changed since is an error, because its old value is lost. Small buffers (running statistics,
-    counters, scales) get their old values back during the recomputation. This bypasses the version counters: graphs may
-    have saved the buffers with these values.
+    A parameter that has changed since then is an error, because its old value is lost. Small buffers (running statistics,
+    counters, scales) get their old values back during the recomputation. That does not increase their version counters, since
+    graphs may have saved the buffers.
     """
 
     def __init__(self, sites: TensorSites) -> None:
@@ -71,16 +71,16 @@ class ModuleState:
         for module, name in sites.buffers:
             seen = _Seen(module, name, *_tensor_at(module, name), None)
             if _is_small(seen.tensor):
-                # Copied in any case: batch normalisation writes its statistics without increasing the version.
+                # Always copied, since batch normalisation changes its statistics without increasing the version.
                 self._buffers.append(seen._replace(value=seen.tensor.detach().clone()))
             else:
                 self._large_buffers.append(seen)
 
     def end_forward(self, saved: Iterable[Parameter]) -> None:
-        """Close forward, in which autograd has saved the parameters `saved`.
+        """Note the end of forward, in which autograd has saved the parameters `saved`.
 
         Raises:
-            RuntimeError: if it changed a buffer of which no copy was made.
+            RuntimeError: if forward changed a large buffer, of which no copy exists.
         """
         self._saved = list(saved)
         ids = list(map(id, self._saved))
@@ -128,7 +128,7 @@ class ModuleState:
             return "a parameter of it has been frozen or unfrozen"
         for (module, name), was in zip(self._unsaved_sites, self._parameters, strict=True):
             now = getattr(module(), name, None)
-            # FSDP1 sets new views for each pass. They are no parameters.
+            # FSDP1 sets new views in each pass; they are not of type Parameter.
             if now is not was and Parameter in (type(now), type(was)):
                 return f"its parameter {name!r} has been replaced"
         for seen in self._large_buffers:
