@@ -87,7 +87,7 @@ class PlanController:
         self._session = session
         self._parameters = parameters
         self._cache = cache
-        self._seen: set[int] = set()  # layers that have been called
+        self._known_layers: set[int] = set()  # layers that have been called
         self._last: LengthBucket | None = None
         self._devices: list[torch.device] = []
         self._buckets: dict[Key, LengthBucket] = {}
@@ -113,8 +113,8 @@ class PlanController:
         longest, device = max(sizes, key=lambda pair: pair[0])
         if device not in self._devices:
             self._devices.append(device)
-        if layer.index not in self._seen:
-            self._seen.add(layer.index)
+        if layer.index not in self._known_layers:
+            self._known_layers.add(layer.index)
             if has_collectives(module):
                 self._decline(layer)
                 return None

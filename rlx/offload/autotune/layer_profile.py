@@ -227,9 +227,8 @@ class LayerProfile:
             call.extra_bytes = sum(nbytes for address, nbytes in call.storages.items() if address not in storages)
             call.storages.clear()
         cached = sum(call.extra_bytes for call in self.calls)  # a profiled layer holds the results of all calls
-        self.forward_bytes = max(
-            0, self._memory.look()[1] - self._backward.begin_bytes - self._offloading_bytes - cached
-        )
+        others = self._backward.begin_bytes + self._offloading_bytes + cached
+        self.forward_bytes = max(0, self._memory.look()[1] - others)
 
     def leave_forward(self) -> None:
         """The tensors that the layer's forward has saved are freed."""
@@ -246,20 +245,15 @@ class LayerProfile:
             shared.open.end_backward(now, peak)
         elif not shared.has_begun:
             inputs = self.boundary_bytes + self._offloading_bytes
-            shared.beside_bytes = max(
-                0, allocated - shared.begin_bytes - (shared.gradient_bytes() - shared.begin_gradient_bytes) - inputs
-            )
+            made = shared.gradient_bytes() - shared.begin_gradient_bytes
+            shared.beside_bytes = max(0, allocated - shared.begin_bytes - made - inputs)
             shared.outside_bytes = peak - allocated + shared.beside_bytes
             shared.turn = self._marks["forward_end"], now
             allocated = max(0, allocated - self._offloading_bytes)  # backward now waits until they are copied
         if shared.has_begun and shared.is_sharded:
-            beside = (
-                allocated
-                - shared.begin_bytes
-                - (shared.gradient_bytes() - shared.begin_gradient_bytes)
-                - self.boundary_bytes
-            )
-            self._sharding_bytes = max(0, beside - shared.beside_bytes)
+            made = shared.gradient_bytes() - shared.begin_gradient_bytes
+            others = allocated - shared.begin_bytes - made - self.boundary_bytes
+            self._sharding_bytes = max(0, others - shared.beside_bytes)
         shared.has_begun = True
         shared.open = self
         self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()

@@ -46,7 +46,7 @@ class LengthBucket:
         self.done: dict[int, LayerProfile] = {}
         # Passes that have profiled a part of the layers, and these layers (Note [a device that waits for the host]).
         self._spread_passes: int | None = None
-        self._seen: dict[int, LayerProfile] = {}
+        self._spread_layers: dict[int, LayerProfile] = {}
 
     def sees_calls(self, layer_index: int) -> bool:
         """Return whether this pass profiles the operations of a layer."""
@@ -84,10 +84,10 @@ class LengthBucket:
             return None
         if self._spread_passes is not None:
             self._spread_passes += 1
-            self._seen |= {index: layer for index, layer in found.items() if layer.sees_calls}
-            if not self._seen.keys() >= found.keys():
+            self._spread_layers |= {index: layer for index, layer in found.items() if layer.sees_calls}
+            if not self._spread_layers.keys() >= found.keys():
                 return None
-            found, self._seen, self._spread_passes = self._seen, {}, None
+            found, self._spread_layers, self._spread_passes = self._spread_layers, {}, None
         layers = [found[index] for index in sorted(found)]
         return measured(layers, backward.outside_bytes, backward.turnaround_s)
 

@@ -44,7 +44,7 @@ def describe_layer(module: nn.Module) -> str:
 def describe_around(model: nn.Module, layers: Sequence[str]) -> str:
     """Return the model's class and a digest of its parameters outside the layers of these names."""
     inside = tuple(f"{name}." for name in layers)
-    outside = [_look(name, tensor) for name, tensor in model.named_parameters() if not name.startswith(inside)]
+    outside = [_describe_tensor(name, p) for name, p in model.named_parameters() if not name.startswith(inside)]
     return f"{_class_name(model)} {digest(outside)}"
 
 
@@ -116,8 +116,8 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
 def _tensors_of(module: nn.Module) -> list[tuple[Any, ...]]:
     # FSDP1 replaces parameters by plain tensors while they are gathered.
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False)), **vars(module)}
-    return [_look(name, value) for name, value in sorted(own.items()) if isinstance(value, Tensor)]
+    return [_describe_tensor(name, value) for name, value in sorted(own.items()) if isinstance(value, Tensor)]
 
 
-def _look(name: str, tensor: Tensor) -> tuple[Any, ...]:
+def _describe_tensor(name: str, tensor: Tensor) -> tuple[Any, ...]:
     return name, type(tensor).__name__, list(tensor.shape), str(tensor.dtype), tensor.requires_grad

@@ -57,8 +57,8 @@ class _Kernels(NamedTuple):
         seconds = nbytes_per_token * self.tokens / self.hardware.elementwise_bytes_per_s
         return _Step(seconds, ELEMENTWISE_BACKWARD * seconds, again=again)
 
-    def attention(self, heads: int, head_width: int, seen: float) -> _Step:
-        flops = 4 * self.tokens * heads * head_width * seen
+    def attention(self, heads: int, head_width: int, keys: float) -> _Step:
+        flops = 4 * self.tokens * heads * head_width * keys
         return _Step(
             flops / self.hardware.attention_flops,
             ATTENTION_BACKWARD * flops / self.hardware.attention_backward_flops,
@@ -102,7 +102,7 @@ def layer_cost(
         kernels.linear("k", h, c),
         kernels.linear("v", h, c),
         kernels.moved((10 * E + (28 + 4 * E) * decoder.qk_norm) * (a + c)),
-        kernels.attention(decoder.heads, decoder.head_width, _seen(tokens / sequences, decoder.windows[layer])),
+        kernels.attention(decoder.heads, decoder.head_width, _mean_keys(tokens / sequences, decoder.windows[layer])),
         kernels.linear("o", a, h),
         kernels.moved((28 + 4 * E) * h + 3 * E * h),
         *mlp,
@@ -126,7 +126,7 @@ def layer_cost(
     )
 
 
-def _seen(length: float, window: int | None) -> float:
+def _mean_keys(length: float, window: int | None) -> float:
     """Return the number of keys that a query attends to on average."""
     return length / 2 if window is None or window >= length else window - window**2 / (2 * length)
 

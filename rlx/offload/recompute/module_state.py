@@ -43,7 +43,7 @@ class TensorSites:
             self.buffers += [(reference, name) for name, _ in module.named_buffers(recurse=False)]
 
 
-class _Seen(NamedTuple):
+class _BufferState(NamedTuple):
     module: weakref.ref[nn.Module]
     name: str
     tensor: Any
@@ -66,15 +66,15 @@ class ModuleState:
         self._versions = _versions(self._parameters)
         self._saved: list[Any] = []
         self._required_grad: list[bool] = []
-        self._buffers: list[_Seen] = []
-        self._large_buffers: list[_Seen] = []
+        self._buffers: list[_BufferState] = []
+        self._large_buffers: list[_BufferState] = []
         for module, name in sites.buffers:
-            seen = _Seen(module, name, *_tensor_at(module, name), None)
-            if _is_small(seen.tensor):
+            buffer = _BufferState(module, name, *_tensor_at(module, name), None)
+            if _is_small(buffer.tensor):
                 # Always copied, since batch normalisation changes its statistics without increasing the version.
-                self._buffers.append(seen._replace(value=seen.tensor.detach().clone()))
+                self._buffers.append(buffer._replace(value=buffer.tensor.detach().clone()))
             else:
-                self._large_buffers.append(seen)
+                self._large_buffers.append(buffer)
 
     def end_forward(self, saved: Iterable[Parameter]) -> None:
         """Note the end of forward, in which autograd has saved the parameters `saved`.
@@ -87,12 +87,12 @@ class ModuleState:
         if ids != self._saved_ids:
             self._watch_unsaved(ids)
         self._required_grad = self._require_grad()
-        for seen in self._large_buffers:
-            tensor, version = _tensor_at(seen.module, seen.name)
-            if tensor is not seen.tensor or version != seen.version:
+        for buffer in self._large_buffers:
+            tensor, version = _tensor_at(buffer.module, buffer.name)
+            if tensor is not buffer.tensor or version != buffer.version:
                 raise RuntimeError(
-                    f"a layer's forward changes its buffer {seen.name!r}, of which no copy was made because it has "
-                    f"{seen.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
+                    f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "
+                    f"{buffer.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
                     "Leave the layer out of layers=, or use enable_ckpt=False"
                 )
 
@@ -131,10 +131,10 @@ class ModuleState:
             # FSDP1 sets new views in each pass; they are not of type Parameter.
             if now is not was and Parameter in (type(now), type(was)):
                 return f"its parameter {name!r} has been replaced"
-        for seen in self._large_buffers:
-            tensor, version = _tensor_at(seen.module, seen.name)
-            if tensor is not seen.tensor or version != seen.version:
-                return f"its buffer {seen.name!r} has been modified"
+        for buffer in self._large_buffers:
+            tensor, version = _tensor_at(buffer.module, buffer.name)
+            if tensor is not buffer.tensor or version != buffer.version:
+                return f"its buffer {buffer.name!r} has been modified"
         return None
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
@@ -144,16 +144,16 @@ class ModuleState:
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for seen in self._buffers:
-                module = seen.module()
-                assert module is not None and seen.value is not None
-                now = getattr(module, seen.name)
-                stack.callback(setattr, module, seen.name, now)
-                if now is seen.tensor:
+            for buffer in self._buffers:
+                module = buffer.module()
+                assert module is not None and buffer.value is not None
+                now = getattr(module, buffer.name)
+                stack.callback(setattr, module, buffer.name, now)
+                if now is buffer.tensor:
                     stack.callback(now.data.copy_, now.detach().clone())
-                    now.data.copy_(seen.value)
+                    now.data.copy_(buffer.value)
                 else:
-                    setattr(module, seen.name, seen.value.clone())
+                    setattr(module, buffer.name, buffer.value.clone())
             yield
 
 
