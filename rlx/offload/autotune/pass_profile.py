@@ -197,9 +197,8 @@ def shortened(
         calls, others: operations whose results can be cached, by op index.
 
     Returns:
-        The operations in the order in which they run; their `seconds` include the operations that are dead then.
-        The op indices of the small results.
-        The time of the operations with small results, and of those that are dead because of them [s].
+        The operations in the order in which they run, each with the time of all operations that need not run if it is cached.
+        The op indices of the small results, and the time of their operations and of those that are dead because of them [s].
     """
     everything = {**calls, **others}
 

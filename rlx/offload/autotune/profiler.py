@@ -169,8 +169,7 @@ class ProfilingRecorder(PlannedRecorder):
 def _summed_bytes(arguments: list[Tensor]) -> int:
     """Return the bytes of a linear map's input if its bias requires a gradient, else 0.
 
-    In a layer that is not recomputed, autograd frees this input only after it has summed the bias's gradient. A recomputed layer
-    has freed it before.
+    Without recomputation autograd frees this input only after it has summed the bias's gradient; with it, before.
     """
     if not any(tensor.requires_grad and tensor.dim() == 1 for tensor in arguments):
         return 0

@@ -100,8 +100,7 @@ class Budget:
         device_bytes: device memory for backward, above weights, gradients and optimizer states.
         host_bytes: host memory; None: no limit.
         disk_bytes_per_s: rate of a disk for layers that the host has no room for, one direction at a time; 0: no disk.
-        turnaround_s: compute time between forward and backward of the layers, for example of the head and the loss. The link
-            goes on copying meanwhile.
+        turnaround_s: compute time between forward and backward of the layers (head and loss), in which the link goes on copying.
         turnaround_bytes: peak memory in that time, without the bytes of the last two layers, which are still being copied.
     """
 

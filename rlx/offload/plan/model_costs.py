@@ -5,9 +5,8 @@ f width of the MLP, k experts per token, V vocabulary, e bytes per element of ac
 
 *Linear maps* take 2 T x inputs x outputs floating-point operations, and twice as many in backward. q: h a; k and v: h c each;
 o: a h; gate and up: h f each; down: f h. With experts, gate, up and down run k times each; the shared expert counts as dense.
-*Attention*, causal, takes 4 T a operations per key that a query attends to. These are S / 2 keys on average, or w - w^2 / (2 S)
-with a window of w < S tokens. Its backward takes 2.5 times as many: five products instead of two (FlashAttention-2,
-arXiv:2307.08691).
+*Attention*, causal, takes 4 T a operations per key that a query attends to: on average S / 2 keys, or w - w^2 / (2 S) with a
+window of w < S tokens. Backward takes 2.5 times as many: five products instead of two (FlashAttention-2, arXiv:2307.08691).
 *Elementwise* kernels move bytes: a norm in transformers' own form, which goes through fp32, (28 + 4 e) h; rotary embedding
 10 e (a + c); a sum 3 e h; SwiGLU 5 e f; sorting tokens by expert and back 6 e h k. Backward is assumed to take 1.5 times as long.
 *Recomputation* ends before down or, with experts, before their results are summed.

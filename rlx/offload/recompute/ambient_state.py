@@ -50,8 +50,7 @@ class _Sections:
     """Sections of code whose random numbers must be repeatable: forwards, and recomputations of layers that drew numbers.
 
     A device has one generator for all threads. If two threads draw from it at once, their numbers interleave and cannot be
-    repeated. So each section notes whether another thread ran a section meanwhile. Sections of one thread are nested, which is
-    harmless.
+    repeated. So each section notes whether another thread ran a section meanwhile. Nested sections of one thread are harmless.
     """
 
     def __init__(self) -> None:

@@ -76,17 +76,16 @@ class OffloadOptions:
         pin_memory: page-locked host memory, without which copies do not overlap compute.
         use_streams: copy on separate streams instead of on the compute stream.
         max_host_bytes: hard cap of the host memory that this model or region takes, buffers for the disk included [bytes].
-            Tensors that do not fit are kept on the device, or go to disk if a directory is given. None: no cap, and
-            384 MiB of buffers for the disk.
+            Other tensors stay on the device, or go to disk if `directory` is set. None: no cap; disk buffers take 384 MiB.
         max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. Gradients
             and memory that exists before the layers begin do not count. The working set of a layer, the head and the loss
             count, and so do the parameters and gradients that FSDP2 gathers and reduces layer by layer. `"auto"`: 95 % of
-            the device, less weights, gradients, optimizer states and other memory that exists before the layers begin;
+            the device, less gradients and memory that exists before the layers begin, such as weights and optimizer states;
             without an accelerator as little as possible.
         cache_directory: folder in which `save="auto"` keeps profiles for later runs of the same layers: times and sizes of
             calls, with a description of layers, device and versions in words and digests; no weights, no data. It is made if
-            it does not exist. If it cannot be used, one warning is logged and the run goes on. `"auto"`:
-            `rlx/measurements` in `$XDG_CACHE_HOME`, or in `~/.cache`. None: nothing is read or written.
+            it does not exist. If it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in
+            `$XDG_CACHE_HOME`, or in `~/.cache`. None: nothing is read or written.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
