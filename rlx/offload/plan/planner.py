@@ -46,10 +46,10 @@ def make_plan(costs: Sequence[LayerCost], budget: Budget, begin: Sequence[LayerP
     """Return the fastest plan found within the budget.
 
     If all layers fit on the device, they are kept. Else the search starts from several plans. One offloads the inputs of all
-    layers, which needs the least memory; one keeps all inputs; the others also keep a share of the layers. The search improves
-    each plan step by step, by the change that saves the most time: first by offloading more, as long as the link has time, then
-    by any change. A change applies to as many layers of a kind as it helps. At last the search improves the best plan by two
-    changes at a time, because some pairs help though neither change alone fits or saves time.
+    layers, which needs the least memory; one keeps all inputs; the others offload inputs and keep a share of the layers. The
+    search improves each plan step by step, by the change that saves the most time: first by offloading more, as long as the link
+    has time, then by any change. A change applies to as many layers of a kind as it helps. At last the search improves the best
+    plan by two changes at a time, because some pairs help though neither change alone fits or saves time.
 
     Args:
         costs: of each layer.

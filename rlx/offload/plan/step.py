@@ -15,7 +15,7 @@ instead of the link's. All writes precede the first read.
 *Memory* above weights and gradients has three parts: bytes that layers keep on the device, bytes that are being copied, and the
 working set of the layer that runs. In forward this set is the layer's inputs, its temporary tensors, all tensors that autograd
 saves of it, and the results that it offloads or keeps although autograd does not save them. All of them exist until the layer
-ends, and so do the bytes that the layer before is still offloading. In backward the set is `LayerCost.working_bytes` and, until
+ends; the bytes that the layer before is still offloading come on top. In backward the set is `LayerCost.working_bytes` and, until
 the layer ends, the results that it keeps although autograd does not save them. The peak is in the backward of one of the last
 layers, or of the widest, or at the end of forward. So keeping the last decoder layer needs no more memory, unless a wider layer,
 for example the head, follows it.
