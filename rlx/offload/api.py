@@ -30,24 +30,24 @@ from rlx.offload.save_all import RegionHooks, run_save_all, unpack
 from rlx.offload.storage.stats import OffloadStats
 
 logger = logging.getLogger("rlx.offload")
-_is_grad_enabled = torch.is_grad_enabled  # asked for each layer of each generated token
+_is_grad_enabled = torch.is_grad_enabled  # a global, since it is called for each layer of each generated token
 
 
 class LayerForward(ForwardOverride):
-    """Replaces a layer's forward. A recomputation calls the original one, so it gathers no parameters a second time."""
+    """Replaces a layer's forward. Recomputation calls the original forward, so it gathers no parameters a second time."""
 
     def __init__(self, handle: ActivationOffloading, layer: RecomputedLayer, module: nn.Module) -> None:
         super().__init__(module)
         self.handle = handle
         self._layer = layer
-        # Hooks that a compiler traces recurse without end. So in a compiled model the layers themselves are not compiled.
+        # A compiler that traces the hooks recurses without end. So in a compiled model the layers are not compiled.
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward; offload or recompute the tensors that its backward needs."""
         if _is_grad_enabled() and self.handle.is_enabled:
             return self._run_uncompiled(args, kwargs)
-        # Gradient mode is off; or the handle is disabled, and somebody who has wrapped this object still calls it.
+        # Gradient mode is off, or the handle is disabled and a wrapper around this object still calls it.
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         module: Any = self.module()
@@ -86,14 +86,14 @@ class LayerForward(ForwardOverride):
 
     def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
         module = self.module()
-        # Transformers' own checkpointing must not run inside. It may be on again since disable(), or since forward.
+        # Transformers' own checkpointing must not run inside; disable() or the user may have switched it on since forward.
         if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
             return CheckpointingFlags.cleared(module.modules())
         return None
 
 
 def _without_caches(value: Any) -> Any:
-    """Return an argument with None for each cache; the same object if it has none, since layers may pass values in it."""
+    """Return an argument with None for each cache; without caches the same object, since layers may pass values in it."""
     others: list[Any] = []
     sort_leaves((value,), [], others)
     return map_leaves(lambda leaf: None if is_cache(leaf) else leaf, value) if any(map(is_cache, others)) else value
@@ -120,45 +120,45 @@ class ActivationOffloading:
         self._has_noted_checkpointing = False
 
     def stats(self, per_layer: bool = False) -> OffloadStats:
-        """What has been done since the engine was switched on; also after `disable`. Waits for no device.
+        """Return the statistics since offloading was enabled, also after `disable`. Does not wait for a device.
 
         Args:
-            per_layer: also give the figures of each layer.
+            per_layer: add the figures of each layer.
         """
         return self.session.stats(per_layer)
 
     def plan(self) -> Plan | None:
-        """The plan that the latest forward followed with `save="auto"`; None before the first, and with any other `save`."""
+        """Return the plan that the latest forward followed; None before the first plan, and unless `save="auto"`."""
         return self._controller.plan if self._controller is not None else None
 
     def agree(self, group: dist.ProcessGroup | None = None, reserve_bytes: int = 0) -> None:
-        """Make the plans of `save="auto"` together with other ranks, so that all have the same; without effect otherwise.
+        """Make equal plans on all ranks with `save="auto"`; no effect with any other `save`.
 
-        All ranks of the group call it, each before its steps, where none has a graph alive. From the first call on plans are
-        made here only: for each length that a rank has measured since, the slowest times and the least room of any rank.
+        All ranks of the group call it before their steps, while no graph is alive. After the first call, plans are made here
+        only. The plan of each newly profiled length uses the slowest times and the smallest budget of any rank.
 
         Args:
-            group: of the ranks that train together; None: the default one. Without one this rank plans by itself.
-            reserve_bytes: device memory that this rank will take for good and has not taken yet: states of an optimizer
-                that has not stepped. Gradients are counted anyway.
+            group: the ranks that train together; None: the default group. Without a group this rank plans by itself.
+            reserve_bytes: device memory that this rank will allocate and keep, for example the states of an optimizer that
+                has not stepped yet. Gradients are counted without it.
         """
         if self._controller is not None:
             self._controller.agree(group, reserve_bytes)
 
     def measurement(self) -> PassProfile | None:
-        """What layers of the latest forward's length have been measured to cost, with `save="auto"`; None before that."""
+        """Return the profile of the latest forward's length; None before it exists, and unless `save="auto"`."""
         return self._controller.measurement() if self._controller is not None else None
 
     def limit_device_bytes(self, nbytes: int) -> None:
-        """Let plans of `save="auto"` hold no more than so much on the device from now on, whatever the options say.
+        """Limit plans of `save="auto"` to `nbytes` on the device from now on, in addition to the options' limit.
 
-        Plans are made anew, from what has been measured, at the next `agree`, or where that is not called in the next passes.
+        New plans are made from the same profiles: at the next `agree`, or in the next passes if `agree` is never called.
         """
         if self._controller is not None:
             self._controller.limit(nbytes)
 
     def disable(self) -> None:
-        """Leave the model as it was. Graphs that are alive stay valid; a second call does nothing."""
+        """Restore the model. Graphs that are alive stay valid; a second call does nothing."""
         self.is_enabled = False
         for reference in self._layers:
             forward = reference()
@@ -168,7 +168,7 @@ class ActivationOffloading:
         self._flags.restore()
 
     def wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
-        """Put the engine around the layers of a model."""
+        """Replace the forward of each layer of a model."""
         self._model = weakref.ref(model)
         self._flags = CheckpointingFlags.of(model, layers)
         self.take_over_checkpointing()
@@ -178,7 +178,7 @@ class ActivationOffloading:
             self._layers.append(weakref.ref(LayerForward(self, layer, module)))
 
     def take_over_checkpointing(self) -> None:
-        """Switch transformers' gradient checkpointing of the layers off, whoever has switched it on and when."""
+        """Switch off transformers' gradient checkpointing of the layers, even if it was switched on after `wrap`."""
         if self.is_enabled and self._flags.switch_off() and not self._has_noted_checkpointing:
             self._has_noted_checkpointing = True
             logger.warning(
@@ -207,7 +207,7 @@ class ActivationOffloading:
         )
 
     def note_dropped_cache(self) -> None:
-        """Say once that recomputed layers fill no cache."""
+        """Log once that recomputed layers fill no cache."""
         if not self._has_noted_cache:
             self._has_noted_cache = True
             logger.info(
@@ -221,23 +221,22 @@ def enable_activation_offloading(
     options: OffloadOptions | None = None,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> ActivationOffloading:
-    """Move what a model's layers save for backward off the device until backward needs it.
+    """Offload the tensors that a model's layers save for backward, until backward needs them.
 
-    Call it after FSDP has wrapped the model. The module tree, the keys of the state dict and what the model computes
-    stay as they are.
+    Call it after FSDP has wrapped the model. It does not change the module tree, the keys of the state dict or the outputs.
 
     Args:
         model: any module, wrapped by FSDP or not.
-        enable_ckpt: keep only the inputs of each layer and recompute the rest (transformers' own gradient checkpointing
-            is switched off for that); else keep every saved tensor off the device.
+        enable_ckpt: offload only the inputs of each layer and recompute the rest (this switches off transformers' own
+            gradient checkpointing); else offload every saved tensor.
         options: see `OffloadOptions`; None: the defaults.
         layers: modules, module names or class names; None: see `find_layers`.
 
     Returns:
-        The handle; the one that exists already if the model is enabled with equal options.
+        The handle; the existing one if the model is already enabled with equal options.
 
     Raises:
-        ValueError: if no layer is found, if the options contradict `enable_ckpt`, or if the model is enabled already
+        ValueError: if no layer is found, if the options contradict `enable_ckpt`, or if the model is already enabled
             with other options or layers.
     """
     options = options or OffloadOptions()
@@ -268,16 +267,16 @@ def enable_activation_offloading(
 
 @contextlib.contextmanager
 def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
-    """Move every tensor that autograd saves inside a block of code off the device until backward needs it.
+    """Offload every tensor that autograd saves inside a block of code, until backward needs it.
 
-    Works on any code without touching a model. Frozen buffers cannot be told from activations here and leave as well;
-    parameters stay. Backward may run inside or after the block.
+    Works on any code and changes no model. Parameters are not offloaded. Frozen buffers are, since they cannot be told from
+    activations here. Backward may run inside or after the block.
 
     Args:
         options: see `OffloadOptions`; `save` may only be `"all"` here.
 
     Raises:
-        ValueError: if `save` asks for recomputation, for which layers are needed.
+        ValueError: if `save` asks for recomputation, which needs layers.
     """
     options = options or OffloadOptions()
     save = options.resolve_save(enable_ckpt=False)

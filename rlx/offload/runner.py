@@ -21,7 +21,7 @@ from rlx.offload.runtime.session import Layer, OffloadSession
 logger = logging.getLogger("rlx.offload")
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-# Of a layer call: a plan's instructions, or a profile that measures it, or None for boundary mode.
+# Decides for a layer call: a plan's instructions, a profile that measures it, or None for boundary mode.
 Decide = Callable[[Layer, nn.Module, Sequence[Tensor]], LayerInstructions | LayerProfile | None]
 
 
@@ -30,7 +30,7 @@ class LayerRunner:
 
     Args:
         session: of the model.
-        decide: decides what a layer call does, with `save="auto"`; None with any other.
+        decide: of the controller, with `save="auto"`; None with any other `save`.
     """
 
     def __init__(self, session: OffloadSession, decide: Decide | None) -> None:
@@ -50,10 +50,10 @@ class LayerRunner:
         """Run a layer's forward under the policy of this call; return its outputs.
 
         Args:
-            layer: the layer's memory.
+            layer: state of the layer that outlasts a call.
             repeatable: its forward.
-            args, kwargs: the arguments.
-            tensors: the tensors in them.
+            args, kwargs: arguments of the forward.
+            tensors: the tensors in `args` and `kwargs`.
         """
         if not any(map(_REQUIRES_GRAD, tensors)) and not any(map(_REQUIRES_GRAD, repeatable.module.parameters())):
             return repeatable.forward(*args, **kwargs)

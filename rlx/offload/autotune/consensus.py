@@ -1,18 +1,17 @@
-"""The profiles that ranks plan with: what each has measured, and cached profiles once their bytes have been found right.
+"""The profiles that ranks plan with: those they have measured, and cached ones whose bytes they have checked.
 
 Note [cached profiles]
-The cache key names what times follow from: layers, device, versions. Bytes follow from more. The loss, for example, is no
-module that a key could describe, and its memory is part of what a layer is charged with. So a run compares bytes first. Its
-first pass, which warms up, is profiled like a measured one. Its times say nothing, but its bytes count. Each rank compares
-its own passes with the cached profiles of the same lengths:
+The cache key describes layers, device and versions. They determine the times, but not all bytes: the memory of the loss, for
+example, is charged to a layer, and no key describes a loss. So a run compares bytes before it plans with cached profiles. It
+profiles even its first pass, which warms up, and uses only the bytes of that pass. Each rank compares its own passes with the
+cached profiles of the same lengths:
 
-- All bytes agree to `_ALIKE`: the rank accepts the cache. It is used once all ranks have accepted it.
+- All bytes agree to `_ALIKE`: the rank accepts the cache. Plans use the cache once all ranks have accepted it.
 - The bytes of the warm-up pass differ: kernels may have taken memory when they first ran. The next pass is measured and compared.
 - The bytes of a measured pass differ on any rank: all ranks ignore the cache for the rest of the run, and write it anew.
 
-Accepted bytes are multiplied by the largest ratio that any rank has found (1.0 to 1.1). So a cached plan never counts on
-less memory than one that this run has measured. The budget is never cached: free memory and the rate of the link are
-measured in each run.
+Accepted bytes are multiplied by the largest ratio that any rank has found (1.0 to 1.1). So a plan from the cache assumes at
+least the bytes that this run has measured. The budget is never cached: each run measures free memory and the rate of the link.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from rlx.offload.autotune.length_bucket import Key
 from rlx.offload.autotune.pass_profile import PassProfile, slowest
 from rlx.offload.plan.costs import LayerCost
 
-_ALIKE = 1.1  # bytes of two equal runs differ by less: copies that are in flight when memory is read
+_ALIKE = 1.1  # bytes of equal runs differ by less; they differ by the copies in flight when memory is read
 
 
 class Limits(NamedTuple):
-    """What one rank has to spend; None: it does not know, or has no limit."""
+    """The resources of one rank; None: not known, or no limit."""
 
     link_bytes_per_s: float | None
     device_bytes: int | None
@@ -38,13 +37,13 @@ class Limits(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """What one rank has found since the last report.
+    """The profiles and limits that one rank has found since its last report.
 
     Args:
         measured: profiles of measured passes.
-        warm_up: profiles of the pass that warmed up; only their bytes count.
-        cached: profiles from the cache. The first rank reads it for all ranks.
-        limits: what the rank has to spend.
+        warm_up: profiles of the pass that warmed up; only their bytes are used.
+        cached: profiles from the cache; the first rank reads them for all ranks.
+        limits: resources of the rank.
     """
 
     measured: Mapping[Key, PassProfile]
@@ -54,12 +53,12 @@ class RankReport(NamedTuple):
 
 
 class Consensus:
-    """What ranks have made of each other's reports. All ranks get the same reports, so all come to the same state."""
+    """The state that follows from all ranks' reports. All ranks get the same reports, so all have the same state."""
 
     def __init__(self) -> None:
-        self.cached: dict[Key, PassProfile] = {}  # of the first rank, bytes as they were written
-        self.is_refuted = False  # a measured pass has other bytes than the cache
-        self._accepting: set[int] = set()  # ranks that have found the bytes of the cache right
+        self.cached: dict[Key, PassProfile] = {}  # from the first rank, with the bytes in the file
+        self.is_refuted = False  # a measured pass had other bytes than the cache
+        self._accepting: set[int] = set()  # ranks whose bytes agree with the cache
         self._is_accepted = False
         self._ratio = 1.0
 
@@ -92,15 +91,15 @@ class Consensus:
         return {key: with_larger_bytes(profile, self._ratio) for key, profile in self.cached.items()}
 
     def is_new(self, key: Key, profile: PassProfile) -> bool:
-        """Return whether a measured profile is to be written: the cache has none, or one of shorter inputs."""
+        """Return whether to write a measured profile: the cache has none of this length, or one with shorter inputs."""
         return key not in self.cached or longest_input_bytes(profile) > longest_input_bytes(self.cached[key])
 
 
 def bytes_ratio(own: PassProfile, cached: PassProfile) -> float | None:
-    """Return by which ratio the bytes of a pass exceed those of a cached profile, at least 1; None: they do not agree.
+    """Return the ratio by which the bytes of a pass exceed those of a cached profile, at least 1; None: they do not agree.
 
-    They agree if both have the same layers with the same operations, and all bytes differ by no more than the lengths of
-    their inputs do, times `_ALIKE`. Times are not compared, nor which operations are worth planning: that follows from times.
+    They agree if both have the same layers with the same operations, and if all bytes differ by at most the ratio of their
+    inputs' lengths times `_ALIKE`. Times are not compared, nor are the operations to plan, which depend on times.
     """
     layers, others = ([(kind.members, kind.names, kind.flow) for kind in profile.kinds] for profile in (own, cached))
     if layers != others:
@@ -119,7 +118,7 @@ _BYTES = [field.name for field in fields(LayerCost) if field.name.endswith("byte
 
 
 def longest_input_bytes(profile: PassProfile) -> int:
-    """Return the most bytes that a layer was called with."""
+    """Return the largest inputs of any layer [bytes]."""
     return max((kind.cost.boundary_bytes for kind in profile.kinds), default=0)
 
 

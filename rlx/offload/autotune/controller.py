@@ -1,17 +1,17 @@
 """The controller of `save="auto"`: it profiles the first passes of each length, and gives later passes a plan.
 
 Lengths are grouped into buckets, each 1.25 times as long as the one before; a bucket has one profile and one plan. In a profiled
-pass layers offload their inputs and recompute the rest. Passes go on like this until the device has finished the profiled one;
-the controller does not wait for it. The very first pass warms up: kernels are chosen and memory is allocated, so its times say
-nothing. It is profiled only to compare its bytes with cached profiles (Note [cached profiles] in `consensus.py`).
+pass, layers offload their inputs and recompute the rest. The next passes do the same until the device has finished the profiled
+one, for which the controller does not wait. The very first pass warms up: it chooses kernels and allocates memory, so its times
+are not used. It is profiled only to compare its bytes with cached profiles (Note [cached profiles] in `consensus.py`).
 
 Note [ranks that agree]
-Ranks may have different lengths in the same pass, and a length that one rank has profiled may never come to another. So ranks
+Ranks may have different lengths in the same pass, and one rank may profile a length that another rank never meets. So ranks
 exchange nothing during a pass. They exchange profiles in `PlanController.agree`, which all ranks call between passes. For each
 length they take the longest times and the most bytes of any rank, and the smallest budget. Equal figures give equal plans, so a
 rank may make the plan of a length later, when it first meets that length. A rank that never calls `agree` plans by itself.
-In both cases two ranks may recompute differently in the same pass, because their lengths or their plans differ. So a model
-whose layers communicate in forward, which recomputation would repeat, gets no plan.
+In both cases two ranks may recompute differently in the same pass, because their lengths or their plans differ. Recomputation
+repeats any communication in a layer's forward, so a model with such layers gets no plan.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ logger = logging.getLogger("rlx.offload")
 BUCKET_RATIO = 1.25  # the longest over the shortest length that share a plan
 MARGIN = 0.05  # share of device memory that a plan leaves free
 LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
-_TIMED_BYTES = 1 << 24  # less than this is too little to measure the link
 
 
 class Inputs(NamedTuple):
     """Sizes of the tensors that a layer is called with [bytes].
 
     Args:
-        own: by id, of those that require a gradient.
-        memory: by address, of the memory of these.
-        shared: by address, of the memory of the others.
+        own: of the tensors that require a gradient, by id.
+        memory: of the memory of these tensors, by address.
+        shared: of the memory of all other tensors, by address.
     """
 
     own: dict[int, int]
@@ -65,7 +64,7 @@ class Inputs(NamedTuple):
 
     @property
     def boundary_bytes(self) -> int:
-        """Size of those that require a gradient."""
+        """Size of the tensors that require a gradient."""
         return sum(self.own.values())
 
 
@@ -74,8 +73,8 @@ class PlanController:
 
     Args:
         session: of the handle.
-        parameters: gives the model's parameters.
-        cache: profiles of earlier runs; None: none are read or kept.
+        parameters: returns the model's parameters.
+        cache: profiles of earlier runs; None: nothing is read or written.
     """
 
     def __init__(
@@ -88,20 +87,20 @@ class PlanController:
         self._session = session
         self._parameters = parameters
         self._cache = cache
-        self._seen: set[int] = set()  # layers that have been called
+        self._known_layers: set[int] = set()  # layers that have been called
         self._last: LengthBucket | None = None
         self._devices: list[torch.device] = []
         self._buckets: dict[Key, LengthBucket] = {}
         self._is_warm = self._is_declined = self._has_noted_no_device = False
-        self._agrees = False  # plans are made in `agree` only
+        self._agrees = False  # `agree` has been called: plans are made there only
         self._is_first_rank = True
         self._consensus = Consensus()
         self._cache_key: dict[str, Any] | None = None  # None: no pass has been profiled yet
-        self._measured: dict[Key, PassProfile] = {}  # since the last report
-        self._warm_up: dict[Key, PassProfile] = {}  # the same of the pass that warmed up
+        self._measured: dict[Key, PassProfile] = {}  # profiled since the last report
+        self._warm_up: dict[Key, PassProfile] = {}  # likewise, in the pass that warmed up
         self._reserve_bytes = 0
         self._gradient_bytes: int | None = None  # of all gradients, as a rank holds them between steps
-        self._room_bytes: int | None = None  # the least that was found; None: none was
+        self._room_bytes: int | None = None  # device memory for a step, the least found so far; None: not measured yet
         self._limit_bytes: int | None = None  # set when the device has run out of memory
 
     def decide(
@@ -114,8 +113,8 @@ class PlanController:
         longest, device = max(sizes, key=lambda pair: pair[0])
         if device not in self._devices:
             self._devices.append(device)
-        if layer.index not in self._seen:
-            self._seen.add(layer.index)
+        if layer.index not in self._known_layers:
+            self._known_layers.add(layer.index)
             if has_collectives(module):
                 self._decline(layer)
                 return None
@@ -132,7 +131,7 @@ class PlanController:
             return None
         bucket.called.add(layer.index)
         inputs = _inputs_of(tensors)
-        sample = LayerProfile(
+        profile = LayerProfile(
             layer.index,
             device,
             inputs.boundary_bytes,
@@ -141,21 +140,21 @@ class PlanController:
             inputs.shared,
             self._session.options.min_bytes,
             inputs=inputs.memory,
-            # Gradients of parameters that FSDP2 has gathered do not stay: none of them counts as one that does.
+            # Gradients of parameters that FSDP2 has gathered are freed within the pass, so none of them is counted here.
             gradient_bytes=partial(
                 _made_gradient_bytes, () if bucket.backward.is_sharded else tuple(module.parameters())
             ),
             sees_calls=bucket.sees_calls(layer.index),
         )
-        bucket.begun[layer.index] = sample
-        return sample
+        bucket.begun[layer.index] = profile
+        return profile
 
     def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
-        """Make the plans of all lengths that any rank has profiled, together with all ranks of a group.
+        """Plan all lengths that any rank of a group has profiled, with equal plans on all ranks.
 
         Args:
-            group: None: the default one, or this process alone if there is none.
-            reserve_bytes: memory that this rank will allocate for good in its next step, apart from gradients.
+            group: the ranks; None: the default group, or this process alone if there is none.
+            reserve_bytes: memory that this rank's next step will allocate and keep, apart from gradients.
         """
         for key, bucket in self._buckets.items():
             if key[0] < len(self._devices):  # else only other ranks have met the length
@@ -184,11 +183,11 @@ class PlanController:
                     self._make_plan(bucket, bucket.profile, budget)
 
     def measurement(self) -> PassProfile | None:
-        """Return the profile of the latest pass's length; None while there is none."""
+        """Return the profile of the latest pass's length; None if there is none yet."""
         return None if self._last is None else self._last.profile
 
     def limit(self, device_bytes: int) -> None:
-        """Discard all plans; new ones hold at most so much on the device."""
+        """Discard all plans; new ones hold at most `device_bytes` on the device."""
         self._limit_bytes = device_bytes
         self.plan = None
         for bucket in self._buckets.values():
@@ -210,7 +209,7 @@ class PlanController:
             self.plan = bucket.plan
         elif bucket.profile is None and (self._is_warm or self._compares_cache):
             if bucket.is_first and self._is_warm and key not in self._consensus.cached:
-                bucket.drop()  # there is nothing to compare it with, so the device need not have passed it
+                bucket.drop()  # no cached profile to compare it with, so do not wait until the device has passed it
             is_sharded = any(map(_is_sharded, self._parameters()))
             window = BackwardWindow(self._count_made_gradients, is_sharded, self._gathered_bytes())
             bucket.begin_measuring(window, self._coming_bytes(), call, is_first=not self._is_warm)
@@ -221,7 +220,7 @@ class PlanController:
         return self._cache is not None and (self._agrees or self._cache.has_files)
 
     def _check_cached(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor], call: Mapping[str, Any]) -> None:
-        """Drop a cached profile that does not hold for the pass that begins; else note the room that the pass finds."""
+        """Drop a cached profile that does not apply to the pass that begins; else note the device memory for that pass."""
         if bucket.profile is None or not bucket.is_cached or self._cache is None:
             return
         inputs, device = _inputs_of(tensors), self._devices[key[0]]
@@ -229,12 +228,12 @@ class PlanController:
         if is_longer or self._cache.key(call, self._devices) != self._cache_key:
             bucket.profile, bucket.is_cached = None, False
         else:
-            here = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self._gathered_bytes()
-            begin_bytes = max(0, DeviceMemoryProbe(device).look()[0] - here)
+            step_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self._gathered_bytes()
+            begin_bytes = max(0, DeviceMemoryProbe(device).look()[0] - step_bytes)
             self._note_room(device, begin_bytes, self._coming_bytes())
 
     def _report(self) -> RankReport:
-        """What this rank has found since its last report. The first rank reads the cache once its layers are known."""
+        """Return what is new since the last report. The first rank reads the cache once its layers are known."""
         cached: dict[Key, PassProfile] = {}
         called = [bucket.call for bucket in self._buckets.values() if bucket.call]
         if self._cache is not None and self._cache_key is None and called:
@@ -245,7 +244,7 @@ class PlanController:
         return report
 
     def _join(self, reports: Sequence[RankReport]) -> None:
-        """Give lengths the profiles on which ranks agree, and write new ones to the cache."""
+        """Give each length the profile on which ranks agree, and write new profiles to the cache."""
         measured = self._consensus.join(reports)
         for bucket in self._buckets.values():
             if bucket.is_cached and self._consensus.is_refuted:
@@ -257,14 +256,14 @@ class PlanController:
                 bucket.profile, bucket.is_cached = profile, key not in measured
         if self._cache is None or self._cache_key is None or not self._is_first_rank:
             return
-        # Other ranks may have met a length that this one has not. That counts as called alike.
+        # A length that only other ranks have met counts as called alike.
         is_alike = {key: not (call := self._buckets[key].call) or call == self._cache_key["call"] for key in measured}
         new = {k: p for k, p in measured.items() if is_alike[k] and self._consensus.is_new(k, p)}
         if new:
             self._cache.write(self._cache_key, new, keep_others=not self._consensus.is_refuted)
 
     def _coming_bytes(self) -> int:
-        """Return the memory of gradients and other states that do not exist yet and will outlast the step once they do."""
+        """Return the memory of gradients and other states that do not exist yet, and that a step will make and keep."""
         if any(parameter.grad is not None for parameter in self._parameters()):
             return self._reserve_bytes
         gradients = self._count_gradients() if self._gradient_bytes is None else self._gradient_bytes
@@ -288,7 +287,7 @@ class PlanController:
         return _made_gradient_bytes(sharded or parameters)
 
     def _collect(self, bucket: LengthBucket, key: Key) -> None:
-        """Note the profile of a measured pass, and the room that it has found on the device."""
+        """Take the profile of a measured pass, if it is complete, and note the device memory that was free for it."""
         profile = bucket.take()
         if profile is None:
             return
@@ -303,17 +302,14 @@ class PlanController:
 
         Args:
             device: on which the layers compute.
-            begin_bytes: allocated when the layers begin.
-            coming_bytes: of states that will be allocated and outlast the step.
+            begin_bytes: memory allocated when the layers begin.
+            coming_bytes: see `_coming_bytes`.
         """
         if device.type != "cpu":
             free, total = torch.get_device_module(device.type).mem_get_info(device)
-            reach = free + torch.accelerator.memory_reserved(device)
-            room = int(reach - MARGIN * total) - begin_bytes - coming_bytes
+            usable = free + torch.accelerator.memory_reserved(device)
+            room = int(usable - MARGIN * total) - begin_bytes - coming_bytes
             self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
-
-    def _looks_for_room(self, device: torch.device) -> bool:
-        return isinstance(self._session.options.max_device_bytes, str) and device.type != "cpu"
 
     def _limits(self) -> Limits:
         stats, options = self._session.stats(per_layer=False), self._session.options
@@ -384,18 +380,18 @@ def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    """Whether it is a DTensor: one that FSDP2 has not gathered at the moment."""
+    """Return whether a parameter is a DTensor, which FSDP2 has not gathered at the moment."""
     return hasattr(parameter, "to_local")
 
 
 def _own_bytes(parameter: Tensor) -> int:
-    """Size of what this rank holds of a parameter that may be sharded."""
-    own = getattr(parameter, "to_local", None)
-    return size_bytes(parameter if own is None else own())
+    """Return the size of a parameter, of this rank's shard if it is sharded."""
+    to_local = getattr(parameter, "to_local", None)
+    return size_bytes(parameter if to_local is None else to_local())
 
 
 def has_collectives(module: nn.Module) -> bool:
-    """Whether a layer communicates inside its forward: tensor-parallel weights, or units of FSDP inside."""
+    """Return whether a layer communicates in its forward: it has tensor-parallel weights, or FSDP units inside."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -1,23 +1,23 @@
 """The profile of one layer call: times, bytes and operations of its forward and backward, with its inputs offloaded.
 
-Times are device events, which are read after the device has passed them. Memory is what torch's allocator reports; its peak is
+Times come from device events, which are read after the device has passed them. Bytes come from torch's allocator; its peak is
 reset at each layer of a profiled pass.
 
 Note [what a layer is charged with]
-A budget limits all memory that a step holds above what exists before its layers begin, apart from the gradients it makes. So a
-layer is charged with its own peak, in forward or in backward, and with everything else that exists then and that no plan can
-change: rotary tables and masks, the first layer's inputs if the model keeps them, the memory of the head and the loss, and the
-gradient of the layer's output. It is not charged with memory of other layers that depends on the plan: their inputs on the
-way to the host, and inputs that were fetched ahead.
+A budget limits the memory that a step adds to what exists before its layers begin, apart from the gradients it makes. So a layer
+is charged with its own peak, in forward or in backward. It is also charged with the other memory that exists then and that no
+plan can change: rotary tables and masks, the first layer's inputs if the model keeps them, the memory of the head and the loss,
+and the gradient of the layer's output. It is not charged with memory of other layers that depends on the plan: inputs that are
+still being copied to the host, and prefetched inputs.
 
 Note [what FSDP2 holds during a step]
-FSDP2 holds memory that no plan can change, and that a budget must therefore hold as well. In the backward of a layer these are its
-gathered parameters, those of the layer before (prefetched), its gradients before they are reduced, and the buffer in which
-gradients of the layer after it are being reduced. With Qwen2-7B in bf16 each of the four is 0.47 GB. The first
-layer's parameters are gathered when it begins, and are subtracted from what exists before it. So gathered parameters count for all
-layers, and so do prefetched ones, which are there when backward begins.
-The buffer is not there in the last layer. So for each other layer its memory when backward comes to it is compared with what
-was there when backward began. Gradients of gathered parameters are not gradients that stay: they count as the layer's.
+FSDP2 holds memory that no plan can change, so a budget must cover it. In the backward of a layer it has four parts: the layer's
+gathered parameters, those of the layer before (prefetched), the layer's gradients before they are reduced, and the buffer that
+reduces gradients of the layer after it. With Qwen2-7B in bf16 each of the four is 0.47 GB. The first layer's parameters are
+already gathered when that layer begins. They are subtracted from the memory that exists before it, so that gathered parameters
+are charged to all layers. Prefetched parameters exist when backward begins, so they are charged as well.
+The buffer does not exist in the last layer. So each other layer compares the memory when its backward begins with the memory when
+the backward of the last layer began. Gradients of gathered parameters are freed within the pass: the layer is charged with them.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ class OpProfile:
     """One operation of a layer, for example attention or a linear map: when it ran, and the size of its result [bytes]."""
 
     name: str
-    variant: str  # what else its time depends on
+    variant: str  # of attention: its kind, on which its time depends; else ""
     start: Mark
     stop: Mark | None = None
     stored: Mark | None = None  # when the last tensor of its result may be offloaded
     nbytes: int = 0
-    small_bytes: int = 0  # of these, in tensors too small to be offloaded
-    extra_bytes: int = 0  # of these, in tensors that autograd does not save
+    small_bytes: int = 0  # of `nbytes`, in tensors too small to be offloaded
+    extra_bytes: int = 0  # of `nbytes`, in tensors that autograd does not save
     summed_bytes: int = 0  # of its input, if its bias requires a gradient
-    can_be_answered: bool = False
+    can_be_answered: bool = False  # its result can be cached
     slots: int = -1  # number of tensors that autograd had saved after it
     again: tuple[Mark, Mark] | None = None  # begin and end in recomputation
     storages: dict[int, int] = field(default_factory=dict)  # of its result, during forward: addresses and bytes
 
     @property
     def seconds(self) -> float:
-        """Time it took."""
+        """Time in forward."""
         assert self.stop is not None
         return seconds(self.start, self.stop)
 
     @property
     def again_s(self) -> float:
-        """Time it took in recomputation. It differs from the time in forward, because other kernels run at the same time."""
+        """Time in recomputation. It differs from the time in forward, because other kernels run at the same time."""
         return self.seconds if self.again is None else seconds(*self.again)
 
 
@@ -86,9 +86,9 @@ class BackwardWindow:
     """Figures that the layers of one pass share: the layer whose backward runs, and memory outside of layers.
 
     Args:
-        gradient_bytes: gives the memory of all gradients that exist and outlast the pass.
+        gradient_bytes: returns the memory of all existing gradients that outlast the pass.
         is_sharded: FSDP2 gathers and frees parameters during the pass (Note [what FSDP2 holds during a step]).
-        gathered_bytes: of parameters that it has gathered when the first layer begins.
+        gathered_bytes: memory of the parameters that FSDP2 has gathered when the first layer begins.
     """
 
     gradient_bytes: Callable[[], int] = lambda: 0
@@ -98,15 +98,15 @@ class BackwardWindow:
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False
     begin_bytes: int = 0  # allocated when the first layer begins, apart from its inputs and gathered parameters
-    beside_bytes: int = 0  # of other tensors when backward begins (Note [what a layer is charged with])
-    outside_bytes: int = 0  # peak while the head and the loss run, these included
+    beside_bytes: int = 0  # memory of no layer when backward begins (Note [what a layer is charged with])
+    outside_bytes: int = 0  # peak while the head and the loss run, `beside_bytes` included
     begin_gradient_bytes: int = 0
-    turn: tuple[Mark, Mark] | None = None  # when forward of the layers ends, and when their backward begins
+    turn: tuple[Mark, Mark] | None = None  # end of the layers' forward, begin of their backward
 
     def made_bytes(self) -> int:
         """Return the memory of gradients made since the first layer began."""
         if self.is_sharded and self.begin_gradient_bytes:
-            return 0  # they existed before; only those of layers that are not gathered at the moment could be counted
+            return 0  # gradients existed before, and those of layers that are gathered now cannot be counted
         return self.gradient_bytes() - self.begin_gradient_bytes
 
     @property
@@ -121,15 +121,15 @@ class LayerProfile:
     Args:
         index: of the layer.
         device: where it computes.
-        boundary_bytes: of its inputs that require a gradient.
+        boundary_bytes: size of its inputs that require a gradient.
         backward: shared by the layers of a pass.
         finished: called when the layer has been recomputed.
         shared: address and bytes of memory that all layers are called with; no layer is charged with it alone.
         min_bytes: smaller tensors are not offloaded.
         memory: reads the device's memory; None: from torch.
-        inputs: address and bytes of these inputs' memory.
-        gradient_bytes: gives the memory of gradients of the layer's parameters that exist and outlast the pass.
-        sees_calls: profile each operation (`rlx.offload.autotune.profiler`); else only where the layer begins and ends, which
+        inputs: address and bytes of the memory of the inputs that require a gradient.
+        gradient_bytes: returns the memory of the existing gradients of the layer's parameters that outlast the pass.
+        sees_calls: profile each operation (`rlx.offload.autotune.profiler`); else only the begin and end of the layer, which
             takes the host no time.
     """
 
@@ -149,10 +149,10 @@ class LayerProfile:
     ) -> None:
         self.index = index
         self.sees_calls = sees_calls
-        self.is_starved = False  # the device has waited for the host, or may have: times are the host's
+        self.is_starved = False  # the device may have waited for the host, so that times are the host's
         self.boundary_bytes = boundary_bytes
-        self.calls: list[OpProfile] = []
-        self.others: list[OpProfile] = []  # operations that are no calls
+        self.calls: list[OpProfile] = []  # linear maps and attention
+        self.others: list[OpProfile] = []  # all other operations
         self.flow: Dataflow | None = None
         self.saved_bytes = self.forward_bytes = 0
         self.min_bytes = max(min_bytes, 1)
@@ -164,32 +164,32 @@ class LayerProfile:
         self._shared = shared or {}
         self._inputs = inputs or {}
         self.inputs = frozenset(self._inputs) | frozenset(self._shared)  # addresses
-        self.extra_bytes = 0  # of the inputs what autograd does not save
+        self.extra_bytes = 0  # of the inputs that autograd does not save
         self._memory = memory or DeviceMemoryProbe(device)
         self._marks: dict[str, Mark] = {}
-        self._base_bytes = self._leaving_bytes = 0
-        # Slots that backward has not come below yet, and below which it fetches. Those it has, with what was held before.
+        self._base_bytes = self._offloading_bytes = 0
+        # Backward asks for slots in falling order. A border is a slot; backward passes it with the first slot below it.
         self._borders_left: list[int] = []
-        self._middle = 0
-        self._passed: list[tuple[int, Mark, int]] = []
-        self._rest_bytes = 0
+        self._middle = 0  # the border from which on backward fetches
+        self._passed: list[tuple[int, Mark, int]] = []  # border, when it was passed, peak memory before it
+        self._rest_bytes = 0  # peak memory after the last border
         self._gradient_bytes = gradient_bytes
         self._had_bytes = 0  # of gradients, when backward came to the layer
         self._made_bytes = 0  # of gradients made until the last border
-        self._sharding_bytes = 0  # that FSDP2 holds more than when backward began
+        self._sharding_bytes = 0  # memory of FSDP2, in addition to that when backward began
 
     def mark(self) -> Mark:
-        """A point in time on the device."""
+        """Return the present point in time on the device."""
         return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
 
     def begin_forward(self) -> None:
         """The layer's forward begins, and its inputs are being copied out."""
         shared = self._backward
         if shared.last_boundary_bytes is None:
-            tables = sum(self._shared.values())  # made in this step as well
+            tables = sum(self._shared.values())  # they are made in this step, too
             shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes - tables - shared.gathered_bytes)
             shared.begin_gradient_bytes = shared.gradient_bytes()
-        self._leaving_bytes = shared.last_boundary_bytes or 0
+        self._offloading_bytes = shared.last_boundary_bytes or 0
         shared.last_boundary_bytes = self.boundary_bytes
         self._memory.reset()
         self._marks["forward"] = self.mark()
@@ -197,20 +197,20 @@ class LayerProfile:
     def pass_forward(self) -> None:
         """The layer's forward has ended."""
         self._marks["forward_end"] = self.mark()
-        self._look_for_waiting("forward")
+        self._note_starvation("forward")
 
-    def _look_for_waiting(self, begin: str) -> None:
-        # The host is through with the layer. If the device has begun with it, it is less than a layer behind, and has
-        # waited for the host unless it was busy with the very last operations; which of the two cannot be told.
+    def _note_starvation(self, begin: str) -> None:
+        # The host has issued the whole layer. If the device has already begun it, the device is less than a layer behind. It
+        # has waited for the host, or was busy with the operations just before; the two cases cannot be told apart.
         self.is_starved = self.is_starved or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], can_be_answered: Sequence[bool], flow: Dataflow | None) -> None:
         """The layer's forward has ended, and its operations were profiled.
 
         Args:
-            saved: what autograd has saved in it.
-            can_be_answered: of each of `calls`.
-            flow: which operation reads which result.
+            saved: the tensors that autograd has saved in it.
+            can_be_answered: for each of `calls` whether its result can be cached.
+            flow: which operation reads which result; None: not known.
         """
         self.pass_forward()
         for call, can_be in zip(self.calls, can_be_answered, strict=True):
@@ -226,13 +226,12 @@ class LayerProfile:
         for call in (*self.calls, *self.others):
             call.extra_bytes = sum(nbytes for address, nbytes in call.storages.items() if address not in storages)
             call.storages.clear()
-        answers = sum(
-            call.extra_bytes for call in self.calls
-        )  # all of these of them are there while the layer is measured
-        self.forward_bytes = max(0, self._memory.look()[1] - self._backward.begin_bytes - self._leaving_bytes - answers)
+        cached = sum(call.extra_bytes for call in self.calls)  # a profiled layer holds the results of all calls
+        others = self._backward.begin_bytes + self._offloading_bytes + cached
+        self.forward_bytes = max(0, self._memory.look()[1] - others)
 
     def leave_forward(self) -> None:
-        """All that the layer's forward has saved is freed."""
+        """The tensors that the layer's forward has saved are freed."""
         self._memory.reset()
 
     def begin_recompute(self) -> None:
@@ -245,21 +244,16 @@ class LayerProfile:
         if shared.open is not None:
             shared.open.end_backward(now, peak)
         elif not shared.has_begun:
-            inputs = self.boundary_bytes + self._leaving_bytes
-            shared.beside_bytes = max(
-                0, allocated - shared.begin_bytes - (shared.gradient_bytes() - shared.begin_gradient_bytes) - inputs
-            )
+            inputs = self.boundary_bytes + self._offloading_bytes
+            made = shared.gradient_bytes() - shared.begin_gradient_bytes
+            shared.beside_bytes = max(0, allocated - shared.begin_bytes - made - inputs)
             shared.outside_bytes = peak - allocated + shared.beside_bytes
             shared.turn = self._marks["forward_end"], now
-            allocated = max(0, allocated - self._leaving_bytes)  # which is waited for now
+            allocated = max(0, allocated - self._offloading_bytes)  # backward now waits until they are copied
         if shared.has_begun and shared.is_sharded:
-            beside = (
-                allocated
-                - shared.begin_bytes
-                - (shared.gradient_bytes() - shared.begin_gradient_bytes)
-                - self.boundary_bytes
-            )
-            self._sharding_bytes = max(0, beside - shared.beside_bytes)
+            made = shared.gradient_bytes() - shared.begin_gradient_bytes
+            others = allocated - shared.begin_bytes - made - self.boundary_bytes
+            self._sharding_bytes = max(0, others - shared.beside_bytes)
         shared.has_begun = True
         shared.open = self
         self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
@@ -269,18 +263,18 @@ class LayerProfile:
         """The layer has been recomputed; its backward follows."""
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
-            self._look_for_waiting("recompute")
+            self._note_starvation("recompute")
             self._finished(self)
 
     def begin_borders(self, middle: int) -> int:
-        """Backward will ask for slots; when it has come below `middle` it fetches. Returns the first border."""
+        """Begin to note borders in backward, which fetches once it is below `middle`. Return the first border."""
         self._middle = middle
         if not self._passed:
             self._borders_left = sorted({middle, *(call.slots for call in self.calls)} - {0, -1}, reverse=True)
         return self._borders_left[0] if self._borders_left else middle
 
     def pass_border(self, slot: int) -> int:
-        """Backward asks for a slot below a border; returns the next one, 0 for none."""
+        """Note that backward asks for a slot below a border; return the next border, 0 if there is none."""
         if self._backward.open is not self:
             return self._middle if slot >= self._middle else 0
         below = [border for border in self._borders_left if slot < border]
@@ -292,7 +286,7 @@ class LayerProfile:
         return self._borders_left[0] if self._borders_left else 0
 
     def is_late(self, slot: int) -> bool:
-        """Whether backward that asks for this slot is to fetch what the layer before has sent."""
+        """Return whether a backward that asks for this slot prefetches the layer before."""
         return slot < self._middle
 
     def end_backward(self, now: Mark, peak: int) -> None:
@@ -303,13 +297,13 @@ class LayerProfile:
         self.late_bytes = self.held_from(self._middle)
 
     def _segment(self, peak: int) -> int:
-        """Return the peak since the last border. A prefetch is counted as large as the one that this layer's inputs had."""
+        """Return the peak since the last border, with this layer's inputs; prefetched ones, assumed as large, do not count."""
         is_fetching = any(border <= self._middle for border, _, _ in self._passed)
-        return self._held(peak) + (0 if is_fetching else self.boundary_bytes)
+        return self._charged(peak) + (0 if is_fetching else self.boundary_bytes)
 
     @property
     def borders(self) -> list[int]:
-        """Slots below which backward has come, from the last to the first."""
+        """The borders that backward has passed, in that order."""
         return [border for border, _, _ in self._passed]
 
     def held_from(self, border: int) -> int:
@@ -317,7 +311,7 @@ class LayerProfile:
         return max(self._rest_bytes, 0, *(held for at, _, held in self._passed if at < border))
 
     def reaches(self, border: int) -> float:
-        """After which share of backward it has come below a border, in [0, 1]."""
+        """Return when backward has passed a border, as a share of its time, in [0, 1]."""
         mark = next(mark for at, mark, _ in self._passed if at == border)
         return min(1.0, seconds(self._marks["recompute_end"], mark) / max(self.backward_s or 0.0, 1e-12))
 
@@ -341,40 +335,40 @@ class LayerProfile:
 
     @property
     def backward_s(self) -> float | None:
-        """Time of backward without it; None for the first layer, whose end is not seen."""
+        """Time of backward without recomputation; None for the first layer, whose end is not seen."""
         end = self._marks.get("backward_end")
         return None if end is None else seconds(self._marks["recompute_end"], end)
 
     @property
     def late_at(self) -> float | None:
-        """After which share of backward its peak is over, in [0, 1]; None if that was not seen."""
+        """When the peak of backward is over, as a share of its time, in [0, 1]; None if that was not seen."""
         if self._middle not in self.borders or self.backward_s is None:
             return None
         return self.reaches(self._middle)
 
     def ends_at(self, call: OpProfile) -> float:
-        """Where in forward a call ended, in [0, 1]."""
+        """Return when a call ended, as a share of forward's time, in [0, 1]."""
         assert call.stop is not None
         return min(1.0, seconds(self._marks["forward"], call.stop) / max(self.forward_s, 1e-12))
 
     def stored_at(self, call: OpProfile) -> float:
-        """Where in forward the result of a call could be offloaded, in [0, 1]."""
+        """Return when the result of a call could be offloaded, as a share of forward's time, in [0, 1]."""
         mark = call.stop if call.stored is None else call.stored
         assert mark is not None
         return min(1.0, seconds(self._marks["forward"], mark) / max(self.forward_s, 1e-12))
 
-    def _held(self, peak: int) -> int:
-        """Return the memory that the layer is charged with at a peak of its backward; gradients that stay are not part of it."""
+    def _charged(self, peak: int) -> int:
+        """Return the memory that the layer is charged with at a peak of its backward, without gradients that outlast the pass."""
         return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes + self._sharding_bytes
 
 
 def is_passed(mark: Mark) -> bool:
-    """Whether a device has passed a mark that it was given; false on the CPU, which is never behind."""
+    """Return whether a device has passed a mark; False on the CPU, which is never behind."""
     return isinstance(mark, torch.Event) and mark.query()
 
 
 def seconds(start: Mark, stop: Mark) -> float:
-    """Time between two marks that have been passed."""
+    """Return the time between two marks that the device has passed."""
     if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
         return start.elapsed_time(stop) / 1e3
     assert isinstance(start, float) and isinstance(stop, float)

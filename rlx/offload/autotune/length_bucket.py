@@ -1,11 +1,11 @@
 """The passes of one length with `save="auto"`: their profile and their plan.
 
 Note [a device that waits for the host]
-Profiling each operation takes the host about as long as a device computes a layer of a few thousand tokens. If the device has to
-wait for the host, operations look slower than they are, above all small ones. So if it may have waited in most layers of a pass,
-only every fourth layer's operations are profiled in the next pass, the next ones' in the pass after, and so on until all have
-been. In the layers between them the host gets ahead of the device. Times of layers that may have waited are ignored, if there
-are other layers of their kind.
+The host needs about as long to profile all operations of a layer as the device needs to compute it with a few thousand tokens. If
+the device waits for the host, operations look slower than they are, above all small ones. So if the device may have waited in
+most layers of a pass, the next four passes profile the operations of a quarter of the layers each: layers 0, 4, 8, …, then
+layers 1, 5, 9, …, and so on. In the layers between them the host gets ahead of the device. Times of layers that may have waited
+are ignored, if there are other layers of their kind.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
 from rlx.offload.replay.instructions import LayerInstructions
 
-SPREAD = 4  # in a pass one of so many layers is profiled (Note [a device that waits for the host])
-Key = tuple[int, int]  # of a bucket: which of the devices in use, and the logarithm of the length
+SPREAD = 4  # a pass profiles one of this many layers (Note [a device that waits for the host])
+Key = tuple[int, int]  # of a bucket: index of the device among those in use, and the logarithm of the length
 
 
 class LengthBucket:
@@ -31,31 +31,31 @@ class LengthBucket:
         self.plan: Plan | None = None
         self.instructions: dict[int, LayerInstructions] = {}
         self.profile: PassProfile | None = None
-        self.is_cached = False  # the profile is that of an earlier run
-        self.budget: Budget | None = None  # that ranks have agreed on
+        self.is_cached = False  # the profile comes from an earlier run
+        self.budget: Budget | None = None  # on which ranks have agreed
         self.passes = 0
         self.last_index = -1  # of the layer called last
-        self.call: Mapping[str, Any] = {}  # how the layers were called in the pass that was measured last
         self.is_measuring = False
-        self.is_first = False  # what is measured, or waits for the device, is the pass that warms up
-        self.backward = BackwardWindow()  # of the pass that was measured last
-        self.coming_bytes = 0  # of states that did not exist in that pass
-        self.called: set[int] = set()  # layers in that pass
+        # The next seven describe the pass that was profiled last.
+        self.call: Mapping[str, Any] = {}  # how its layers were called
+        self.is_first = False  # it is the pass that warms up
+        self.backward = BackwardWindow()
+        self.coming_bytes = 0  # of states that did not exist in it
+        self.called: set[int] = set()  # its layers
         self.begun: weakref.WeakValueDictionary[int, LayerProfile] = weakref.WeakValueDictionary()
         self.done: dict[int, LayerProfile] = {}
-        self._spread_passes: int | None = (
-            None  # so many have been measured since (Note [a device that waits for the host])
-        )
-        self._seen: dict[int, LayerProfile] = {}  # layers of which they have seen the operations
+        # Passes that have profiled a part of the layers, and these layers (Note [a device that waits for the host]).
+        self._spread_passes: int | None = None
+        self._spread_layers: dict[int, LayerProfile] = {}
 
     def sees_calls(self, layer_index: int) -> bool:
-        """Whether the operations of a layer are profiled in this pass."""
+        """Return whether this pass profiles the operations of a layer."""
         return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
 
     def begin_measuring(
         self, window: BackwardWindow, coming_bytes: int, call: Mapping[str, Any], is_first: bool
     ) -> None:
-        """Begin to profile a pass, unless a profiled graph is alive or the device has not passed it."""
+        """Begin to profile a pass, unless the graph of a profiled pass is alive or the device has not finished that pass."""
         is_alive = any(index not in self.done for index in self.begun)
         self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
         if self.is_measuring:
@@ -64,38 +64,35 @@ class LengthBucket:
             self.called, self.done = set(), {}
             self.begun.clear()
 
-    def finish(self, sample: LayerProfile) -> None:
+    def finish(self, layer: LayerProfile) -> None:
         """Note that a layer has been recomputed."""
-        if self.begun.get(sample.index) is sample:
-            self.done[sample.index] = sample
+        if self.begun.get(layer.index) is layer:
+            self.done[layer.index] = layer
 
     def take(self) -> PassProfile | None:
-        """Return the profile of a pass, once, when all its layers are through and the device has passed them."""
+        """Return the profile of a pass, once, after all its layers were recomputed and the device has finished them."""
         if self.profile is not None or not self.called or self.done.keys() != self.called:
             return None
-        if not all(sample.is_known for sample in self.done.values()):
+        if not all(layer.is_known for layer in self.done.values()):
             return None
         found, backward = self.done, self.backward
         self.done, self.called, self.is_measuring = {}, set(), False
         self.begun.clear()
-        if (
-            self._spread_passes is None
-            and not self.is_first
-            and 2 * sum(s.is_starved for s in found.values()) > len(found)
-        ):
+        starved = sum(layer.is_starved for layer in found.values())
+        if self._spread_passes is None and not self.is_first and 2 * starved > len(found):
             self._spread_passes = 0
             return None
         if self._spread_passes is not None:
             self._spread_passes += 1
-            self._seen |= {index: sample for index, sample in found.items() if sample.sees_calls}
-            if not self._seen.keys() >= found.keys():
+            self._spread_layers |= {index: layer for index, layer in found.items() if layer.sees_calls}
+            if not self._spread_layers.keys() >= found.keys():
                 return None
-            found, self._seen, self._spread_passes = self._seen, {}, None
-        samples = [found[index] for index in sorted(found)]
-        return measured(samples, backward.outside_bytes, backward.turnaround_s)
+            found, self._spread_layers, self._spread_passes = self._spread_layers, {}, None
+        layers = [found[index] for index in sorted(found)]
+        return measured(layers, backward.outside_bytes, backward.turnaround_s)
 
     def drop(self) -> None:
-        """Discard the profile that is waiting for the device."""
+        """Discard a profile that the device has not finished."""
         self.called.clear()
         self.done.clear()
 

@@ -24,7 +24,7 @@ class NoRecomputeCall(LayerCall):
         self.fetches_early = layers is not None or instructions.fetch_early
 
     def enter(self, gradient: Tensor) -> None:
-        """Hook of the layer's outputs: its backward begins."""
+        """Hook of the layer's outputs: the layer's backward begins."""
         self.begin_backward()
         if self.fetches_early:
             self.prefetch(self.prefetch_layers)
@@ -36,7 +36,7 @@ class NoRecomputeCall(LayerCall):
 
 
 class _LateHook(OpMode):
-    """Hooks the results of one call, so that backward prefetches when it gets there.
+    """Hooks the results of one call, so that backward prefetches when it reaches the call.
 
     Args:
         call: the layer call that prefetches.

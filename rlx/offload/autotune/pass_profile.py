@@ -13,15 +13,14 @@ from rlx.offload.replay.dataflow import Dataflow
 from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
 
-# Part of the cache key. Raise it when the same layers on the same machine would get other figures (in `layer_profile.py`,
-# `profiler.py` or here), or when the fields of `PassProfile` or of a class inside it change. Otherwise a run reads profiles that
-# mean something else.
+# Part of the cache key, so that a run does not read profiles with another meaning. Raise it when the same layers on the same
+# machine would get other figures (by a change in `layer_profile.py`, `profiler.py` or here), and when the fields of `PassProfile`
+# or of a class inside it change.
 PROFILE_VERSION = 2
 
-# A result so many times smaller than the largest of its layer is always kept, if that makes other operations dead.
-_SMALL = 256
+_SMALL = 256  # results at least this many times smaller than their layer's largest are kept, if other operations are dead then
 _MAX_OPERATIONS = 12  # planned for each layer, the slowest first; more would make the search slow
-_LESS = 0.98  # a fetch point is used if backward holds no more than this share of memory after it
+_LESS = 0.98  # a fetch point is used if backward holds less than this share of the memory held before it
 
 
 class LayerKind(NamedTuple):
@@ -31,9 +30,9 @@ class LayerKind(NamedTuple):
         members: indices of the layers.
         names: of the calls that all of them make, up to the first that differs.
         cost: mean of the layers; its operations are the calls whose results can be cached.
-        places: of the operations (Note [op indices] in `rlx.offload.replay.instructions`).
+        places: op indices of these operations (Note [op indices] in `rlx.offload.replay.instructions`).
         flow: which operation reads which result; None: not known.
-        small: places of small results that are always kept on the device, because that makes other operations dead.
+        small: op indices of small results that are always kept on the device, because that makes other operations dead.
     """
 
     members: tuple[int, ...]
@@ -46,11 +45,11 @@ class LayerKind(NamedTuple):
     def instructions(
         self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]
     ) -> LayerInstructions:
-        """Return a layer's instructions by its plan.
+        """Return a layer's instructions.
 
         Args:
-            layer: the plan.
-            fetch: index of the fetch point.
+            layer: its plan.
+            fetch: index of its fetch point.
             proofs: by kind and dead operations; a missing one is added.
         """
         point = self.cost.fetch_points[fetch]
@@ -86,7 +85,7 @@ class PassProfile(NamedTuple):
     Args:
         kinds: of its layers.
         outside_bytes: peak memory between forward and backward of the layers, while the head and the loss run.
-        turnaround_s: time of these.
+        turnaround_s: time of the head and the loss.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -94,18 +93,18 @@ class PassProfile(NamedTuple):
     turnaround_s: float = 0.0
 
 
-def measured(samples: Sequence[LayerProfile], outside_bytes: int, turnaround_s: float = 0.0) -> PassProfile:
+def measured(layers: Sequence[LayerProfile], outside_bytes: int, turnaround_s: float = 0.0) -> PassProfile:
     """Return the profile of a pass. Layers are of one kind if they call the same linear maps and the same kind of attention."""
     groups: dict[tuple[object, ...], list[LayerProfile]] = {}
-    for sample in samples:
-        # Each call once: experts are called as often as tokens are sent to them.
-        calls = tuple(dict.fromkeys((call.name, call.variant) for call in sample.calls))
-        groups.setdefault((sample.boundary_bytes, calls), []).append(sample)
+    for layer in layers:
+        # Equal calls count once: the router decides how many experts a layer calls.
+        calls = tuple(dict.fromkeys((call.name, call.variant) for call in layer.calls))
+        groups.setdefault((layer.boundary_bytes, calls), []).append(layer)
     return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turnaround_s)
 
 
 def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
-    """Return the longest times and most bytes of each kind. Ranks that have called other layers than the first are ignored."""
+    """Return the longest times and most bytes of each kind; ranks with other layers than the first rank are ignored."""
     first = [kind.members for kind in measurements[0].kinds]
     alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
     kinds = zip(*(m.kinds for m in alike), strict=True)
@@ -116,8 +115,8 @@ def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
 def planned(kind: LayerKind) -> LayerKind:
     """Return the kind with its slowest operations only, at most `_MAX_OPERATIONS`."""
     operations = dict(zip(kind.places, kind.cost.operations, strict=True))
-    dearest = sorted(operations, key=lambda place: -operations[place].seconds)[:_MAX_OPERATIONS]
-    return _with(kind, {place: operations[place] for place in operations if place in dearest})
+    dearest = sorted(operations, key=lambda op: -operations[op].seconds)[:_MAX_OPERATIONS]
+    return _with(kind, {op: operations[op] for op in operations if op in dearest})
 
 
 def _with(kind: LayerKind, operations: dict[int, Operation]) -> LayerKind:
@@ -125,61 +124,61 @@ def _with(kind: LayerKind, operations: dict[int, Operation]) -> LayerKind:
 
 
 def _kind(members: Sequence[LayerProfile]) -> LayerKind:
-    timed: Sequence[LayerProfile] = [sample for sample in members if not sample.is_starved]
-    if all(sample.backward_s is None for sample in timed):
+    timed: Sequence[LayerProfile] = [layer for layer in members if not layer.is_starved]
+    if all(layer.backward_s is None for layer in timed):
         timed = members
     names: list[str] = []
     operations: dict[int, Operation] = {}
-    for place, calls in enumerate(zip(*(sample.calls for sample in members), strict=False)):
+    for op, calls in enumerate(zip(*(layer.calls for layer in members), strict=False)):
         if len({call.name for call in calls}) > 1:
             break
         names.append(calls[0].name)
         if all(call.can_be_answered for call in calls):
-            operations[place] = _operation(timed, place)
-    flow = members[0].flow if all(sample.flow == members[0].flow for sample in members) else None
+            operations[op] = _operation(timed, op)
+    flow = members[0].flow if all(layer.flow == members[0].flow for layer in members) else None
     others: dict[int, Operation] = {}
     if flow is not None and len(names) == len(members[0].calls):
-        for index, calls in enumerate(zip(*(sample.others for sample in members), strict=True)):
+        for index, calls in enumerate(zip(*(layer.others for layer in members), strict=True)):
             if all(call.can_be_answered and call.again is not None for call in calls):
                 others[-1 - index] = _operation(timed, -1 - index)
     operations, small, saved_s = shortened(flow, operations, others) if others and flow else (operations, (), 0.0)
-    forward_s = fmean(sample.forward_s for sample in timed)
-    middles = [sample.late_at for sample in timed if sample.late_at is not None]
-    backwards = [sample.backward_s for sample in timed if sample.backward_s is not None]
+    forward_s = fmean(layer.forward_s for layer in timed)
+    middles = [layer.late_at for layer in timed if layer.late_at is not None]
+    backwards = [layer.backward_s for layer in timed if layer.backward_s is not None]
     boundary = members[0].boundary_bytes
-    saved = round(fmean(sample.saved_bytes for sample in members))
+    saved = round(fmean(layer.saved_bytes for layer in members))
     working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
     late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
     working_bytes = max(working) if late else saved + 2 * boundary
     points = _points(members, timed, len(names), working_bytes) if late else ()
-    # Without an allocator's figures: what is saved, and a gradient or two.
+    # Without figures of an allocator, `working_bytes` and `late_bytes` are the saved tensors, or half of them, and two gradients.
     cost = LayerCost(
         forward_s=forward_s,
         backward_s=fmean(backwards) if backwards else 2 * forward_s,
-        recompute_s=max(0.0, fmean(sample.recompute_s for sample in timed) - saved_s),
+        recompute_s=max(0.0, fmean(layer.recompute_s for layer in timed) - saved_s),
         boundary_bytes=boundary,
         saved_bytes=saved,
         working_bytes=working_bytes,
         late_bytes=max(late) if late else saved // 2 + 2 * boundary,
         operations=tuple(operations.values()),
         late_at=fmean(middles) if middles else 0.5,
-        forward_bytes=max(sample.forward_bytes for sample in members),
+        forward_bytes=max(layer.forward_bytes for layer in members),
         points=points,
-        extra_bytes=max(sample.extra_bytes for sample in members),
+        extra_bytes=max(layer.extra_bytes for layer in members),
         kept_bytes=_kept_bytes(members, points, working_bytes) if late else 0,
     )
-    members_ = tuple(sample.index for sample in members)
+    members_ = tuple(layer.index for layer in members)
     return LayerKind(members_, tuple(names), cost, tuple(operations), flow if others else None, small)
 
 
-def _operation(members: Sequence[LayerProfile], place: int) -> Operation:
-    calls = [sample.calls[place] if place >= 0 else sample.others[-1 - place] for sample in members]
+def _operation(members: Sequence[LayerProfile], op: int) -> Operation:
+    calls = [layer.calls[op] if op >= 0 else layer.others[-1 - op] for layer in members]
     return Operation(
         name=calls[0].name,
-        at=fmean(sample.ends_at(call) for sample, call in zip(members, calls, strict=True)),
+        at=fmean(layer.ends_at(call) for layer, call in zip(members, calls, strict=True)),
         seconds=fmean(call.again_s for call in calls),
         nbytes=round(fmean(call.nbytes for call in calls)),
-        offload_at=fmean(sample.stored_at(call) for sample, call in zip(members, calls, strict=True)),
+        offload_at=fmean(layer.stored_at(call) for layer, call in zip(members, calls, strict=True)),
         small_bytes=round(fmean(call.small_bytes for call in calls)),
         extra_bytes=round(fmean(call.extra_bytes for call in calls)),
     )
@@ -190,68 +189,69 @@ def shortened(
 ) -> tuple[dict[int, Operation], tuple[int, ...], float]:
     """Return operations with the time that keeping each result saves, dead operations included.
 
+    Another operation replaces a call if the call is dead once the other's result is cached, and if that result is no larger. For
+    example, rotated queries replace queries. Small results that make other operations dead are always kept.
+
     Args:
         flow: of the layer.
-        calls, others: by places, what can be answered.
+        calls, others: operations whose results can be cached, by op index.
 
     Returns:
-        The operations, in the order in which they run: in place of a call another one, if the call is not read where that is
-        answered and it is no larger (rotated queries for queries); their time is that of all that need not run.
-        The places of results that always stay, for they are small beside what is not read then.
-        The time of the latter, with all that is not read [s].
+        The operations in the order in which they run, each with the time of all operations that need not run if it is cached.
+        The op indices of the small results, and the time of their operations and of those that are dead because of them [s].
     """
     everything = {**calls, **others}
 
-    def seconds(places: Iterable[int]) -> float:
-        return sum(everything[place].seconds for place in places if place in everything)
+    def seconds(ops: Iterable[int]) -> float:
+        return sum(everything[op].seconds for op in ops if op in everything)
 
     largest = max(operation.nbytes for operation in everything.values())
-    small = {place for place, one in others.items() if one.nbytes * _SMALL <= largest and flow.dead_ops({place})}
-    for place in sorted(small, reverse=True):  # the mean of squares is not read where it is kept with epsilon added
-        if place in flow.dead_ops(small - {place}):
-            small.remove(place)
+    small = {op for op, one in others.items() if one.nbytes * _SMALL <= largest and flow.dead_ops({op})}
+    for op in sorted(small, reverse=True):  # the mean of squares is dead once its sum with epsilon is kept
+        if op in flow.dead_ops(small - {op}):
+            small.remove(op)
     base = flow.dead_ops(small)
-    left_out = {place: flow.dead_ops({*small, place}) - base for place in everything if place not in base}
-    gained = {place: seconds({place, *out}) for place, out in left_out.items()}
+    left_out = {op: flow.dead_ops({*small, op}) - base for op in everything if op not in base}
+    gained = {op: seconds({op, *out}) for op, out in left_out.items()}
     found: dict[int, Operation] = {}
     for call, operation in calls.items():
         rivals = [p for p in others if p not in small and p not in base and call in left_out[p]]
         rivals = [p for p in rivals if others[p].nbytes <= operation.nbytes]
-        best = max((call, *rivals), key=lambda place: gained[place]) if call not in base else None
+        best = max((call, *rivals), key=lambda op: gained[op]) if call not in base else None
         if best is not None:
             found[best] = replace(everything[best], name=operation.name, seconds=gained[best])
     order = [node.op for node in flow.nodes]
-    ordered = {place: found[place] for place in sorted(found, key=order.index)}
+    ordered = {op: found[op] for op in sorted(found, key=order.index)}
     return ordered, tuple(sorted(small)), seconds(base | small)
 
 
 def _points(
     members: Sequence[LayerProfile], timed: Sequence[LayerProfile], calls: int, working_bytes: int
 ) -> tuple[Point, ...]:
-    """Return the points where the backward of a call begins and less memory is held than before, the last call first."""
-    seen = [sample for sample in members if sample.backward_s is not None]
-    borders = [set(sample.borders) for sample in seen]
+    """Return the fetch points, the last call first: the backward of a call begins, and less memory is held than before."""
+    seen = [layer for layer in members if layer.backward_s is not None]
+    borders = [set(layer.borders) for layer in seen]
     points: list[Point] = []
-    for place, call in reversed(list(enumerate(members[0].calls[:calls]))):
+    for op, call in reversed(list(enumerate(members[0].calls[:calls]))):
         border, held = call.slots, points[-1].nbytes if points else working_bytes
         is_everywhere = all(border in passed for passed in borders)
-        if not is_everywhere or any(sample.calls[place].slots != border for sample in members):
+        if not is_everywhere or any(layer.calls[op].slots != border for layer in members):
             continue
-        nbytes = max(sample.held_from(border) for sample in seen)
+        nbytes = max(layer.held_from(border) for layer in seen)
         if nbytes < _LESS * held:
-            at = fmean(sample.reaches(border) for sample in timed if sample.backward_s is not None)
-            ends_at = fmean(sample.ends_at(sample.calls[place]) for sample in timed)  # as an operation's
-            points.append(Point(at, nbytes, call.name, place, border, ends_at))
+            at = fmean(layer.reaches(border) for layer in timed if layer.backward_s is not None)
+            ends_at = fmean(layer.ends_at(layer.calls[op]) for layer in timed)  # as an operation's
+            points.append(Point(at, nbytes, call.name, op, border, ends_at))
     return tuple(points)
 
 
 def _kept_bytes(members: Sequence[LayerProfile], points: Sequence[Point], working_bytes: int) -> int:
-    """Return the peak memory of backward without recomputation: a call holds its `summed_bytes` in addition."""
+    """Return the peak memory of backward if the layer is not recomputed: each call then holds its `summed_bytes`, too."""
     most, held = working_bytes, {point.call: point.nbytes for point in points}
     at_call = working_bytes
-    for place in reversed(range(max(len(sample.calls) for sample in members))):
-        at_call = held.get(place, at_call)
-        most = max(most, at_call + max(s.calls[place].summed_bytes for s in members if place < len(s.calls)))
+    for op in reversed(range(max(len(layer.calls) for layer in members))):
+        at_call = held.get(op, at_call)
+        most = max(most, at_call + max(s.calls[op].summed_bytes for s in members if op < len(s.calls)))
     return most
 
 
@@ -274,10 +274,10 @@ def _slowest(ranks: Sequence[LayerKind]) -> LayerKind:
     count = next((i for i, called in enumerate(names) if len(set(called)) > 1), len(names))
     found = [dict(zip(kind.places, kind.cost.operations, strict=True)) for kind in ranks]
     operations: dict[int, Operation] = {}
-    for place in found[0]:
-        if (0 <= place < count or is_same) and all(place in others for others in found):
-            same = [others[place] for others in found]
-            operations[place] = Operation(same[0].name, **_most(same, besides=("name",)))
+    for op in found[0]:
+        if (0 <= op < count or is_same) and all(op in others for others in found):
+            same = [others[op] for others in found]
+            operations[op] = Operation(same[0].name, **_most(same, besides=("name",)))
     costs = [kind.cost for kind in ranks]
     cost = LayerCost(**_most(costs, besides=("operations", "points")), points=_same_points(costs, count))
     flow, small = (ranks[0].flow, ranks[0].small) if is_same else (None, ())

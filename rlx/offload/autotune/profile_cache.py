@@ -1,8 +1,8 @@
 """The profiles of earlier runs, as one JSON file for each cache key.
 
-A file holds the key in the clear, the profiles of all lengths and a checksum. It is written under another name and renamed,
-so that a reader always finds a whole file, whoever else writes. A file that is damaged counts as absent. Whether a run may
-plan with what it reads is decided in `consensus.py`.
+A file holds the key as plain text, the profiles of all lengths and a checksum. A run writes it under another name and renames it,
+so that readers always find a whole file, even if several runs write. A damaged file counts as absent. `consensus.py` decides
+whether a run may plan with the profiles.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ProfileCache:
     Args:
         folder: of the files; made when the first one is written.
         options: of the handle.
-        model: gives the model; None once it is gone.
-        layers: gives the names of its layers.
+        model: returns the model; None once it is gone.
+        layers: returns the names of its layers.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ProfileCache:
 
     @property
     def has_files(self) -> bool:
-        """Whether the folder exists. It may hold profiles of other layers: these are not known before they are called."""
-        return self._folder.is_dir()
+        """Whether the folder exists. Its profiles may be of other layers: a run describes its layers when they are called."""
+        return os.path.isdir(self._folder)  # which raises nothing for a folder that may not be searched
 
     def see(self, layer: Layer, module: nn.Module) -> None:
-        """Describe a layer that is called for the first time, and with the first of them the rest of the model."""
+        """Describe a layer that is called for the first time; with the first layer, also describe the rest of the model."""
         model = self._model()
         if not self._layers and model is not None:
             self._around = describe_around(model, self._names())
@@ -71,7 +71,7 @@ class ProfileCache:
         return cache_key(self._layers, self._around, call, devices, self._options)
 
     def read(self, key: Mapping[str, Any]) -> dict[Key, PassProfile]:
-        """Return the profiles in the file of a key; none where there is no file or it is damaged."""
+        """Return the profiles in the file of a key; none if the file is absent or damaged."""
         path = self._path(key)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ class ProfileCache:
             return {(device, length): profile for (device, length), profile in found.items()}
         except FileNotFoundError:
             return {}
-        except Exception as error:  # anything may be in a damaged file, and none of it may end a run
+        except Exception as error:  # a damaged file may cause any error, and must not end a run
             self._warn_once("read", f"{path} is ignored and measured anew: {_reason(error)}")
             return {}
 
@@ -89,9 +89,9 @@ class ProfileCache:
         """Add profiles to the file of a key. A folder that cannot be written causes one warning.
 
         Args:
-            key: as `key` gives it.
+            key: as `key` returns it.
             profiles: by device and length.
-            keep_others: keep what other runs have written to the file; else it holds the profiles of this run only.
+            keep_others: keep profiles of other runs in the file; else it holds those of this run only.
         """
         self._written |= profiles
         merged = {**(self.read(key) if keep_others else {}), **self._written}
@@ -137,7 +137,7 @@ def from_json(data: Any) -> PassProfile:
     """Return the profile that `to_json` was given.
 
     Raises:
-        Exception: of any kind where `data` is something else.
+        Exception: of any kind, if `data` is something else.
     """
     data = _with_tuples(data)
     return PassProfile(**{**data, "kinds": tuple(map(_kind, data["kinds"]))})

@@ -1,6 +1,6 @@
 """The cache key: everything that the figures of a profile depend on, in values that JSON can hold.
 
-Layers are described when they are called. FSDP has gathered their weights by then, in the dtype in which they compute.
+Layers are described when they are called, because FSDP has then gathered their weights in the dtype of their computation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def describe_layer(module: nn.Module) -> str:
 def describe_around(model: nn.Module, layers: Sequence[str]) -> str:
     """Return the model's class and a digest of its parameters outside the layers of these names."""
     inside = tuple(f"{name}." for name in layers)
-    outside = [_look(name, tensor) for name, tensor in model.named_parameters() if not name.startswith(inside)]
+    outside = [_describe_tensor(name, p) for name, p in model.named_parameters() if not name.startswith(inside)]
     return f"{_class_name(model)} {digest(outside)}"
 
 
@@ -68,9 +68,9 @@ def cache_key(
     """Return the key of a run's profiles.
 
     Args:
-        layers: by index, as `describe_layer` gives them.
-        around: as `describe_around` gives it.
-        call: as `describe_call` gives it.
+        layers: the results of `describe_layer`, by index.
+        around: the result of `describe_around`.
+        call: the result of `describe_call`.
         devices: that the layers compute on.
         options: of the handle.
     """
@@ -104,7 +104,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:
-    """Plain attributes, what transformers' configuration says of attention (the kernel, for example), and the tile size."""
+    """Return plain attributes, the attention settings of transformers' configuration (kernel, for example), and the tile size."""
     names = sorted(name for name in vars(module) if not name.startswith("_") and name not in _IGNORED)
     plain = [(name, vars(module)[name]) for name in names if type(vars(module)[name]) in _PLAIN]
     config = getattr(getattr(module, "config", None), "__dict__", {})
@@ -116,8 +116,8 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
 def _tensors_of(module: nn.Module) -> list[tuple[Any, ...]]:
     # FSDP1 replaces parameters by plain tensors while they are gathered.
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False)), **vars(module)}
-    return [_look(name, value) for name, value in sorted(own.items()) if isinstance(value, Tensor)]
+    return [_describe_tensor(name, value) for name, value in sorted(own.items()) if isinstance(value, Tensor)]
 
 
-def _look(name: str, tensor: Tensor) -> tuple[Any, ...]:
+def _describe_tensor(name: str, tensor: Tensor) -> tuple[Any, ...]:
     return name, type(tensor).__name__, list(tensor.shape), str(tensor.dtype), tensor.requires_grad

@@ -1,4 +1,4 @@
-"""The profiling policy: it offloads a layer's inputs, recomputes the rest, and measures each operation in both runs."""
+"""The profiling policy: it offloads a layer's inputs, recomputes the rest, and times each operation in both runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProfilingPolicy(CachedOpPolicy):
     """Measures one layer call. Only the layer's inputs are kept, as in boundary mode.
 
     Args:
-        profile: takes the figures; says whether operations are measured, or only where the layer begins and ends.
+        profile: receives the figures; its `sees_calls` decides whether operations are measured.
     """
 
     def __init__(self, profile: LayerProfile) -> None:
@@ -79,39 +79,39 @@ class ProfilingPolicy(CachedOpPolicy):
 
 
 class ProfilingRecorder(PlannedRecorder):
-    """Times each operation in forward, and finds out which bytes its cached op would hold and who reads its result."""
+    """Times each operation in forward, and notes which bytes its cached op would hold and which operations read its result."""
 
-    def __init__(self, recording: LayerRecording, sample: LayerProfile) -> None:
+    def __init__(self, recording: LayerRecording, profile: LayerProfile) -> None:
         super().__init__(recording, LayerInstructions())
         self.sees_all = True
-        self._dataflow = DataflowRecorder(sample.inputs)
-        self._sample = sample
+        self._dataflow = DataflowRecorder(profile.inputs)
+        self._profile = profile
         self._seen: set[tuple[int, int]] = set()
-        self._waiting: list[OpProfile] = []  # others whose results may leave when the next call begins
+        self._unstashed: list[OpProfile] = []  # others whose results may be offloaded when the next call begins
 
     def __enter__(self) -> Any:
-        self._sample.begin_forward()
+        self._profile.begin_forward()
         return super().__enter__()
 
     def end_forward(self, outputs: Any) -> None:
-        """Close the forward: note which operations can be cached. None is."""
+        """End the forward: note which results can be cached, and cache none of them."""
         super().end_forward(outputs)
         self._note_stashed()
         saved = self._recording.saved_since(0)
-        can_be_answered = [self.cached_ops[op] is not None for op in range(len(self._sample.calls))]
-        self._sample.end_forward(saved, can_be_answered, self._dataflow.dataflow(saved))
+        can_be_answered = [self.cached_ops[op] is not None for op in range(len(self._profile.calls))]
+        self._profile.end_forward(saved, can_be_answered, self._dataflow.dataflow(saved))
         self.cached_ops = {}
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         variant = attention_variant(args, kwargs) if is_attention else ""
-        call = OpProfile(call_name(function, args, is_attention), variant, self._sample.mark())
+        call = OpProfile(call_name(function, args, is_attention), variant, self._profile.mark())
         self._note_stashed()
-        op = len(self._sample.calls)
-        self._sample.calls.append(call)
+        op = len(self._profile.calls)
+        self._profile.calls.append(call)
         try:
             result = super()._run(function, args, kwargs, is_attention)
         finally:
-            call.stop = self._sample.mark()
+            call.stop = self._profile.mark()
             call.slots = self._recording.slot_count
         call.summed_bytes = 0 if is_attention else _summed_bytes(tensors_in((args, kwargs)))
         may_be_dead = self.cached_ops[op] is not None and not is_attention
@@ -126,11 +126,11 @@ class ProfilingRecorder(PlannedRecorder):
             result = function(*args, **kwargs)
             self._dataflow.note_unknown(function, arguments, versions != versions_of(arguments), tensors_in(result))
             return result
-        sample, first_slot = self._sample, self._recording.slot_count
-        call = OpProfile(name, "", sample.mark())
-        sample.others.append(call)
+        profile, first_slot = self._profile, self._recording.slot_count
+        call = OpProfile(name, "", profile.mark())
+        profile.others.append(call)
         result = function(*args, **kwargs)
-        call.stop = sample.mark()
+        call.stop = profile.mark()
         seen, results = self._recording.saved_since(first_slot), tensors_in(result)
         may_be_dead = why_not_cacheable((*arguments, *results)) is None and all(map(is_plain, seen))
         may_be_dead = may_be_dead and sources_of(seen, arguments) is not None
@@ -138,38 +138,38 @@ class ProfilingRecorder(PlannedRecorder):
         call.can_be_answered = may_be_dead and all(tensor.grad_fn is not None for tensor in results)
         for tensor in results:
             call.nbytes += size_bytes(tensor)
-            call.small_bytes += size_bytes(tensor) if size_bytes(tensor) < sample.min_bytes else 0
+            call.small_bytes += size_bytes(tensor) if size_bytes(tensor) < profile.min_bytes else 0
             call.storages[storage_address(tensor)] = size_bytes(tensor)
-        self._waiting.append(call)
-        self._dataflow.note(-len(sample.others), name, arguments, results, may_be_dead)
+        self._unstashed.append(call)
+        self._dataflow.note(-len(profile.others), name, arguments, results, may_be_dead)
         return result
 
     def _note_stashed(self) -> None:
-        if self._waiting:
-            now = self._sample.mark()
-            for call in self._waiting:
+        if self._unstashed:
+            now = self._profile.mark()
+            for call in self._unstashed:
                 call.stored = now
-            self._waiting.clear()
+            self._unstashed.clear()
 
     def _is_wanted(self, op: int, function: Any, args: Any, is_attention: bool) -> bool:
         return True
 
     def _stash(self, op: int, tensor: Tensor) -> StashedTensor:
-        storage, call, nbytes = tensor.untyped_storage(), self._sample.calls[op], size_bytes(tensor)
+        storage, call, nbytes = tensor.untyped_storage(), self._profile.calls[op], size_bytes(tensor)
         address = (op, storage.data_ptr())
         if address not in self._seen:  # attention saves its own result as well
             self._seen.add(address)
             call.nbytes += nbytes
-            call.small_bytes += nbytes if nbytes < self._sample.min_bytes else 0
+            call.small_bytes += nbytes if nbytes < self._profile.min_bytes else 0
             call.storages[storage.data_ptr()] = storage.nbytes()
-            call.stored = self._sample.mark()
+            call.stored = self._profile.mark()
         return StashedTensor(tensor, None)
 
 
 def _summed_bytes(arguments: list[Tensor]) -> int:
-    """Of the input of a linear map with a bias that wants a gradient: what autograd lets go of only when that is summed up.
+    """Return the bytes of a linear map's input if its bias requires a gradient, else 0.
 
-    A layer that is recomputed has let go of it before, so that it holds less in that moment than one that was kept.
+    Without recomputation autograd frees this input only after it has summed the bias's gradient; with it, before.
     """
     if not any(tensor.requires_grad and tensor.dim() == 1 for tensor in arguments):
         return 0
@@ -177,28 +177,28 @@ def _summed_bytes(arguments: list[Tensor]) -> int:
 
 
 class ProfilingReplayMode(ReplayMode):
-    """Times each call as it runs again.
+    """Times each operation as it runs again.
 
     Args:
-        sample: whose calls.
-        how: as `ReplayMode` takes them.
+        profile: of the layer.
+        how: further arguments of `ReplayMode`.
     """
 
-    def __init__(self, sample: LayerProfile, *how: Any) -> None:
+    def __init__(self, profile: LayerProfile, *how: Any) -> None:
         super().__init__(*how)
-        self._sample = sample
-        self._again = {False: iter(sample.calls), True: iter(sample.others)}
+        self._profile = profile
+        self._again = {False: iter(profile.calls), True: iter(profile.others)}
         self.sees_all = True
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        start = self._sample.mark()
+        start = self._profile.mark()
         result = super()._run(function, args, kwargs, is_attention)
         self._note(start, False)
         return result
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
         """See `OpMode.run_other`."""
-        start = self._sample.mark()
+        start = self._profile.mark()
         result = super().run_other(function, args, kwargs)
         if known_name(function, kwargs) is not None:
             self._note(start, True)
@@ -207,4 +207,4 @@ class ProfilingReplayMode(ReplayMode):
     def _note(self, start: Mark, is_other: bool) -> None:
         call = next(self._again[is_other], None)
         if call is not None and call.again is None:
-            call.again = start, self._sample.mark()
+            call.again = start, self._profile.mark()

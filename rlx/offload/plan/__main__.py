@@ -1,7 +1,7 @@
 """The entry point `python -m rlx.offload.plan`.
 
-It is no part of this package, which imports nothing but itself: the command also measures layers, for which it needs the
-engine, so it lives with the other commands in `rlx.offload.benchmark`.
+The command also measures layers, which needs `rlx.offload` as a whole. This package imports nothing but itself, so the command's
+code is in `rlx.offload.benchmark`.
 """
 
 import sys

@@ -14,9 +14,9 @@ class Operation:
         name: for people.
         at: when in the layer's forward it ends, as a share of forward's time, in [0, 1].
         seconds: time to run it again.
-        nbytes: size of its result, and of the other tensors that its backward reads, its arguments aside.
-        offload_at: when in the layer's forward these may be offloaded, as a share; None: at once. A result that the layer may
-            still write to waits for a later operation.
+        nbytes: size of its result and of the other tensors that its backward reads, without its arguments.
+        offload_at: when in the layer's forward these bytes may be offloaded, as a share; None: at `at`. A result that the layer
+            may still write to waits for a later operation.
         small_bytes: of `nbytes`, tensors that are too small to be offloaded.
         extra_bytes: of `nbytes`, tensors that autograd does not save.
     """
@@ -34,12 +34,12 @@ class Point(NamedTuple):
     """A fetch point: a moment in a layer's backward at which the bytes of the layer before may be fetched.
 
     Args:
-        at: time since backward began, recomputation aside, as a share of backward's time, in [0, 1].
+        at: time since backward began, without recomputation, as a share of backward's time, in [0, 1].
         nbytes: peak memory of backward from then on, if the layer was recomputed.
         name: the operation whose backward begins at that moment, for people.
-        call, slots: for measured layers: the number of that operation's call, and of the tensors autograd has saved up to it.
-        forward_at: when in the layer's forward that operation ends, as a share, in [0, 1]. Backward has used the results of
-            operations that end then or later, so that `nbytes` does not count them. None: not known.
+        call, slots: for profiled layers: index of that operation's call, and number of tensors that autograd has saved up to it.
+        forward_at: when in the layer's forward that operation ends, as a share, in [0, 1]; None: not known. By then backward has
+            used the results of operations that end then or later, so `nbytes` does not count them.
     """
 
     at: float
@@ -62,13 +62,13 @@ class LayerCost:
         working_bytes: peak memory of backward if the layer was recomputed, with the recomputed tensors.
         late_bytes: the same after backward has freed the layer's widest part.
         operations: in the order in which they run.
-        late_at: when that is, as a share of backward's time, in [0, 1].
+        late_at: when backward has freed the widest part, as a share of backward's time, in [0, 1].
         forward_bytes: peak memory of forward, with the inputs and without the operations' `extra_bytes`. A value below
             `saved_bytes` counts as `saved_bytes`.
         points: fetch points in backward, from the first to the last. If there are any, they replace `late_at` and `late_bytes`.
-        extra_bytes: of the inputs, tensors that autograd does not save. `working_bytes` and the like do not count them; if the
-            inputs are kept, they are there until the layer's backward ends.
-        kept_bytes: peak memory of backward if the whole layer was kept; at least `working_bytes`, which 0 means.
+        extra_bytes: of the inputs, tensors that autograd does not save. `working_bytes`, `late_bytes` and `points` do not count
+            them. If the inputs are kept, these tensors exist until the layer's backward ends.
+        kept_bytes: peak memory of backward if the whole layer was kept. A value below `working_bytes` counts as `working_bytes`.
     """
 
     forward_s: float
@@ -87,7 +87,7 @@ class LayerCost:
 
     @property
     def fetch_points(self) -> tuple[Point, ...]:
-        """The moments at which the bytes of the layer before may be fetched: the begin of recomputation, or later."""
+        """The moments at which the bytes of the layer before may be fetched. The first is the begin of recomputation."""
         return (Point(0.0, self.working_bytes), *(self.points or (Point(self.late_at, self.late_bytes),)))
 
 
@@ -100,8 +100,8 @@ class Budget:
         device_bytes: device memory for backward, above weights, gradients and optimizer states.
         host_bytes: host memory; None: no limit.
         disk_bytes_per_s: rate of a disk for layers that the host has no room for, one direction at a time; 0: no disk.
-        turnaround_s: compute time between forward and backward of the layers, of the head and the loss say. Copies go on then.
-        turnaround_bytes: peak memory of that. The bytes of the last two layers are still being copied then.
+        turnaround_s: compute time between forward and backward of the layers (head and loss), in which the link goes on copying.
+        turnaround_bytes: peak memory in that time, without the bytes of the last two layers, which are still being copied.
     """
 
     out_bytes_per_s: float

@@ -21,11 +21,11 @@ class Decoder:
         width: of the hidden states.
         heads, kv_heads, head_width: number of query heads and of key/value heads, and their width.
         mlp_width: of a dense MLP.
-        vocabulary: number of its tokens.
+        vocabulary: number of tokens.
         tied: head and embedding share their weights.
         qk_norm: q and k go through norms.
         qkv_bias: q, k and v have biases.
-        experts, active_experts, expert_width: number of experts, of those that process a token, and their width.
+        experts, active_experts, expert_width: number of experts, number of experts that process a token, and their width.
         shared_width: width of the shared expert, which processes all tokens; 0: none.
         windows: for each layer the number of tokens that a query attends to, None for all.
         sparse: for each layer whether it has experts.
@@ -66,7 +66,7 @@ class Decoder:
         return replace(self, tied=True)
 
     def adapters(self, rank: int) -> int:
-        """Return the number of weights of LoRA adapters on all linear maps; experts, whose weights are one tensor, get none."""
+        """Return the number of weights of LoRA adapters on all linear maps except experts, whose weights are one tensor."""
         q, kv, d = self.heads * self.head_width, self.kv_heads * self.head_width, self.width
         dense = [self.shared_width if is_sparse else self.mlp_width for is_sparse in self.sparse]
         return rank * sum(2 * (d + q) + 2 * (d + kv) + 3 * (d + width) * bool(width) for width in dense)

@@ -1,4 +1,4 @@
-"""Print a plan as a table: what is kept, offloaded and recomputed, what that saves, and which resource limits the plan."""
+"""A plan as a table for people: tensors kept, offloaded and recomputed, time saved, and the resources that limit the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import assign_tiers, estimate_layer, held_bytes, predict, recompute_s, sent_bytes
 from rlx.offload.plan.text_table import GB, aligned
 
-WORTH_SAYING = 2e-3  # a resource is named as a limit if more of it saves this share of the step's time
+WORTH_SAYING = 2e-3  # a resource counts as a limit if more of it saves at least this share of the step's time
 _PLAN_COLUMNS = ("layers", "kept on the device", "offloaded", "recomputed", "GB kept", "GB sent", "s saved")
 
 
@@ -50,7 +50,7 @@ def _row(cost: LayerCost, layer: LayerPlan, members: Sequence[int]) -> tuple[str
 
 
 def _ranges(numbers: Sequence[int], longest: int = 4) -> str:
-    """Return `0-2, 5` for 0, 1, 2, 5; of many runs the middle ones are left out."""
+    """Return `0-2, 5` for 0, 1, 2, 5; if there are more than `longest` runs, leave out the middle ones."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -71,7 +71,7 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable
         f"compute waits {found.stall_s:.3f} s"
     )
     out_s, in_s = _link_seconds(costs, plan, budget)
-    forward_s = found.forward_s + budget.turnaround_s  # the turnaround counts as forward, for copies go on in it
+    forward_s = found.forward_s + budget.turnaround_s  # copies go on during the turnaround, so it counts as forward
     yield (
         f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, "
         f"{in_s / (found.step_s - forward_s):.0%} of backward; "
@@ -88,7 +88,7 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable
 
 
 def _fetched(costs: Sequence[LayerCost], plan: Plan) -> str:
-    """Return when offloaded bytes are fetched, and for how many layers."""
+    """Return at which points offloaded bytes are fetched, each with its number of layers."""
     counts: Counter[str] = Counter()
     for behind, fetch, before, layer in zip(costs[1:], plan.fetches[1:], costs, plan.layers, strict=False):
         if sent_bytes(before, layer):
@@ -99,7 +99,7 @@ def _fetched(costs: Sequence[LayerCost], plan: Plan) -> str:
 
 
 def _link_seconds(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> tuple[float, float]:
-    """Return the link's or the disk's time in forward and in backward, where the last layer fetches nothing [s]."""
+    """Return the link's or the disk's time in forward and in backward [s]; the last layer fetches nothing."""
     estimates = assign_tiers(
         [estimate_layer(cost, layer, budget) for cost, layer in zip(costs, plan.layers, strict=True)], budget
     )
@@ -107,7 +107,7 @@ def _link_seconds(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> tup
 
 
 def limits(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> dict[str, float]:
-    """Return the resources that limit the plan, in words, each with the step's time if there were more of it [s]."""
+    """Return the resources that limit the plan: each in words, and the step's time with more of it [s]."""
     out, back = 2 * budget.out_bytes_per_s, 2 * budget.in_bytes_per_s
     more = {
         "link full (twice as fast": replace(budget, out_bytes_per_s=out, in_bytes_per_s=back),

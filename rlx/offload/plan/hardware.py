@@ -1,7 +1,7 @@
 """Rates and memory of accelerators and their machines: figures of data sheets, and the share of them that training reaches.
 
-Peaks are for dense bf16 with fp32 sums. The shares are those of one H200 (torch 2.11, `sdpa`), fitted to the steps in
-docs/planning.md. For all other machines they are an assumption; none of those was measured.
+Peaks are for dense bf16 with fp32 sums. The shares were fitted to the steps of one H200 in docs/planning.md (torch 2.11,
+`sdpa`). For all other machines the shares are an assumption; none of them was measured.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Hardware:
         memory_bytes_per_s: bandwidth of device memory.
         device_bytes: size of device memory.
         link_bytes_per_s: rate to the host or back that training reaches, one direction at a time.
-        link_both_bytes_per_s: rate of each direction with both at once. Forward only offloads and backward only fetches, so
-            that plans use `link_bytes_per_s`.
+        link_both_bytes_per_s: rate of each direction with both at once. Plans use `link_bytes_per_s`, since forward only
+            offloads and backward only fetches.
         host_bytes: host memory per accelerator in a usual machine.
     """
 
@@ -70,7 +70,7 @@ def _on_pcie(pcie: float, name: str, tflops: float, tb_per_s: float, device_gb: 
 
 # Peaks and memory: NVIDIA's data sheets "A100" (2021), "H100" (2023), "H200" (2024), "DGX B200" and "GB200 NVL72" (2024) and
 # its white papers on GA102, Ada and RTX Blackwell. Sheets with sparse figures are halved. Host memory: DGX A100 (1 and 2 TB),
-# DGX H100, H200 and B200 (2 TB) for eight accelerators; 64 GB beside a consumer card is an assumption.
+# DGX H100, H200 and B200 (2 TB) for eight accelerators; 64 GB for a consumer card is an assumption.
 # GB200: figures of half a superchip, since two GPUs share one Grace: 480 GB, 512 GB/s of memory, and 900 GB/s of NVLink-C2C
 # in both directions together. The link's shares are assumed to be PCIe's; both at once cannot exceed the memory's 512 GB/s.
 _GB200 = replace(_on_pcie(225e9, "gb200", 2500, 8.0, 186, 240), link_both_bytes_per_s=512e9 / 4)

@@ -1,29 +1,29 @@
 """The memory of a decoder's training step by formulas, for the planner and for the forecast before a run.
 
 Letters: T tokens of a micro-batch on one process, h width of the model, a = heads x head width, c = key/value heads x head
-width, f width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. For a layer in T tokens, bytes
-per token unless something else is named:
+width, f width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. Figures are bytes per token of
+a layer; "in all" marks bytes of the whole layer.
 
-*Saved* by autograd. A norm: (4 + 2 e) h, for a copy in fp32 and the result before and after the weight; norms of q and k do not
-save the last. q and attention's result: e a each. k and v: e c each. The log-sum-exp: 4 bytes per head. The MLP: 4 e f, for gate,
-its activation, up and their product. Experts: k (4 e f + 2 e h), for the sorted input and down's result in addition.
-*Working set* of a layer's backward: everything saved; the input, the residual and the gradient from above, 3 e h; and 2 e f while
-the backward of the product runs, which makes three gradients from one. The MLP's 4 e f are freed by the second half.
-*Tiles* of t < T tokens: MLP and norms save their inputs, together with the norms' results 3 e h; norms of q and k e (a + c). A
-norm is tiled only for longer sequences than the MLP is, and saves as much as without tiles until then. The MLP's backward needs
-in addition the gradient of its input, e h; six tensors of a tile, 6 e f t in all; and the fp32 sums of the weights' gradients,
-12 h f in all. After it come the gradients of q, k, v and of attention's result, e (2 a + 2 c), and the fp32 sum of q's gradient,
-4 a. Experts are not tiled.
+*Saved* by autograd. A norm: (4 + 2 e) h, for a copy in fp32 and the results before and after the weight; norms of q and k do not
+save the result after it. q and attention's result: e a each. k and v: e c each. The log-sum-exp: 4 per head. The MLP: 4 e f, for
+gate, its activation, up and their product. Experts: k (4 e f + 2 e h), since the sorted input and down's result are saved, too.
+*Working set* of a layer's backward: the saved tensors; the input, the residual and the gradient from above, 3 e h; and 2 e f while
+the backward of the product makes three gradients from one. The second half of backward begins with the MLP's 4 e f freed.
+*Tiles* of t < T tokens: MLP and norms save their inputs and the norms' results, 3 e h together; norms of q and k save e (a + c).
+A norm is tiled only for longer sequences than the MLP is; until then it saves as much as without tiles. The MLP's backward also
+needs the gradient of its input, e h; six tensors of a tile, 6 e f t in all; and the fp32 sums of the weights' gradients, 12 h f
+in all. After it, backward needs the gradients of q, k, v and of attention's result, e (2 a + 2 c), and the fp32 sum of q's
+gradient, 4 a. Experts are not tiled.
 *Shared sequences*: with u processes T is the part of one. If u exceeds the number of key heads, k and v are repeated to u heads.
-*Head*, log-probs without logits at once: a chunk of 3 GiB of logits, or all of them if that is less, and their gradient replaces
-them; hidden states and their gradient, 2 e h T in all; the gradient of the weight, e h V in all, or with several chunks its fp32
-sum, 4 h V.
-*Without backward* a layer holds three results of width h (its input, the residual, a norm's), and of the MLP 3 f, all times e.
-With experts these are k (3 f + 2 h), or 4 k h while their results are put back in order. While attention runs, they are 2 h, 4 a
-(rotary embedding) and 2 c. The head holds e per logit of a chunk, and e h.
+*Head*, for log-probs with logits in chunks: a chunk of 3 GiB of logits, or all of them if that is less, which their gradient
+replaces; hidden states and their gradient, 2 e h T in all; the gradient of the weight, e h V in all, or with several chunks its
+fp32 sum, 4 h V in all.
+*Without backward* a layer holds e times these widths: 3 h (its input, the residual, a norm's result) and 3 f of the MLP. Experts
+hold k (3 f + 2 h) instead of 3 f, or 4 k h while their results are put back in order. While attention runs, the layer holds 2 h,
+4 a (rotary embedding) and 2 c. The head holds e per logit of a chunk, and e h.
 *Adapters* of rank r (LoRA) on all linear maps: only they have gradients and optimizer states, and the head has no gradient.
-*Optimizer's step*: AdamW's fused kernel allocates no tensor of its own. States on the host come in pieces of 1 GiB, of which 3.5
-are on the device at once.
+*Optimizer's step*: AdamW's fused kernel allocates no tensor of its own. States on the host are moved in pieces of 1 GiB, of which
+3.5 are on the device at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from rlx.offload.plan.decoder import Decoder
 # Elements of a tile's widest intermediate result. Smaller tiles take more time: each tile passes over the sums of the weights'
 # gradients once, and a tiled norm runs once more.
 TILE_ELEMENTS = 1 << 28
-TILE_INTERMEDIATES = (
-    8  # a tile is at least so long that this many of its intermediate results are as large as the whole input
-)
+TILE_INTERMEDIATES = 8  # so many of a tile's widest intermediate results are at least as large as the whole input
 HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.head_log_probs
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: 3.5 pieces of 1 GiB on the device
 _TILE_STEP = 256
@@ -57,8 +55,8 @@ class StateBytes(NamedTuple):
 
     Args:
         weights, gradients, optimizer: of its shard; the optimizer has two states (Adam).
-        gathered: by FSDP: weights outside the layers and those of two layers, in the type they compute in, and the gradient of
-            one layer, in the type it is summed in.
+        gathered: by FSDP: weights outside the layers and of two layers, in the dtype of computation, and the gradient of one
+            layer, in the dtype of its sum.
     """
 
     weights: float
@@ -68,7 +66,7 @@ class StateBytes(NamedTuple):
 
 
 def tile_tokens(tokens: int, width: int, widest: int) -> int:
-    """Return the tokens of a tile if the user does not choose; as many as the input has where tiles would save little.
+    """Return the tokens of a tile if the user does not choose; at least those of the input if tiles would save little.
 
     Args:
         tokens, width: of the input.
@@ -124,7 +122,7 @@ def _norms(decoder: Decoder, tokens: int, e: int, tile: int, kv_heads: int) -> i
 
 
 def _mlp(decoder: Decoder, layer: int, e: int) -> tuple[int, int]:
-    """Return the bytes per token that an MLP saves, and those that the backward of its product needs in addition."""
+    """Return the bytes per token that an MLP saves, and the additional bytes per token of the backward of its product."""
     h, f, k = decoder.width, decoder.expert_width, decoder.active_experts
     dense = decoder.shared_width if decoder.sparse[layer] else decoder.mlp_width
     saved, apart = 4 * e * dense, 2 * e * dense
@@ -154,7 +152,7 @@ def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool
     if is_trained and tokens <= head_chunk(decoder, element):
         held = logits + element * weight
     elif is_trained:
-        # The products of several chunks are summed in fp32. The gradient is made of the sum after the logits are freed.
+        # The gradients of several chunks are summed in fp32. The sum is cast to the gradient after the logits are freed.
         held = 4 * weight + max(logits, element * weight if element < 4 else 0)
     return held + 2 * element * decoder.width * tokens
 
@@ -186,12 +184,12 @@ def state_bytes(
     Weights and gradients take n b / N each, the optimizer twice that.
 
     Args:
-        decoder, gpus, weight_bytes: they give n, N and b.
+        decoder, gpus, weight_bytes: they determine n, N and b.
         element: size of a weight in computation [bytes].
         is_trained: there are gradients and optimizer states.
-        adapter_rank: of LoRA adapters, which alone are trained then; 0: no adapters.
-        summed_in: size of a gradient's element as it is summed over accelerators [bytes]; None: as it is computed.
-        is_resharded: FSDP frees gathered layers after forward; else all of them stay on the device.
+        adapter_rank: of LoRA adapters, which are then the only trained weights; 0: no adapters.
+        summed_in: size of a gradient's element while it is summed over accelerators [bytes]; None: `element`.
+        is_resharded: FSDP frees gathered layers after forward; else all of them remain on the device.
     """
     adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
     shard = weight_bytes / gpus
@@ -207,5 +205,5 @@ def state_bytes(
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:
-    """Return the memory of the optimizer's step, weights and gradients aside: the states, for the fused AdamW needs no other."""
+    """Return the memory of the optimizer's step without weights and gradients; fused AdamW needs only its states."""
     return min(STEP_BYTES, states.optimizer) if optimizer_on_host else states.optimizer

@@ -1,19 +1,19 @@
-"""The cost of a decoder's layers on a machine, by formulas: for machines and models that are not at hand.
+"""The cost of a decoder's layers on a machine, by formulas, for machines and models that cannot be measured.
 
 Letters: T tokens, S tokens of one sequence, h width of the model, a = heads x head width, c = key/value heads x head width,
 f width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. For a layer in T tokens:
 
-*Linear maps* take 2 T x inputs x outputs operations, and twice as many in backward. q: h a; k and v: h c each; o: a h; gate
-and up: h f each; down: f h. With experts, gate with up, and down, run k times each; the shared expert counts as dense.
-*Attention*, causal, takes 4 T a operations per key that a query attends to: S / 2 keys on average, with a window of w < S tokens
-w - w^2 / (2 S). Its backward takes 2.5 times as many: five products instead of two (FlashAttention-2, arXiv:2307.08691).
+*Linear maps* take 2 T x inputs x outputs floating-point operations, and twice as many in backward. q: h a; k and v: h c each;
+o: a h; gate and up: h f each; down: f h. With experts, gate, up and down run k times each; the shared expert counts as dense.
+*Attention*, causal, takes 4 T a operations per key that a query attends to: on average S / 2 keys, or w - w^2 / (2 S) with a
+window of w < S tokens. Backward takes 2.5 times as many: five products instead of two (FlashAttention-2, arXiv:2307.08691).
 *Elementwise* kernels move bytes: a norm in transformers' own form, which goes through fp32, (28 + 4 e) h; rotary embedding
 10 e (a + c); a sum 3 e h; SwiGLU 5 e f; sorting tokens by expert and back 6 e h k. Backward is assumed to take 1.5 times as long.
 *Recomputation* ends before down or, with experts, before their results are summed.
-*Tiles*: the MLP is recomputed in its own backward, whatever the plan of the layer is.
-*Shared sequences*: with u processes each computes T / u tokens, whose queries attend to all keys. The exchanges are assumed to
-be hidden behind compute.
-*Head*: 2 T h V operations, twice as many in backward, and once more for all chunks but the last.
+*Tiles*: the MLP is recomputed in its own backward, under any plan of the layer.
+*Shared sequences*: each of u processes computes T / u tokens, whose queries attend to all keys. The formulas assume that compute
+hides the exchanges.
+*Head*: 2 T h V operations, twice as many in backward, and forward once more for all chunks but the last.
 Memory: see `memory.py`.
 """
 
@@ -32,7 +32,7 @@ E = 2  # bytes of an element: bf16
 
 
 class _Step(NamedTuple):
-    """A step of a layer's forward: an operation if it has a name. `again`: recomputation runs it."""
+    """A step of a layer's forward; with a name, its result can be saved. `again`: recomputation runs it."""
 
     forward_s: float
     backward_s: float
@@ -56,8 +56,8 @@ class _Kernels(NamedTuple):
         seconds = nbytes_per_token * self.tokens / self.hardware.elementwise_bytes_per_s
         return _Step(seconds, ELEMENTWISE_BACKWARD * seconds, again=again)
 
-    def attention(self, heads: int, head_width: int, seen: float) -> _Step:
-        flops = 4 * self.tokens * heads * head_width * seen
+    def attention(self, heads: int, head_width: int, keys: float) -> _Step:
+        flops = 4 * self.tokens * heads * head_width * keys
         return _Step(
             flops / self.hardware.attention_flops,
             ATTENTION_BACKWARD * flops / self.hardware.attention_backward_flops,
@@ -101,7 +101,7 @@ def layer_cost(
         kernels.linear("k", h, c),
         kernels.linear("v", h, c),
         kernels.moved((10 * E + (28 + 4 * E) * decoder.qk_norm) * (a + c)),
-        kernels.attention(decoder.heads, decoder.head_width, _seen(tokens / sequences, decoder.windows[layer])),
+        kernels.attention(decoder.heads, decoder.head_width, _mean_keys(tokens / sequences, decoder.windows[layer])),
         kernels.linear("o", a, h),
         kernels.moved((28 + 4 * E) * h + 3 * E * h),
         *mlp,
@@ -125,7 +125,7 @@ def layer_cost(
     )
 
 
-def _seen(length: float, window: int | None) -> float:
+def _mean_keys(length: float, window: int | None) -> float:
     """Return the number of keys that a query attends to on average."""
     return length / 2 if window is None or window >= length else window - window**2 / (2 * length)
 
@@ -147,7 +147,7 @@ def _mlp(decoder: Decoder, layer: int, kernels: _Kernels) -> list[_Step]:
 def head_cost(
     decoder: Decoder, tokens: int, hardware: Hardware, element: int = E, is_trained: bool = True
 ) -> LayerCost:
-    """Return the cost of the output head as a last layer without choices: log-probs of `tokens` without logits at once."""
+    """Return the cost of the output head as a last layer without choices: log-probs of `tokens`, with logits in chunks."""
     kernels = _Kernels(tokens, hardware, element)
     step = kernels.linear("", decoder.width, decoder.vocabulary)
     moved = kernels.moved(3 * E * decoder.vocabulary)  # written, and read twice for the log-probs

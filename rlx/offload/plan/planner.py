@@ -25,7 +25,7 @@ from rlx.offload.plan.step import (
 
 KEPT = LayerPlan(keep=True)
 MIN_GAIN = 3e-4  # the share of the step's time that a change must save
-_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers are kept in the plans that the search starts from
+_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers that are kept in plans from which the search starts
 
 
 class Plan(NamedTuple):
@@ -45,17 +45,17 @@ class Plan(NamedTuple):
 def make_plan(costs: Sequence[LayerCost], budget: Budget, begin: Sequence[LayerPlan] | None = None) -> Plan:
     """Return the fastest plan found within the budget.
 
-    If all layers fit on the device, they are kept. Else the search starts from several plans: the inputs of all layers are
-    offloaded, which needs the least memory, and some share of the layers is kept, or none. It improves each plan step by step,
-    by the change that saves the most time: first by offloading more, as long as the link has time, then by any change. A change
-    is made for as many layers of a kind as it helps. The best plan found is then improved by two changes at a time, which finds
-    pairs of which neither alone fits or saves time.
+    If all layers fit on the device, they are kept. Else the search starts from several plans. One offloads the inputs of all
+    layers, which needs the least memory; one keeps all inputs; the others offload inputs and keep a share of the layers. The
+    search improves each plan step by step, by the change that saves the most time: first by offloading more, as long as the link
+    has time, then by any change. A change applies to as many layers of a kind as it helps. At last the search improves the best
+    plan by two changes at a time, because some pairs help though neither change alone fits or saves time.
 
     Args:
         costs: of each layer.
-        budget: rates and memory. Inputs that neither host nor disk has room for stay on the device. If the device's budget is too
-            small even for that, the plan needs as little memory as possible.
-        begin: start from this plan alone if it is within the budget: faster to search.
+        budget: rates and memory. Inputs that neither host nor disk has room for are kept on the device. If even that exceeds the
+            device's budget, the plan needs as little memory as possible.
+        begin: start from this plan alone if it is within the budget, which is faster.
     """
     search = _Search(costs, budget)
     kept = search.state([KEPT] * len(costs))
@@ -71,7 +71,7 @@ ACTIONS: tuple[Action, ...] = ("off_device", "on_device", "recompute")
 
 
 class _Choice:
-    """A plan for layers of one kind, its estimate, and the plans that it can be changed to."""
+    """A plan for layers of one kind, its estimate, and the choices that differ from it by one change."""
 
     def __init__(self, kind: _Kind, plan: LayerPlan) -> None:
         self.plan, self.estimate = plan, estimate_layer(kind.cost, plan, kind.budget)
@@ -134,7 +134,7 @@ class _Search:
         return has_room and state.prediction.peak_bytes <= self.budget.device_bytes
 
     def found(self, begin: Sequence[LayerPlan] | None) -> Iterator[_State]:
-        """Yield the best state that is reached from each start."""
+        """Yield the best state reached from each start."""
         leanest, leanest_bytes = self._leanest()
         self.budget = replace(self.budget, device_bytes=max(self.budget.device_bytes, leanest_bytes))
         begins = [leanest, [LayerPlan(offload_boundary=False)] * self.count]
@@ -150,7 +150,7 @@ class _Search:
                 )
 
     def refined(self, best: _State) -> _State:
-        """Improve a state by two changes at a time as well, until nothing helps: offload one result and keep another, say."""
+        """Improve a state also by two changes at a time, for example offload one result and keep another, until none helps."""
         while True:
             found = self._improved(self._improved(best, _double_changes), partial(_single_changes, ACTIONS))
             if found is best:
@@ -158,12 +158,12 @@ class _Search:
             best = found
 
     def _leanest(self) -> tuple[list[LayerPlan], int]:
-        """Return the plan that offloads as many inputs as the host has room for, the last layer's last, and its peak [bytes]."""
+        """Return the plan that offloads as many inputs as the host has room for, the last layer's last; and its peak [bytes]."""
         everyone = range(self.count)
         room = self.budget.host_bytes if self.budget.has_link else 0
         for count in reversed(range(self.count + 1)):
-            leave = everyone if count == self.count else _middle_of(everyone[:-1], count)
-            plans = [LayerPlan(offload_boundary=i in leave) for i in everyone]
+            offloaded = everyone if count == self.count else _middle_of(everyone[:-1], count)
+            plans = [LayerPlan(offload_boundary=i in offloaded) for i in everyone]
             prediction = self.state(plans).prediction
             if room is None or prediction.host_bytes <= room:
                 break
@@ -175,7 +175,7 @@ class _Search:
             found = best
             for busy, change in sorted(self._changes(best, neighbours), key=lambda one: one[0]):
                 if busy >= _seconds(found):
-                    break  # none of the rest can be faster
+                    break  # the lower bounds are sorted, so no later change can be faster
                 changed = self._simulated(change(), _seconds(found))
                 if changed is not None and self.fits(changed):
                     found = changed
@@ -192,23 +192,16 @@ class _Search:
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
         """Yield changes to the layers of one kind: to all of them, to half of them, and so on down to one.
 
-        Each comes with a lower bound of the step's time after it, which is below the present time. Changes that certainly exceed
-        the device's budget are left out.
+        Each is a lower bound of the step's time after the change, and a function that returns the changed choices. Changes that
+        cannot be faster than `state`, or certainly exceed the device's budget, are left out.
         """
         layers, last = state.layers, self.count - 1
         estimates = [choice.estimate for choice in layers]
         busy_now = sum(map(compute_s, estimates))
         # Backward begins once all layers but the last are offloaded.
-        leaving_now = (
-            busy_now
-            - sum(estimate.forward_s for estimate in estimates)
-            + sum(estimate.out_s for estimate in estimates[:-1])
-        )
-        room = (
-            self.budget.device_bytes
-            - self.kind_of[last].cost.working_bytes
-            - sum(estimate.held_bytes for estimate in estimates[:-1])
-        )
+        link_now = busy_now - sum(one.forward_s for one in estimates) + sum(one.out_s for one in estimates[:-1])
+        held_now = sum(one.held_bytes for one in estimates[:-1])
+        room = self.budget.device_bytes - self.kind_of[last].cost.working_bytes - held_now
         for kind in self.kinds:
             choices = {layers[i]: None for i in kind.members}
             for targets, keeps in neighbours(kind, list(choices)):
@@ -216,33 +209,29 @@ class _Search:
                 able = [i for i in kind.members if layers[i] in targets]
                 count = len(able)
                 while count:
-                    # Memory kept in the last layer is free while others run. Offloading is spread evenly, which suits the link.
+                    # The last layer's memory is free again while others run backward. Offloading suits the link if spread evenly.
                     chosen = _last_of(able, count) if keeps else _middle_of(able, count)
-                    busy, leaving, held = busy_now, leaving_now, 0
+                    busy, link, held = busy_now, link_now, 0
                     for i in chosen:
                         again_s, out_s, held_bytes = more[layers[i]]
-                        busy, leaving = busy + again_s, leaving + again_s
+                        busy, link = busy + again_s, link + again_s
                         if i != last:
-                            leaving, held = leaving + out_s, held + held_bytes
-                    at_least = max(busy + self.budget.turnaround_s, leaving)
+                            link, held = link + out_s, held + held_bytes
+                    at_least = max(busy + self.budget.turnaround_s, link)
                     if at_least < _seconds(state) and held <= room:
                         yield at_least, partial(_with_changes, layers, targets, chosen)
                     count //= 2
 
 
 def _more(before: LayerEstimate, after: LayerEstimate) -> tuple[float, float, int]:
-    """Return by how much recomputation [s], offloading [s] and kept memory [bytes] of a layer grow."""
-    return (
-        after.recompute_s - before.recompute_s,
-        after.out_s - before.out_s,
-        after.held_bytes - before.held_bytes,
-    )
+    """Return the increase of a layer's recomputation [s], offloading [s] and kept memory [bytes]."""
+    return after.recompute_s - before.recompute_s, after.out_s - before.out_s, after.held_bytes - before.held_bytes
 
 
 def _single_changes(
     actions: Sequence[Action], kind: _Kind, choices: Sequence[_Choice]
 ) -> Iterator[tuple[_Targets, bool]]:
-    """Yield every single change, and whether it keeps something on the device."""
+    """Yield every single change, and whether it keeps bytes on the device."""
     for part in ("all", "inputs", *range(len(kind.cost.operations))):
         for action in actions:
             targets = {choice: found for choice in choices if (found := choice.changed(part, action)) is not choice}
@@ -250,7 +239,7 @@ def _single_changes(
 
 
 def _double_changes(kind: _Kind, choices: Sequence[_Choice]) -> Iterator[tuple[_Targets, bool]]:
-    """Yield every pair of changes, and the adoption of another layer's plan."""
+    """Yield every pair of changes, then every change to another layer's plan; each as `_single_changes` does."""
     things = ("inputs", *range(len(kind.cost.operations)))
     for first, second in combinations(things, 2):
         for actions in product(ACTIONS, repeat=2):

@@ -1,4 +1,4 @@
-"""A model on a machine: the cost of its steps, whether they fit, and the longest context that does."""
+"""A model on a machine: the cost of its steps, whether they fit, and the longest context that fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLANNED_MODES = ("plain", "checkpointing", "inputs to the host", "auto")
 
 
 class Phases(NamedTuple):
-    """Peak device memory of each phase of a training step, gradients always counted [bytes]."""
+    """Peak device memory of each phase of a training step, always with gradients [bytes]."""
 
     forward: float
     head: float
@@ -29,18 +29,18 @@ class Phases(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """A model on a machine, as a plan needs to know them.
+    """A model on a machine: the figures that determine plans.
 
     Args:
-        decoder, hardware: of the model and of the machine.
+        decoder, hardware: sizes of the model, and rates and memory of the machine.
         gpus: number of GPUs that FSDP shards weights, gradients and optimizer states over.
         weight_bytes: size of a weight, of its gradient and of each of its two optimizer states.
         sequences: number of sequences in a micro-batch, of equal length.
         logit_tokens: number of tokens for which log-probs are computed; None: all.
-        states: weights, gradients and optimizer states on the device, by parts or as one number of bytes; None: all of them,
+        states: weights, gradients and optimizer states on the device, by parts or as one number of bytes; None: by formulas,
             sharded over `gpus`.
         is_head_trained: whether the head has a gradient.
-        other_bytes: device memory that other users hold meanwhile.
+        other_bytes: device memory that other users hold during the step.
         disk_bytes_per_s: rate of a disk for bytes that the host has no room for; 0: no disk.
         tile: tokens per tile of MLPs and norms; None: no tiles; 0: as `enable_tiling` chooses.
         shared_by: number of accelerators that share each sequence.
@@ -72,7 +72,7 @@ class Scenario(NamedTuple):
 
     @property
     def memory_parts(self) -> dict[str, float]:
-        """Device memory by use, the rest of it as `"activations"`, which is below 0 if the others do not fit [bytes]."""
+        """Device memory by use [bytes]. `"activations"` is the rest of it, below 0 if the other parts do not fit."""
         whole, states = self.hardware.device_bytes, self._states
         parts: dict[str, float] = states._asdict()
         if isinstance(self.states, float | int):
@@ -92,7 +92,7 @@ class Scenario(NamedTuple):
 
     @property
     def host_bytes(self) -> float:
-        """Host memory for activations; below 0 if even the optimizer's states have no room."""
+        """Host memory for activations; below 0 if the host has no room for the optimizer's states."""
         return self.hardware.host_bytes - self._states.optimizer * self.optimizer_on_host
 
     def costs(self, tokens: int) -> list[LayerCost]:
@@ -126,7 +126,7 @@ class Scenario(NamedTuple):
         costs, budget = self.costs(tokens), self.budget
         if mode == "auto":
             return make_plan(costs, budget)
-        if mode == "all":  # everything autograd saves is offloaded, nothing is recomputed
+        if mode == "all":  # every saved tensor is offloaded, nothing is recomputed
             costs = [replace(cost, boundary_bytes=cost.saved_bytes, recompute_s=0.0) for cost in costs]
         layers = tuple(_of_mode(mode, cost) for cost in costs)
         # These modes fetch a layer late in the backward of the layer after it.
@@ -144,7 +144,7 @@ class Scenario(NamedTuple):
         return Phases(while_passing + forward, head, while_passing + backward, step)
 
     def without_backward(self, tokens: int) -> float:
-        """Return the peak device memory of a forward without backward, gradients not counted [bytes]."""
+        """Return the peak device memory of a forward without backward and without gradients [bytes]."""
         states, own = self._states, -(-tokens // self.shared_by)
         working = max(
             forward_bytes(self.decoder, layer, own, self.element, self.tile)
@@ -171,7 +171,7 @@ def _of_mode(mode: str, cost: LayerCost) -> LayerPlan:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """Return the largest number for which a property holds that holds for all smaller ones."""
+    """Return the largest number for which a property holds; it must also hold for all smaller numbers."""
     above = 1
     while holds(above):
         above *= 2

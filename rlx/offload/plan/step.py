@@ -1,28 +1,29 @@
-"""Simulate one training step under a plan: `predict` returns its time and the device memory that it needs at most.
+"""Simulate one training step under a plan: `predict` returns its time and its peak device memory.
 
 Without torch: numbers in, numbers out.
 
 Note [the step that is simulated]
-Three things work at the same time: the device computes, one direction of the link offloads, the other direction fetches.
+Three workers run at the same time: the device computes, one direction of the link offloads, the other direction fetches.
 *Forward.* The input of a layer is offloaded when the layer begins, the result of an operation when the operation has run. The
-link works in that order. A layer begins once everything that the layer two before it offloads has been copied.
-*Backward* begins once everything has been copied but the bytes of the last layer. It runs the layers in reverse order. A layer's
-bytes are fetched while the layer after it runs, from one of that layer's fetch points: the first from which on there is room for
-them, else the last. The first fetch point is the begin of the recomputation. Recomputation runs as far as the fetched bytes let
-it; an operation whose result is saved takes no time in it. The last layer fetches nothing: its bytes are still on the device.
+link copies in that order. Layer i begins once all offloaded bytes of layer i - 2 have been copied.
+*Backward* begins once all bytes but those of the last layer have been copied. It runs the layers in reverse order. A layer's
+bytes are fetched while the layer after it runs, from one of that layer's fetch points: the first with room for them, else the
+last. The first fetch point is the begin of the recomputation. Recomputation runs as far as the fetched bytes allow; an operation
+whose result is saved takes no time in it. The last layer fetches nothing: its bytes are still on the device.
 *Disk.* Once the host is full, layers are offloaded to disk if there is one, each layer as a whole. That takes the disk's time
-instead of the link's, and nothing is read before everything is written.
-*Memory* above weights and gradients is the sum of three: bytes that layers keep on the device, bytes that are being copied, and
-the working set of the layer that runs. In forward that set is everything autograd saves of the layer, all of which is there until
-the layer ends, with its inputs, its temporary tensors and those results it offloads or keeps that autograd does not save; the
-bytes that the layer before is still offloading come on top. In backward it is `LayerCost.working_bytes`, and those results it
-keeps that autograd does not save, which are there until the layer ends. The peak is in the backward of one of the last layers,
-or of the widest, or at the end of forward. Keeping the last layer therefore needs no more memory, unless a wider one follows it.
+instead of the link's. All writes precede the first read.
+*Memory* above weights and gradients has three parts: bytes that layers keep on the device, bytes that are being copied, and the
+working set of the layer that runs. In forward this set is the layer's inputs, its temporary tensors, all tensors that autograd
+saves of it, and the results that it offloads or keeps although autograd does not save them. All of them exist until the layer
+ends; the bytes that the layer before is still offloading come on top. In backward the set is `LayerCost.working_bytes` and, until
+the layer ends, the results that it keeps although autograd does not save them. The peak is in the backward of one of the last
+layers, or of the widest, or at the end of forward. So keeping the last decoder layer needs no more memory, unless a wider layer,
+for example the head, follows it.
 
 Note [a layer as two lines]
-A layer ends at the later of two times. Either it computes without a break from its begin. Or it waits for the link, which copies
-without a break, and then computes the rest that needs the last bytes. So a few numbers describe a layer under a plan
-(`LayerEstimate`). They are computed once for each choice, and simulating a step takes a few additions per layer.
+A layer ends at the later of two times. In one case it computes without a break from its begin. In the other the link copies
+without a break, and the layer waits for the last bytes and then computes the rest that needs them. So a few numbers describe a
+layer under a plan (`LayerEstimate`). They are computed once for each choice; simulating a step takes a few additions per layer.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Prediction(NamedTuple):
     """One simulated step.
 
     Args:
-        step_s: its time.
-        stall_s: of it, the time in which compute waits for the link or the disk.
+        step_s: time of the step.
+        stall_s: the part of `step_s` in which compute waits for the link or the disk.
         peak_bytes: peak memory above weights and gradients.
         host_bytes, disk_bytes: offloaded bytes by tier.
         forward_s: time of forward.
@@ -89,8 +90,7 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], budget: Bud
 
     Args:
         costs, layers: cost and plan of each layer, from the first to the last.
-        budget: rates of the copies, and room for them. `device_bytes` decides at which fetch point bytes are fetched; with 0 as
-            late as possible.
+        budget: rates and memory. `device_bytes` decides at which fetch points bytes are fetched; with 0, at the last ones.
     """
     estimates = [estimate_layer(cost, plan, budget) for cost, plan in zip(costs, layers, strict=True)]
     prediction = simulate(assign_tiers(estimates, budget), budget)
@@ -103,13 +103,13 @@ class LayerEstimate(NamedTuple):
 
     Args:
         forward_s, recompute_s, backward_s: compute time.
-        out_s: time of the link for the bytes that are offloaded.
-        left_s: time from the layer's begin until all of them are copied, if the link is free.
-        in_s: time of the link for the bytes that are fetched.
+        out_s: time of the link to offload the layer's bytes.
+        copied_s: time from the layer's begin until all of them are copied, if the link is free.
+        in_s: time of the link to fetch the layer's bytes.
         ready_s: time from the begin of the fetch to the end of recomputation, if the device waits for every transfer.
-        held_bytes, sent_bytes: memory that the layer keeps on the device, and that it offloads.
+        held_bytes, sent_bytes: bytes that the layer keeps on the device, and bytes that it offloads.
         forward_bytes, working_bytes: peak memory of its forward and of its backward.
-        points: for each of `LayerCost.fetch_points` its time from the begin of backward, and the peak memory from then on.
+        points: for each of `LayerCost.fetch_points` its time since backward began, and the peak memory from then on.
         is_on_disk: the layer is offloaded to disk, at the disk's rate.
         on_disk: the estimate of the same layer on disk; None if it cannot go there.
     """
@@ -118,7 +118,7 @@ class LayerEstimate(NamedTuple):
     recompute_s: float
     backward_s: float
     out_s: float
-    left_s: float
+    copied_s: float
     in_s: float
     ready_s: float
     held_bytes: int
@@ -155,10 +155,10 @@ def assign_tiers(estimates: Sequence[LayerEstimate], budget: Budget) -> Sequence
 
 def _estimate(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float) -> LayerEstimate:
     again_s = recompute_s(cost, plan)
-    out_s = left_s = in_s = ready_s = 0.0
+    out_s = copied_s = in_s = ready_s = 0.0
     for offload_at, nbytes, end, at in _transfers(cost, plan):
         seconds = _over(nbytes, out_rate)
-        out_s, left_s = out_s + seconds, max(left_s, offload_at * cost.forward_s) + seconds
+        out_s, copied_s = out_s + seconds, max(copied_s, offload_at * cost.forward_s) + seconds
         in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
     # Results that a layer keeps are freed when the layer ends, not when recomputation or backward has used them.
@@ -176,7 +176,7 @@ def _estimate(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float)
         recompute_s=again_s,
         backward_s=cost.backward_s,
         out_s=out_s,
-        left_s=left_s,
+        copied_s=copied_s,
         in_s=in_s,
         ready_s=ready_s,
         held_bytes=held_bytes(cost, plan),
@@ -200,8 +200,8 @@ def _forward_bytes(cost: LayerCost, plan: LayerPlan) -> int:
 def _transfers(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, float]]:
     """Return the copies of a layer in order, which is the same in both directions.
 
-    Each is a tuple: when it is offloaded (share of forward), its bytes, the operation that recomputation needs it for, and when
-    that operation ends (share of forward).
+    Each is a tuple: when its bytes are offloaded (share of forward), their number, the index of the operation at which
+    recomputation waits for them, and when that operation ends (share of forward).
     """
     if plan.keep:
         return []
@@ -215,7 +215,7 @@ def _transfers(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, 
 
 
 def _recomputed_until(cost: LayerCost, plan: LayerPlan, at: float, end: int) -> float:
-    """Return the time to recompute a layer up to operation `end`: operations not saved, and the rest before share `at`."""
+    """Return the time to recompute a layer up to operation `end`: the operations not saved, and share `at` of the rest."""
     saved = plan.on_device | plan.off_device
     rest_s = max(0.0, cost.recompute_s - sum(op.seconds for op in cost.operations))
     return rest_s * at + sum(op.seconds for i, op in enumerate(cost.operations[:end]) if i not in saved)
@@ -235,9 +235,9 @@ def simulate(estimates: Sequence[LayerEstimate], budget: Budget, faster_than: fl
     peaks = _peaks(estimates, fetches, budget.turnaround_bytes)
     if max(peaks) > budget.device_bytes and faster_than < inf:
         return None
-    forward_s, left_before, left = _forward(estimates)
-    written = left if any([estimate.is_on_disk for estimate in estimates]) else 0.0
-    step_s = _backward(estimates, fetches, max(forward_s + budget.turnaround_s, left_before), written)
+    forward_s, copied_before, copied = _forward(estimates)
+    written = copied if any([estimate.is_on_disk for estimate in estimates]) else 0.0
+    step_s = _backward(estimates, fetches, max(forward_s + budget.turnaround_s, copied_before), written)
     if step_s >= faster_than < inf:
         return None
     return Prediction(
@@ -257,14 +257,14 @@ def compute_s(estimate: LayerEstimate) -> float:
 
 
 def _forward(estimates: Sequence[LayerEstimate]) -> tuple[float, float, float]:
-    """Return three times: the end of forward, and when all bytes up to the last layer but one, and up to the last, are copied."""
-    now = link_free = left_before = left = 0.0
+    """Return three times: the end of forward, the end of the copies of all layers but the last, and the end of all copies."""
+    now = link_free = copied_before = copied = 0.0
     for estimate in estimates:
-        now = max(now, left_before)
-        link_free = max(link_free + estimate.out_s, now + estimate.left_s)
+        now = max(now, copied_before)
+        link_free = max(link_free + estimate.out_s, now + estimate.copied_s)
         now += estimate.forward_s
-        left_before, left = left, link_free
-    return now, left_before, left
+        copied_before, copied = copied, link_free
+    return now, copied_before, copied
 
 
 def choose_fetch_points(estimates: Sequence[LayerEstimate], device_bytes: int) -> list[int]:
@@ -284,7 +284,7 @@ def choose_fetch_points(estimates: Sequence[LayerEstimate], device_bytes: int) -
 
 
 def _backward(estimates: Sequence[LayerEstimate], fetches: Sequence[int], now: float, written: float) -> float:
-    """Return when a backward ends that begins at `now`; nothing is fetched before the time `written`."""
+    """Return the end of a backward that begins at `now`; nothing is fetched before the time `written`."""
     asked, link_free = now, max(now, written)
     is_here = True
     for estimate, fetch in zip(reversed(estimates), reversed(fetches), strict=True):

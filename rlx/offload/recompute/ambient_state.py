@@ -1,7 +1,7 @@
 """The state around a layer's forward: random generators, autocast, default device, allowed attention kernels.
 
-A recomputation must see the same state. It runs on autograd's threads, outside of all context managers that were active
-in forward, so the state is saved before forward and restored around the recomputation.
+A recomputation must see the same state. It runs on autograd's threads, outside of the context managers that were active in
+forward. So the state is saved before forward and restored around the recomputation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _KERNELS = (
 
 # The state of the CPU's generator, then of the accelerators', as bytes: bytes compare fast.
 RandomState = tuple[bytes, ...]
-_latest: RandomState = ()  # shared by layers and steps while nothing is drawn; a state takes 5 KB
-# A tenth of the time of Tensor.numpy, and usable under modes that accept only tensors of their own.
+_latest: RandomState = ()  # layers and steps share this object while nothing is drawn; a state takes 5 KB
+# Takes a tenth of the time of Tensor.numpy, and works under modes that accept only tensors of their own.
 _bytes_at = ctypes.string_at
 _ANYTHING, _CPU = (None,), torch.device("cpu")
 
@@ -50,16 +50,15 @@ class _Sections:
     """Sections of code whose random numbers must be repeatable: forwards, and recomputations of layers that drew numbers.
 
     A device has one generator for all threads. If two threads draw from it at once, their numbers interleave and cannot be
-    repeated. So each section notes whether another thread ran a section meanwhile. Sections of one thread are nested and
-    do no harm.
+    repeated. So each section notes whether another thread ran a section meanwhile. Nested sections of one thread are harmless.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # number of open sections, by thread
         self._last_thread = 0  # the thread that began the last section
-        self._switches = 0  # of the thread that begins sections
-        self._sets = 0  # of a generator's state; a state that was set back looks as if nothing had been drawn
+        self._switches = 0  # how often another thread than the last one began a section
+        self._sets = 0  # how often a generator's state was set; after setting it back, it looks as if nothing was drawn
 
     def begin(self) -> tuple[bool, int, int]:
         """Begin a section; return the argument of `end`."""
@@ -82,14 +81,14 @@ class _Sections:
                 del running[thread]
             return was_alone and self._switches == switches, self._sets == sets
 
-    def is_anyone_elses(self) -> bool:
-        """Whether another thread is in a section now."""
+    def is_another_thread_inside(self) -> bool:
+        """Return whether another thread is in a section now."""
         with self._lock:
             return any(thread != threading.get_ident() for thread in self._running)
 
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
-        """Set the state of generators in a block."""
+        """Enclose a block that sets the state of generators, and count it."""
         with self._lock:
             self._sets += 1
             yield
@@ -138,18 +137,18 @@ class AmbientState:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context with the state of forward, None if it is the current one. The caller's state returns after it."""
+        """Return a context with the state of forward, which restores the caller's state at its end; None if both are equal."""
         redraws = self._is_drawn or self._may_be_drawn(self._random)
         if not redraws and self._surroundings == _surroundings(self._kinds):
             return None
         return self._restored(redraws)
 
     def _may_be_drawn(self, state: RandomState) -> bool:
-        """Whether generators must be set to `state`, for a forward that may have drawn inside `torch.random.fork_rng`.
+        """Return whether to set generators to `state`, because forward may have drawn inside `torch.random.fork_rng`.
 
-        While another thread is in a section, its generators must not be changed.
+        False while another thread is in a section, whose generators must not change.
         """
-        return state != self.random_state() and not _sections.is_anyone_elses()
+        return state != self.random_state() and not _sections.is_another_thread_inside()
 
     @contextlib.contextmanager
     def _restored(self, redraws: bool) -> Iterator[None]:
@@ -214,10 +213,10 @@ class AmbientState:
 def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
     """Return default device, attention kernels, autocast's cache, then autocast's state on the CPU and on other devices.
 
-    A plain tuple, because it is read twice per layer and step.
+    A plain tuple is fast; it is read twice per layer and step.
     """
     return (
-        # Only a mode sets it, per thread. An empty tensor takes a fifth of the time of torch.get_default_device.
+        # Only a mode changes the default device, per thread. An empty tensor is 5 times as fast as torch.get_default_device.
         torch.empty(0).device if has_torch_function(_ANYTHING) else _CPU,
         (_flash(), _mem_efficient(), _cudnn(), _math()),
         torch.is_autocast_cache_enabled(),
@@ -233,7 +232,7 @@ def accelerators_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
 
 @functools.cache
 def has_autocast(device_type: str) -> bool:
-    """Whether autocast supports a type of device."""
+    """Return whether autocast supports a type of device."""
     return torch.amp.is_autocast_available(device_type)
 
 

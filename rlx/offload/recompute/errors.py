@@ -10,8 +10,8 @@ class RecomputeError(RuntimeError):
 def too_early(layer: str) -> RecomputeError:
     """Return the error for a backward inside a layer's forward."""
     return RecomputeError(
-        f"layer {layer} runs a backward pass inside its own forward, of which not everything is "
-        "known yet that has to be recomputed; use enable_ckpt=False, or leave the layer out of layers="
+        f"layer {layer} runs a backward pass inside its own forward, which cannot be recomputed before it has ended; "
+        "use enable_ckpt=False, or leave the layer out of layers="
     )
 
 

@@ -19,17 +19,17 @@ Site = tuple[weakref.ref[nn.Module], str]
 class TensorSites:
     """The parameters and buffers of a layer as (module, attribute) pairs, with weak references to the modules.
 
-    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So the sites
-    remember which ones the last forward saved.
+    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So this class keeps
+    which ones the last forward saved.
 
     Args:
-        layer: the layer, complete.
+        layer: the whole layer.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
         self.find()
-        # The parameters that the last forward did not save, and the ids of those that it saved; one tuple, for threads.
+        # Parameters that the last forward did not save, and ids of those that it saved. One tuple, so that threads replace both.
         self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
 
     def find(self) -> None:
@@ -43,7 +43,7 @@ class TensorSites:
             self.buffers += [(reference, name) for name, _ in module.named_buffers(recurse=False)]
 
 
-class _Seen(NamedTuple):
+class _BufferState(NamedTuple):
     module: weakref.ref[nn.Module]
     name: str
     tensor: Any
@@ -54,9 +54,9 @@ class _Seen(NamedTuple):
 class ModuleState:
     """Parameters and buffers of a layer at the start of one forward call.
 
-    A parameter that has changed since is an error, because its old value is lost. Small buffers (running statistics,
-    counters, scales) get their old values back during the recomputation. This bypasses the version counters: graphs may
-    have saved the buffers with these values.
+    A parameter that has changed since then is an error, because its old value is lost. Small buffers (running statistics,
+    counters, scales) get their old values back during the recomputation. That does not increase their version counters, since
+    graphs may have saved the buffers.
     """
 
     def __init__(self, sites: TensorSites) -> None:
@@ -66,33 +66,33 @@ class ModuleState:
         self._versions = _versions(self._parameters)
         self._saved: list[Any] = []
         self._required_grad: list[bool] = []
-        self._buffers: list[_Seen] = []
-        self._large_buffers: list[_Seen] = []
+        self._buffers: list[_BufferState] = []
+        self._large_buffers: list[_BufferState] = []
         for module, name in sites.buffers:
-            seen = _Seen(module, name, *_tensor_at(module, name), None)
-            if _is_small(seen.tensor):
-                # Copied in any case: batch normalisation writes its statistics without increasing the version.
-                self._buffers.append(seen._replace(value=seen.tensor.detach().clone()))
+            buffer = _BufferState(module, name, *_tensor_at(module, name), None)
+            if _is_small(buffer.tensor):
+                # Always copied, since batch normalisation changes its statistics without increasing the version.
+                self._buffers.append(buffer._replace(value=buffer.tensor.detach().clone()))
             else:
-                self._large_buffers.append(seen)
+                self._large_buffers.append(buffer)
 
     def end_forward(self, saved: Iterable[Parameter]) -> None:
-        """Close forward, in which autograd has saved the parameters `saved`.
+        """Note the end of forward, in which autograd has saved the parameters `saved`.
 
         Raises:
-            RuntimeError: if it changed a buffer of which no copy was made.
+            RuntimeError: if forward changed a large buffer, of which no copy exists.
         """
         self._saved = list(saved)
         ids = list(map(id, self._saved))
         if ids != self._saved_ids:
             self._watch_unsaved(ids)
         self._required_grad = self._require_grad()
-        for seen in self._large_buffers:
-            tensor, version = _tensor_at(seen.module, seen.name)
-            if tensor is not seen.tensor or version != seen.version:
+        for buffer in self._large_buffers:
+            tensor, version = _tensor_at(buffer.module, buffer.name)
+            if tensor is not buffer.tensor or version != buffer.version:
                 raise RuntimeError(
-                    f"a layer's forward changes its buffer {seen.name!r}, of which no copy was made because it has "
-                    f"{seen.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
+                    f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "
+                    f"{buffer.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
                     "Leave the layer out of layers=, or use enable_ckpt=False"
                 )
 
@@ -128,13 +128,13 @@ class ModuleState:
             return "a parameter of it has been frozen or unfrozen"
         for (module, name), was in zip(self._unsaved_sites, self._parameters, strict=True):
             now = getattr(module(), name, None)
-            # FSDP1 sets new views for each pass. They are no parameters.
+            # FSDP1 sets new views in each pass; they are not of type Parameter.
             if now is not was and Parameter in (type(now), type(was)):
                 return f"its parameter {name!r} has been replaced"
-        for seen in self._large_buffers:
-            tensor, version = _tensor_at(seen.module, seen.name)
-            if tensor is not seen.tensor or version != seen.version:
-                return f"its buffer {seen.name!r} has been modified"
+        for buffer in self._large_buffers:
+            tensor, version = _tensor_at(buffer.module, buffer.name)
+            if tensor is not buffer.tensor or version != buffer.version:
+                return f"its buffer {buffer.name!r} has been modified"
         return None
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
@@ -144,16 +144,16 @@ class ModuleState:
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for seen in self._buffers:
-                module = seen.module()
-                assert module is not None and seen.value is not None
-                now = getattr(module, seen.name)
-                stack.callback(setattr, module, seen.name, now)
-                if now is seen.tensor:
+            for buffer in self._buffers:
+                module = buffer.module()
+                assert module is not None and buffer.value is not None
+                now = getattr(module, buffer.name)
+                stack.callback(setattr, module, buffer.name, now)
+                if now is buffer.tensor:
                     stack.callback(now.data.copy_, now.detach().clone())
-                    now.data.copy_(seen.value)
+                    now.data.copy_(buffer.value)
                 else:
-                    setattr(module, seen.name, seen.value.clone())
+                    setattr(module, buffer.name, buffer.value.clone())
             yield
 
 

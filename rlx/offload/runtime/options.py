@@ -16,7 +16,7 @@ logger = logging.getLogger("rlx.offload")
 RECOMPUTING = ("boundary", "attention", "auto")  # values of `save` that recompute layers
 DEFAULT_SAVE = {True: "boundary", False: "all"}  # what `save=None` means with and without recomputation
 _COUNT = {"minimum": 0}
-# What each option may be, beside its type. `words` may take the place of a number.
+# The values of each option, in addition to its type. `words` are accepted instead of a number.
 LIMITS: dict[str, dict[str, Any]] = {
     "save": {"choices": (None, "boundary", "attention", "all", "auto")},
     "tier": {"choices": ("cpu", "disk")},
@@ -31,7 +31,7 @@ class OptionFault(NamedTuple):
     Args:
         what: the reason.
         got, expected, remedy: options and values, as the caller of `OffloadOptions.faults` writes them.
-        options: the options that take part, the one to change first.
+        options: the options involved; the first is the one to change.
     """
 
     what: str
@@ -45,7 +45,7 @@ class OptionFault(NamedTuple):
 
 
 def folder_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Return why no file can be written into a folder of this machine; None if one can."""
+    """Return why a folder of this machine cannot be written to; None if it can."""
     folder = Path(directory).expanduser()
     if folder.is_dir():
         return None if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
@@ -58,34 +58,34 @@ def _assignment(option: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """What leaves the device until backward needs it, where it goes, and how it travels.
+    """The options of one model or region: which tensors to offload, to which tier, and how to copy them.
 
     Args:
-        save: what is kept for backward outside the device: `"boundary"` (the inputs of each layer; the rest is
-            recomputed), `"attention"` (also the results of attention and of its projections, which are not recomputed
-            then), `"auto"` (planned from measurements: layers and operations of which results stay, leave or are
-            recomputed) or `"all"` (every tensor that autograd saves). None: boundary with recomputation, all without.
+        save: the tensors to offload. `"boundary"`: the inputs of each layer; the rest is recomputed. `"attention"`: also the
+            results of attention and its projections, which are then not recomputed. `"auto"`: as planned from profiles,
+            which decide which layers and results are kept on the device, offloaded or recomputed. `"all"`: every tensor
+            that autograd saves. None: `"boundary"` with recomputation, `"all"` without.
         tier: `"cpu"`, host memory, or `"disk"`, a file without a name in `directory`.
-        directory: folder of that file; it must exist, be writable and have room where the engine is switched on. On the
-            cpu tier it takes what `max_host_bytes` leaves no room for, and has no effect without that.
-        prefetch_layers: how many layers ahead backward fetches. None: one, in boundary mode only once half of the
-            current layer's saved tensors are used up; 0: each layer fetches its own on demand.
+        directory: folder of that file; it must exist, be writable and have room on the machine that offloads. On the cpu
+            tier it takes the bytes that exceed `max_host_bytes`, and has no effect if that is None.
+        prefetch_layers: number of layers that backward fetches ahead. None: one, in boundary mode only once half of the
+            current layer's saved tensors have been used; 0: each layer fetches its own tensors on demand.
         max_inflight_bytes: device bytes whose copy to the host may be unfinished before forward waits [bytes].
-            None: what the current layer and, with `save="all"`, the one before it have sent off.
-        min_bytes: smaller tensors stay on the device [bytes].
+            None: the bytes of the current layer and, with `save="all"`, of the one before it.
+        min_bytes: smaller tensors are not offloaded [bytes].
         pin_memory: page-locked host memory, without which copies do not overlap compute.
-        use_streams: copy on streams of their own instead of on the compute stream.
-        max_host_bytes: hard cap of the host memory that this use of the engine takes, buffers for the disk included
-            [bytes]; what does not fit stays on the device, or goes to disk if a directory is given. None: no cap, and
-            384 MiB of buffers for the disk.
-        max_device_bytes: limit of what `save="auto"` holds on the device at once during a step [bytes]. Memory that exists
-            before the layers begin, and gradients, do not count. The working set of a layer, the head and the loss count,
-            and so does what FSDP2 gathers and reduces layer by layer. `"auto"`: 95 % of the device, less weights, gradients,
-            optimizer states and all else that exists before; without an accelerator as little as possible.
-        cache_directory: folder in which `save="auto"` keeps what it has measured, for later runs of the same layers: times
-            and sizes of calls, with a description of layers, device and versions in words and digests; no weights, no data.
-            It is made where it does not exist; one that cannot be used is said once and does no harm. `"auto"`:
-            `rlx/measurements` in `$XDG_CACHE_HOME`, or in `~/.cache`. None: nothing is read or kept.
+        use_streams: copy on separate streams instead of on the compute stream.
+        max_host_bytes: hard cap of the host memory that this model or region takes, buffers for the disk included [bytes].
+            Other tensors stay on the device, or go to disk if `directory` is set. None: no cap; disk buffers take 384 MiB.
+        max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. Gradients
+            and memory that exists before the layers begin do not count. The working set of a layer, the head and the loss
+            count, and so do the parameters and gradients that FSDP2 gathers and reduces layer by layer. `"auto"`: 95 % of
+            the device, less gradients and memory that exists before the layers begin, such as weights and optimizer states;
+            without an accelerator as little as possible.
+        cache_directory: folder in which `save="auto"` keeps profiles for later runs of the same layers: times and sizes of
+            calls, with a description of layers, device and versions in words and digests; no weights, no data. It is made if
+            it does not exist. If it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in
+            `$XDG_CACHE_HOME`, or in `~/.cache`. None: nothing is read or written.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -126,7 +126,7 @@ class OffloadOptions:
 
     @classmethod
     def unchecked(cls, **values: Any) -> OffloadOptions:
-        """Return options of the right types that `faults` has still to be asked about.
+        """Return options without checking them. Their types must be right; the caller checks `faults`.
 
         Args:
             values: one for every option.
@@ -137,13 +137,13 @@ class OffloadOptions:
 
     @property
     def measurements_folder(self) -> Path | None:
-        """Where measurements are kept; None: nowhere."""
+        """Folder of the profile cache; None: no cache."""
         if self.cache_directory is None:
             return None
         if self.cache_directory != "auto":
             return Path(self.cache_directory).expanduser()
         named = os.environ.get("XDG_CACHE_HOME", "")
-        # The XDG base directory specification says that relative paths there are to be ignored.
+        # The XDG base directory specification requires that relative paths are ignored.
         base = Path(named) if os.path.isabs(named) else Path("~/.cache").expanduser()
         return base / "rlx" / "measurements"
 
@@ -154,7 +154,7 @@ class OffloadOptions:
 
     @property
     def staging_chunk_bytes(self) -> int:
-        """Size of each buffer between device and disk; on the cpu tier all together take at most a quarter of the cap."""
+        """Size of each buffer between device and disk; on the cpu tier all of them take at most a quarter of the cap."""
         return chunk_bytes(None if self.max_host_bytes is None else self.max_host_bytes // self._staging_divisor)
 
     @property
@@ -163,7 +163,7 @@ class OffloadOptions:
 
     @property
     def host_bytes(self) -> int | None:
-        """What may wait in host memory, buffers for the disk aside; None: no limit."""
+        """Limit of offloaded bytes in host memory, without buffers for the disk; None: no limit."""
         if self.tier == "disk":
             return 0
         if self.max_host_bytes is None or not self.uses_disk:
@@ -171,7 +171,7 @@ class OffloadOptions:
         return self.max_host_bytes - staging_bytes(self.staging_chunk_bytes)
 
     def resolve_save(self, enable_ckpt: bool) -> str:
-        """Return what is kept, given whether layers are recomputed.
+        """Return the value of `save` that applies, given whether layers are recomputed.
 
         Raises:
             ValueError: if `save` and `enable_ckpt` contradict each other.
@@ -190,8 +190,8 @@ class OffloadOptions:
 
         Args:
             enable_ckpt: whether layers are recomputed; None: not known yet.
-            checks_folder: see whether `directory` can be written to, which must be on this machine then.
-            assignment: how the user writes an option and a value; `enable_ckpt` counts as an option.
+            checks_folder: check whether `directory`, on this machine, can be written to.
+            assignment: formats an option (or `enable_ckpt`) and its value as the user writes them.
         """
         found = []
         if self.save is not None and enable_ckpt is not None and (self.save in RECOMPUTING) != enable_ckpt:
@@ -231,7 +231,7 @@ class OffloadOptions:
         return found
 
     def without_effect(self, on_accelerator: bool) -> list[str]:
-        """Return the names of options that differ from their default to no effect."""
+        """Return the names of options that differ from their default but have no effect."""
         return [
             name
             for unread in UNREAD_OPTIONS
@@ -241,7 +241,7 @@ class OffloadOptions:
         ]
 
     def log_without_effect(self, on_accelerator: bool) -> None:
-        """Log one line that names the options without effect on this machine."""
+        """Log the options without effect on this machine in one line."""
         if names := self.without_effect(on_accelerator):
             where = "" if on_accelerator else " (no accelerator: copies are synchronous)"
             logger.warning("activation offloading: without effect here: %s%s", ", ".join(names), where)
