@@ -42,7 +42,7 @@ OWN = {
 
 
 def sampler_is_there(s: CheckContext) -> Faults:
-    """The generation engine is installed, in a version that is known to work."""
+    """vLLM is installed if it is used, in a version that rlx knows."""
     if s.config.actor_rollout_ref.rollout.name != "vllm":
         return
     found = s.machine.vllm
@@ -55,7 +55,7 @@ def sampler_is_there(s: CheckContext) -> Faults:
 
 
 def parallel_groups_are_whole(s: CheckContext) -> Faults:
-    """Tensor parallelism is vLLM's, and its groups take all processes."""
+    """Only vLLM runs tensor-parallel, and its groups take all processes."""
     rollout = s.config.actor_rollout_ref.rollout
     together, count = rollout.tensor_model_parallel_size, processes(s.config)
     keys = (PARALLEL, NAME)
@@ -69,7 +69,7 @@ def parallel_groups_are_whole(s: CheckContext) -> Faults:
 
 
 def options_have_one_owner(s: CheckContext) -> Faults:
-    """Options passed through to vLLM are not among those that rlx sets itself."""
+    """The user passes no option to vLLM that rlx sets itself."""
     rollout = s.config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return
@@ -83,7 +83,7 @@ def options_have_one_owner(s: CheckContext) -> Faults:
 
 
 def sequences_fit(s: CheckContext) -> Faults:
-    """A context that is set for vLLM holds the longest prompt and response."""
+    """vLLM's context, if set, holds the longest prompt and response."""
     data, longest = s.config.data, s.config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("max_model_len")
     together = data.max_prompt_length + data.max_response_length
     if isinstance(longest, int) and longest < together:
@@ -94,7 +94,7 @@ def sequences_fit(s: CheckContext) -> Faults:
 
 
 def rollout_warnings(s: CheckContext) -> Iterator[str]:
-    """Warn of options that work, but may not be meant."""
+    """Warn of options that work but are probably a mistake."""
     rollout = s.config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return
