@@ -1,4 +1,4 @@
-"""The forecast on a run's memory in words: a short table for its start, a long one for `--check`."""
+"""Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
 from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
 from rlx.offload.plan.text_table import aligned
