@@ -1,4 +1,4 @@
-"""The group of the typed tree that says where prompts come from; part of `schema.py`, through which it is read."""
+"""Keys of the prompts: `data`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 
 @dataclass(frozen=True)
 class ArithmeticConfig:
-    """The generated word problems that stand in for files where a list of files says `builtin:arithmetic`."""
+    """The generated word problems that `builtin:arithmetic` names in a list of files."""
 
     difficulty: int = key(1, "1: one sum or difference; 2: two; 3: up to three, with products.", choices=(1, 2, 3))
     train_size: int = key(8192, "Distinct training problems.", minimum=1)
@@ -26,7 +26,7 @@ class CustomClassConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where prompts come from and how they are cut."""
+    """The source of prompts and their lengths."""
 
     train_files: tuple[str, ...] = key((ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).")
     val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.")
@@ -44,6 +44,8 @@ class DataConfig:
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
-    truncation: str = key("error", "A longer prompt otherwise: an error, or cut on this side.", choices=TRUNCATIONS)
+    truncation: str = key(
+        "error", "A longer prompt that is not dropped: an error, or cut on this side.", choices=TRUNCATIONS
+    )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
     arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")

@@ -22,7 +22,7 @@ class TrainerConfig:
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
-    memory_check: str = key("refuse", "If memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
+    memory_check: str = key("refuse", "Action if memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
     save_freq: int = key(-1, "Checkpoint every so many steps; -1: never.", minimum=-1)
     test_freq: int = key(-1, "Validate every so many steps; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")
@@ -45,7 +45,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised start of `builtin:tiny`, so that reinforcement learning has something to reinforce."""
+    """Supervised training of `builtin:tiny` before reinforcement learning, which needs some right answers to reinforce."""
 
     target_accuracy: float = key(0.3, "Stop at this greedy held-out accuracy.", exclusive_minimum=0, maximum=1)
     max_steps: int = key(2000, "Stop here in any case.", minimum=1)
