@@ -99,15 +99,13 @@ def liger_has_an_accelerator(s: CheckContext) -> Faults:
 
 
 def attention_has_an_accelerator(s: CheckContext) -> Faults:
-    """flash-attn's kernels run on GPUs only, and flex_attention has no backward on CPU."""
+    """flash-attn's kernels run on GPUs only, flex_attention has no backward on CPU. Another rule reports a missing package."""
     if on_accelerator(s.config, s.machine):
         return
     for model in dict.fromkeys(role.model_key for role in sharded_roles(s.config)):
         key = f"{model}.attn_implementation"
         name = s.value(key)
-        is_missing = (
-            name == "flash_attention_2" and "flash_attn" not in s.machine.packages
-        )  # reported by `packages_are_installed`
+        is_missing = name == "flash_attention_2" and "flash_attn" not in s.machine.packages
         if name in FOR_GPUS and not is_missing:
             got, remedy = f"{key}={name}, trainer.device={s.config.trainer.device}", f"set {key}=sdpa"
             yield Fault("this kernel of attention needs a GPU", got, "a CUDA device", remedy, (key, "trainer.device"))

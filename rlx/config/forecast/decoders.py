@@ -28,8 +28,7 @@ def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
 
     Args:
         model: its configuration.
-        has_head: whether the model ends in a head over the vocabulary. Otherwise it ends in one number, whose few weights are
-            not counted.
+        has_head: whether it ends in a head over the vocabulary; if not, in one number, whose few weights are not counted.
     """
     path = model.path or ""
     if path == TINY:

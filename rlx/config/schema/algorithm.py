@@ -44,14 +44,9 @@ class RolloutCorrectionConfig:
         None, "One for all of rollout_rs or one each; for k1 low_high or high, which means 1/high_high.", bounds=True
     )
     rollout_token_veto_threshold: float | None = key(
-        None,
-        "Leave out sequences that have a token with a smaller ratio, such as 1e-4.",
-        exclusive_minimum=0,
-        maximum=1,
+        None, "Leave out sequences with a token below this ratio, such as 1e-4.", exclusive_minimum=0, maximum=1
     )
-    bypass_mode: bool = key(
-        False, "Use the sampler's log-probs as old log-probs and skip the phase that computes them."
-    )
+    bypass_mode: bool = key(False, "Use the sampler's log-probs as the old ones and skip their phase.")
 
     @property
     def rejects(self) -> bool:

@@ -44,8 +44,6 @@ class DataConfig:
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
-    truncation: str = key(
-        "error", "A longer prompt that is not dropped: an error, or cut on this side.", choices=TRUNCATIONS
-    )
+    truncation: str = key("error", "If a longer prompt is not dropped: error, or cut this side.", choices=TRUNCATIONS)
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
     arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")

@@ -19,9 +19,7 @@ class CustomRewardConfig:
         "reward.reward_manager.name says; may be async.",
     )
     reward_kwargs: dict[str, Any] = key({}, "Further arguments of the function, by name.")
-    data_sources: tuple[str, ...] = key(
-        (), "Data sources that it scores (rlx's functions score the others); empty: all."
-    )
+    data_sources: tuple[str, ...] = key((), "Data sources that it scores (rlx scores the others); empty: all.")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def is_tiny(config: PPOConfig) -> bool:
 def critic_settings(config: PPOConfig) -> CriticConfig:
     """Return the critic's subtree with the actor's values in place of nulls.
 
-    If it takes the actor's path, it also takes the actor's keys for loading in place of its own defaults.
+    If it takes the actor's path, it also takes the actor's keys for loading, unless its own differ from the defaults.
     """
     policy, critic = config.actor_rollout_ref, config.critic
     inherited = ["strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode"]
