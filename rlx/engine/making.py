@@ -65,7 +65,7 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
-    """Load the model with weights on rank 0 and without on the others, which receive theirs when it is sharded."""
+    """Load the weights on rank 0 and a skeleton on other ranks, which receive their weights when the model is sharded."""
     first = dist.get_rank() == 0
     plain = load_model(model, head, dtype, seed) if first else load_skeleton(model, head, dtype)
     tensors = [*plain.named_parameters(), *plain.named_buffers()]
