@@ -64,8 +64,8 @@ Keys that both have keep verl's names and meanings. The differences:
 - The entry is `python -m rlx.main_ppo`; it also runs without arguments. Overrides never need `+`; unknown keys are faults.
 - Defaults: `actor.strategy` is fsdp2, `rollout.calculate_log_probs` is on, `rollout.tensor_model_parallel_size` is 1,
   `trainer.resume_mode` is disable (a second run starts anew in its own folder).
-- `ppo_mini_batch_size` counts prompts, as in verl, and must divide `data.train_batch_size`. Micro-batch sizes need not divide anything.
-  Losses are normalised over the whole mini-batch, so neither the micro-batch size nor the number of processes changes them.
+- `ppo_mini_batch_size` counts prompts, as in verl, and must divide `data.train_batch_size`. Micro-batch sizes need not
+  divide anything: losses are normalised over the whole mini-batch, whatever the micro-batches and number of processes.
 - Set exactly one of `ppo_micro_batch_size_per_gpu` and `use_dynamic_bsz`. The critic, the reference and the old log-probs
   take the actor's values for their null keys.
 - `trainer.n_gpus_per_node` counts processes; on CPU the number is free.
@@ -83,8 +83,8 @@ Keys that both have keep verl's names and meanings. The differences:
   with limits of time and memory. `reward.reward_manager.name` is naive or batch. A reward model has one label per
   sequence; `reward_model.rule_weight` adds the functions' score. See [rewards.md](rewards.md).
 - `algorithm.rollout_correction` has verl's weights and five of its tests. Bounds of a ratio apply to
-  r = trainer over sampler in every test. `rollout_token_veto_threshold` still exists. [rollout.md](rollout.md#mismatch-and-correction)
-  explains the effect of a rejected token. The sampler's mismatch is always logged.
+  r = trainer over sampler in every test. `rollout_token_veto_threshold` still exists. The sampler's mismatch is always logged.
+  [rollout.md](rollout.md#mismatch-and-correction) explains the effect of a rejected token.
 - [algorithms.md](algorithms.md) lists advantage estimators, policy losses and their differences. `actor.policy_loss.path`
   names a file with a policy loss of your own, which returns one number per token; `loss_agg_mode` applies to every loss.
 - `algorithm.filter_groups` works with every estimator. DAPO's length penalty is `reward.overlong_buffer`, in training only.

@@ -353,7 +353,7 @@ class Engine:
     def to_host(self, parameters: bool = True) -> None:
         """Offload the tensors that fsdp.param_offload and fsdp.optimizer_offload name to the arena of activations.
 
-        Free device memory goes back to the system, so that a sampler with an allocator of its own can take it.
+        Free device memory goes back to the system, so that a sampler with its own allocator can take it.
 
         Args:
             parameters: whether to offload parameters too.
@@ -370,7 +370,7 @@ class Engine:
             torch.accelerator.empty_cache()
 
     def to_device(self, optimizer: bool = True) -> None:
-        """Fetch everything from host memory. Every method fetches what it needs by itself.
+        """Fetch all offloaded tensors from host memory. Every other method fetches the tensors it needs by itself.
 
         Args:
             optimizer: whether to fetch the optimizer's state too.

@@ -72,7 +72,7 @@ def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "Pre
     layout = [[(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
     own = layout[0]
     dist.broadcast_object_list(layout, src=0)
-    # A model class may load some weights in a type of its own, and a skeleton cannot know that.
+    # A model class may load some weights in another type, which a skeleton does not know.
     return plain if own == layout[0] else load_model(model, head, dtype, seed)
 
 

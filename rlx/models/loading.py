@@ -55,7 +55,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
     # From a folder without a tokenizer transformers would make one with a single word.
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
-            f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer beside the model"
+            f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer in the model's folder"
         )
     with explained(f"the tokenizer of {path}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -241,7 +241,7 @@ def _source(path: str | None) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn any error of transformers into a ModelError that names what was being loaded."""
+    """Turn any error of transformers into a ModelError that names `what`, the object being loaded."""
     try:
         yield
     except Exception as error:

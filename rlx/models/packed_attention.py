@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, which follow one another in one row without padding.
 
-`PACKED` is its name among transformers' attention implementations. A model that uses it gets the starts of the sequences as
-the keyword arguments that transformers passes to variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their lengths
-on the host as `sequence_lengths`.
+`PACKED` is its name among transformers' attention implementations. A model that uses it gets the starts of the sequences in
+the keyword arguments of transformers' variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their lengths on the host
+as `sequence_lengths`.
 
 Shape letters: H heads, N tokens of all sequences, D width of a head, S sequences.
 """
@@ -92,7 +92,7 @@ def use_packed_attention(model: "PreTrainedModel", attention: str, run: Callable
 
 
 class _Trial:
-    """Replaces attention and its masks while a model runs, and records what the model asks of them."""
+    """Replaces attention and its masks while a model runs, and records the model's requests to them."""
 
     def __init__(self) -> None:
         self._refused: list[str] = []
@@ -127,7 +127,7 @@ class _Trial:
 
 
 def _refused(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> list[str]:
-    """Return what a call of attention asks for that packed attention lacks."""
+    """Return the features that a call of attention requests and packed attention lacks."""
     found = [what for name, what in UNKNOWN.items() if given.get(name) is not None]
     if attention_mask is not None:
         found.append("masks tokens")

@@ -102,7 +102,7 @@ def located(model: ModelConfig, path: str | None) -> ModelConfig:
 
 
 def absolute(path: str | None) -> str | None:
-    """Return a folder's absolute path, because workers run in folders of their own; a hub name is returned as it is."""
+    """Return a folder's absolute path, because workers run in other folders; a hub name stays unchanged."""
     folder = Path(path or "").expanduser()
     return str(folder.absolute()) if path and folder.exists() else path
 

@@ -78,7 +78,7 @@ class _Trials:
             return None
 
     def end(self) -> None:
-        """Raise the collected errors: one as it is, several as a StartError with the first known cause."""
+        """Raise the collected errors: a single one unchanged, several as a StartError with the first known cause."""
         if len(self.faults) == 1:
             raise self.faults[0]
         if self.faults:

@@ -55,7 +55,7 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
     """Import the user's reward function, policy loss and dataset class, and check that rlx can call them.
 
     A rule of the configuration reports missing files; here they are no fault. If the run uses accelerators and this machine has
-    none, a failed import of a policy loss is only a warning, because the workers' machines may have the packages it needs.
+    none, a failed import of a policy loss is only a warning: the workers' machines may have its packages.
 
     Args:
         config: the part that could be read.

@@ -60,7 +60,7 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
 
     Source: names and sections as in verl-project/verl@018f23b. verl draws the k samples a thousand times with replacement, so
     its best@k is a little lower and its best@n is not the best of all n. Left out are its worst@k, the deviations of its draws,
-    and maj@k, which needs answers as text, where rlx keeps numbers.
+    and maj@k, which needs answers as text; rlx keeps numbers.
     """
     if samples == 1:
         return {}

@@ -93,9 +93,9 @@ def algorithm_warnings(s: CheckContext) -> Iterator[str]:
         yield f"{mode} is defined as a mean over sequences: {AGGREGATION}={actor.loss_agg_mode}, not seq-mean-token-mean"
     if algorithm.use_kl_in_reward and algorithm.needs(NORM_BY_STD) and algorithm.norm_adv_by_std_in_grpo:
         yield (
-            f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: where a prompt's "
-            "scores are equal, differences of the KL count as much as right and wrong elsewhere; use actor.use_kl_loss, or "
-            "algorithm.norm_adv_by_std_in_grpo=False"
+            f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: if a prompt's "
+            "scores are equal, differences of the KL count as much as right and wrong for other prompts; use "
+            "actor.use_kl_loss, or algorithm.norm_adv_by_std_in_grpo=False"
         )
     control = algorithm.kl_ctrl
     if algorithm.use_kl_in_reward and control.type == "adaptive" and control.kl_coef == 0:
@@ -105,11 +105,11 @@ def algorithm_warnings(s: CheckContext) -> Iterator[str]:
     model_alone = has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
     if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_alone:
         yield (
-            f"{METRIC}=acc asks whether a score is 1 or more, which says little of a reward model's: let a function score "
-            "too, reward_model.rule_weight"
+            f"{METRIC}=acc tests whether a score is at least 1, which means little for a reward model: let a function score "
+            "too with reward_model.rule_weight"
         )
     if algorithm.filter_groups.enable and trainer.total_training_steps is None:
         yield (
-            "with algorithm.filter_groups a step may take several batches of prompts, so that trainer.total_epochs="
-            f"{trainer.total_epochs} gives more passes over them: trainer.total_training_steps says when to stop"
+            "with algorithm.filter_groups a step may take several batches of prompts, so the run makes more passes over them "
+            f"than trainer.total_epochs={trainer.total_epochs}: set trainer.total_training_steps to choose its end"
         )

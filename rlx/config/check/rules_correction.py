@@ -77,8 +77,8 @@ def bypass_leaves_nothing_to_correct(s: CheckContext) -> Faults:
     given = _corrections(s)
     if correction.bypass_mode and given:
         got = f"{BYPASS}=True, {', '.join(given)}"
-        remedy = f"remove {' and '.join(given)}, since PPO's ratio is then over the sampler already, or {BYPASS}"
-        expected = "the one or the other: corrections need the trainer's old log-probs, which bypass_mode leaves out"
+        remedy = f"remove {' and '.join(given)} (PPO's ratio then divides by the sampler's probability), or {BYPASS}"
+        expected = "one of the two: corrections need the trainer's old log-probs, which bypass_mode does not compute"
         yield Fault("bypass_mode cannot be combined with corrections", got, expected, remedy, (BYPASS, *given))
 
 

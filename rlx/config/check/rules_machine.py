@@ -128,7 +128,7 @@ def models_exist(s: CheckContext) -> Faults:
             yield Fault("there is no such built-in model", f"{key}={path}", expected, f"set {key}={TINY}", keys)
         elif path == TINY and not is_tiny(s.config):
             remedy = f"set {key}=null: the critic starts from the actor's model"
-            alone = f"null, or a model of its own; {TINY} where {MODEL} is {TINY} too"
+            alone = f"null, or a model of its own; {TINY} if {MODEL} is {TINY} too"
             yield Fault("the built-in critic judges the built-in policy only", f"{key}={path}", alone, remedy, keys)
         elif path != TINY and not _is_model(path):
             remedy = f"correct {key}; relative paths start at {Path.cwd()}"

@@ -54,7 +54,7 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
     if on_host:
         most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
         yield (
-            f"host memory may run out: {gb(most.host * count)} GB wait there in {count} process(es) in {most.name}, and this "
+            f"host memory may run out: {count} process(es) hold {gb(most.host * count)} GB there in {most.name}, and this "
             f"machine has {gb(s.machine.host_bytes or 0)}; to be safe: {remedies(forecast)}"
         )
 

@@ -76,7 +76,7 @@ def options_have_one_owner(s: CheckContext) -> Faults:
     for name, value in rollout.engine_kwargs.vllm.items():
         if name in OWN:
             owner = OWN[name]
-            remedy = f"set {owner} instead" if owner else "remove it: rlx needs it as it sets it"
+            remedy = f"set {owner} instead" if owner else "remove it: rlx sets the value that it needs"
             yield Fault(
                 "an option of vLLM that rlx sets itself", f"{KWARGS}.{name}={value}", "another", remedy, (KWARGS,)
             )
@@ -101,9 +101,8 @@ def rollout_warnings(s: CheckContext) -> Iterator[str]:
     is_cut = rollout.top_p < 1 or rollout.top_k > 0
     if rollout.calculate_log_probs and is_cut and rollout.temperature != 1:
         yield (
-            "the sampler's log-probs are those of the tokens that top_p and top_k leave, for vLLM gives none before the cut "
-            f"at a temperature other than 1: the mismatch figures hold the cut as well ({ROLLOUT}.temperature="
-            f"{rollout.temperature})"
+            f"at {ROLLOUT}.temperature={rollout.temperature}, which is not 1, vLLM returns log-probs only after the cut by "
+            "top_p and top_k: the mismatch figures include this cut"
         )
     if rollout.dtype == "fp32" and on_accelerator(s.config, s.machine):
         yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"

@@ -116,7 +116,7 @@ class Size(NamedTuple):
     unit: float = 1
 
     def change(self, units: int) -> Change:
-        """Return the change that sets the key to so many units."""
+        """Return the change that sets the key to this number of units."""
         return Change(self.key, round(units * self.unit, 2) if self.unit < 1 else units * int(self.unit))
 
 

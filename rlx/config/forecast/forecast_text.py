@@ -70,7 +70,7 @@ def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
     count, whole = forecast.config.trainer.n_gpus_per_node, forecast.machine.host_bytes
     of = "" if whole is None else f" of {gb(whole)}"
     return [
-        f"host memory: up to {gb(count * most.host)}{of} GB wait there in {count} process(es) of a machine, in {most.name}, "
+        f"host memory: {count} process(es) of a machine hold up to {gb(count * most.host)}{of} GB there in {most.name}, "
         "in addition to the memory of Python, torch and CUDA"
     ]
 
@@ -79,4 +79,4 @@ def _unknown(forecast: MemoryForecast) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for role, reason in forecast.unknown.items():
         reasons.setdefault(reason, []).append(role)
-    return [f"memory: nothing is predicted of {', '.join(roles)}: {reason}" for reason, roles in reasons.items()]
+    return [f"memory: no prediction for {', '.join(roles)}: {reason}" for reason, roles in reasons.items()]

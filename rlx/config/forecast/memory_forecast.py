@@ -8,7 +8,7 @@ The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a
   and the optimizer state unless it is on the host;
 - for the sampler: vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
 
-Every sequence of a micro-batch counts with the full length (`data.max_prompt_length` + `data.max_response_length`). The host
+A micro-batch counts as full of sequences of full length (`data.max_prompt_length` + `data.max_response_length`). The host
 holds at most the states named above and the offloaded activations, not all at once. Without an accelerator all memory is the
 host's.
 
@@ -16,8 +16,8 @@ Phases have the names of the run's metrics. The memory of an update is the large
 With `save=auto` it is the least possible; a run uses more if that is faster and there is room. `sync` holds the sampler's
 weights, the actor, and the actor's largest tensor in one piece.
 
-Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them), Python and torch on the host, the head's
-gradient, which FSDP keeps whole until backward ends, prefill of `rollout.name=hf`, staging memory of a disk.
+Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them); Python and torch on the host; the head's
+gradient, which FSDP keeps whole until backward ends; prefill of `rollout.name=hf`; staging memory of a disk.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The keys of `algorithm`, and those of the policy loss and the length penalty. The whole tree is in `schema.py`."""
+"""The keys of `algorithm`, and those of the policy loss and the length penalty. The whole tree is in `rlx.config.schema`."""
 
 from dataclasses import dataclass
 
