@@ -1,1 +1,1 @@
-"""The configuration: a typed tree, its composition, its rules, and a forecast of memory."""
+"""The configuration: a typed tree, its composition, its rules, and a memory forecast."""

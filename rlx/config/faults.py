@@ -9,10 +9,10 @@ class Fault:
 
     Args:
         what: the key or the combination, and what is wrong with it.
-        got: what was found.
-        expected: what would be right.
-        remedy: what to do.
-        keys: dotted names of the keys that the fault is about; a rule about a key that could not be read is dropped.
+        got: the value found.
+        expected: the values that are right.
+        remedy: an action for the user.
+        keys: dotted names of the keys concerned. `check` drops a rule's fault about a key that could not be read.
     """
 
     what: str
@@ -26,7 +26,7 @@ class Fault:
 
 
 class ConfigError(ValueError):
-    """A configuration with faults was asked for; the message lists them all."""
+    """The caller asked for a configuration that has faults; the message lists them all."""
 
     def __init__(self, faults: tuple[Fault, ...]):
         super().__init__(faults)
@@ -37,7 +37,7 @@ class ConfigError(ValueError):
 
 
 def numbered(faults: tuple[Fault, ...]) -> str:
-    """The faults as a numbered list, one below the other."""
+    """Return the faults as a numbered list, one below the other."""
     lines: list[str] = []
     for number, fault in enumerate(faults, start=1):
         first, *rest = str(fault).splitlines()

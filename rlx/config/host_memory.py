@@ -1,15 +1,15 @@
-"""The memory of this machine or container. A leaf: it imports nothing of rlx."""
+"""Measure the memory of this machine or container. Imports nothing of rlx."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-# Share of all memory; with less than this available memory is short. Ray's own limit is 0.05.
+# Share of all memory. If less is available, memory is short. Ray's own limit is 0.05.
 SHORT_SHARE = 0.2
 
-# Files with a container's limit and use, in version 2 and 1 of the kernel's control groups. The third file names file cache
-# that the kernel can drop, which does not count as used.
+# Files with a container's limit and use, in versions 2 and 1 of the kernel's control groups. The third file gives the file
+# cache; the kernel can drop it, so it does not count as used.
 CONTAINER_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -18,19 +18,19 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 class HostMemory(NamedTuple):
-    """Memory that processes here can still take, and all of it [bytes]."""
+    """Memory that processes here can still take, and the whole memory [bytes]."""
 
     available_bytes: int
     total_bytes: int
 
     @property
     def is_short(self) -> bool:
-        """Whether other processes may soon need memory that is kept for later."""
+        """Whether so little is available that reserved memory should be returned to the system."""
         return self.available_bytes < SHORT_SHARE * self.total_bytes
 
 
 def host_memory(groups: Path = CONTROL_GROUPS) -> HostMemory:
-    """The machine's memory, or the container's where that has less left.
+    """Return the machine's memory, or the container's if a smaller share of that is available.
 
     Args:
         groups: where the kernel shows the control group of this process.
@@ -39,7 +39,7 @@ def host_memory(groups: Path = CONTROL_GROUPS) -> HostMemory:
 
 
 def all_host_bytes(groups: Path = CONTROL_GROUPS) -> int:
-    """All memory that a process here could have [bytes]: the machine's, or what its container may use."""
+    """Return the whole memory of the machine, or the container's limit if that is lower [bytes]."""
     return min(memory.total_bytes for memory in _memories(groups))
 
 

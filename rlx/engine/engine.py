@@ -115,7 +115,7 @@ class Engine:
                 self.offload, self.sharded, self.optimizer, device, keeps_state=not fsdp.optimizer_offload
             )
         self.updates = self.steps = 0
-        # The arena that activations are offloaded to, if they are. It is pinned unless its owner has said otherwise.
+        # The arena of offloaded activations, if there are any. It is pinned unless its owner disables that.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
         self._offloaded_parameters = TensorOffload(arena, f"{name}_parameters")
@@ -194,7 +194,7 @@ class Engine:
         return columns
 
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
-        """Yield this process's rows on the device, in equally many micro-batches on every process; empty ones are dummies."""
+        """Yield this process's rows on the device. All processes yield equally many micro-batches; empty ones are dummies."""
         lengths, packs = row_lengths(batch), self._forward.packs
         if micro.tokens is not None:
             micro = MicroBatchRule(tokens=micro.tokens * self._copies)
@@ -242,7 +242,7 @@ class Engine:
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
         sums = {name: figure / self._copies for name, figure in sums.items()}
-        # Reading metrics waits for the device, so it comes after the step's kernels are queued and the device has work.
+        # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
         return metrics | of_step
@@ -250,7 +250,7 @@ class Engine:
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Run forward and backward of the micro-batches; return this process's metrics, those to sum and those to compare."""
+        """Run forward and backward of the micro-batches; return this process's metrics: those to sum, those to take maxima of."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
         for number, part in enumerate(parts, start=1):
@@ -302,7 +302,7 @@ class Engine:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight's name in the model's own state_dict and its full tensor on the device; a tied one once.
+        """Yield each weight's name in the model's own state_dict and its full tensor on the device; a tied weight once.
 
         Adapters are merged in. All processes iterate to the end. The receiver may keep the tensors.
         """
@@ -329,7 +329,7 @@ class Engine:
         self.to_host(parameters=False)
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a checkpoint, which any number of processes and either strategy may have written.
+        """Continue from a checkpoint that any number of processes and either strategy may have written.
 
         Raises:
             CheckpointError: this engine cannot continue from it.
@@ -353,7 +353,7 @@ class Engine:
     def to_host(self, parameters: bool = True) -> None:
         """Offload the tensors that fsdp.param_offload and fsdp.optimizer_offload name to the arena of activations.
 
-        Free device memory goes back to the system, so that a sampler with an allocator of its own can take it.
+        Free device memory goes back to the system, so that a sampler with its own allocator can take it.
 
         Args:
             parameters: whether to offload parameters too.
@@ -370,7 +370,7 @@ class Engine:
             torch.accelerator.empty_cache()
 
     def to_device(self, optimizer: bool = True) -> None:
-        """Fetch everything from host memory. Every method fetches what it needs by itself.
+        """Fetch all offloaded tensors from host memory. Every other method fetches the tensors it needs by itself.
 
         Args:
             optimizer: whether to fetch the optimizer's state too.

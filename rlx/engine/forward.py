@@ -27,7 +27,7 @@ Head = Literal["lm", "value", "score"]
 
 logger = logging.getLogger(__name__)
 
-_ROUNDING = 2.0**-8  # of the largest logit: the rounding of bf16, and more than kernels differ for equal inputs
+_ROUNDING = 2.0**-8  # share of the largest logit: the rounding of bf16; kernels differ less for equal inputs
 
 
 def sequence_scores(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor, pad_token_id: int) -> Tensor:
@@ -92,7 +92,7 @@ class Forward:
                 "can be one, set is_decoder=true in its config.json"
             )
         if part.packed is None:
-            # The last token predicts nothing, so the model need not read it.
+            # The last token predicts nothing, so the model does not read it.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
             return self._figures(inputs, window, slice(-window, None), part.batch.responses(), distribution)
         predicting, places = part.packed.predicting, part.packed.places
@@ -101,7 +101,7 @@ class Forward:
         return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
 
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-        """Place figures in the window, joined with those of the processes that share the row; 0 elsewhere."""
+        """Write figures into the window, joined with those of processes that share the row; 0 elsewhere."""
         empty = figures_K.new_zeros(shape.numel())
         placed = empty.index_copy(0, places, figures_K[: len(places)]).view(shape)
         return placed if self._together is None else joined(placed, self._together)
@@ -153,7 +153,7 @@ class Forward:
             "max_length_k": max(lengths),
         }
 
-    # The model's abilities, each found out once with a few tokens by all processes together ------------------------
+    # The model's abilities: all processes together find each out once, with a few tokens ------------------------
 
     @cached_property
     def packs(self) -> bool:
@@ -225,7 +225,7 @@ class Forward:
 
     @torch.no_grad()
     def _try(self, inputs: dict[str, Any]) -> Tensor:
-        """Run without the randomness of training, such as dropout; what stays random draws the same numbers each time."""
+        """Run without the randomness of training, such as dropout; other random operations draw the same numbers each time."""
         was_training = self._root.training
         devices = [] if self._device.type == "cpu" else [self._device]
         self._root.eval()

@@ -1,11 +1,11 @@
 """Give host memory of offloaded activations back to the system when it is short.
 
 Note [host memory between updates]
-After an update the activations have left the arena of the offloading engine, which stays reserved. Parameters and optimizer
-states that are to be offloaded take its place; the rest waits for the next update. Returning that rest and taking it again costs
-time in every step: 0.4 s per GiB for pinning (one H200 machine). Keeping it while others run short costs more: during the
-rollout the offloaded tensors, the sampler and the reward functions share the host, and Ray kills workers once 95 % of it is in
-use. So the rest is returned before the rollout, once all roles rest, and only if little memory is left.
+After an update the offloading engine's arena stays reserved but holds no activations. Offloaded parameters and optimizer states
+use a part of it; the rest waits for the next update. Returning that rest and reserving it again costs time in every step: 0.4 s
+per GiB for pinning (one H200 machine). Keeping it while others run short costs more: during the rollout the offloaded tensors,
+the sampler and the reward functions share the host, and Ray kills workers once 95 % of it is in use. So rlx returns the rest
+before the rollout, once all roles are offloaded, and only if little memory is left.
 """
 
 import logging
@@ -24,7 +24,7 @@ class HostRelief:
         self._has_told = False
 
     def relieve(self, memory: HostMemory) -> int:
-        """Free what nobody uses if `memory` is short, and return how many bytes that were."""
+        """Free unused blocks of the arenas if `memory` is short, and return their bytes."""
         if not memory.is_short:
             return 0
         freed = trim()

@@ -65,14 +65,14 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
-    """Load the model with weights on rank 0 and without on the others, which receive theirs when it is sharded."""
+    """Load the weights on rank 0 and a skeleton on other ranks, which receive their weights when the model is sharded."""
     first = dist.get_rank() == 0
     plain = load_model(model, head, dtype, seed) if first else load_skeleton(model, head, dtype)
     tensors = [*plain.named_parameters(), *plain.named_buffers()]
     layout = [[(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
     own = layout[0]
     dist.broadcast_object_list(layout, src=0)
-    # A model class may load some weights in a type of its own, and a skeleton cannot know that.
+    # A model class may load some weights in another type, which a skeleton does not know.
     return plain if own == layout[0] else load_model(model, head, dtype, seed)
 
 

@@ -77,7 +77,7 @@ def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, packs: bool, at_leas
 
 
 def _cut_packed(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
-    """Return as few micro-batches as the limit allows, of similar numbers of tokens, the largest first."""
+    """Return as few micro-batches as the limit allows, with similar numbers of tokens, the largest first."""
     tokens = [sum(length) for length in lengths]
     rows = rule.rows or max(1, len(tokens))
     limit = max(1, sum(tokens)) if rule.tokens is None else rule.tokens
@@ -86,7 +86,7 @@ def _cut_packed(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: in
         parts = partition(tokens, count, [rows] * count)
         loads = [sum(tokens[row] for row in part) for part in parts]
         if all(load <= limit or len(part) == 1 for load, part in zip(loads, parts, strict=True)):
-            # Every process begins with its largest micro-batch, so that none waits long at the collectives.
+            # Each process begins with its largest micro-batch, so that no process waits long at the collectives.
             return [part for _, part in sorted(zip(loads, parts, strict=True), key=lambda pair: -pair[0])]
     return []
 
@@ -94,8 +94,8 @@ def _cut_packed(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: in
 def _cut_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
     """Cut by rows or by tokens, then halve the micro-batches with most rows until there are `at_least`; add empty ones.
 
-    By rows: rows with prompts of similar length go together, so that the window of their responses is narrow; the last
-    micro-batch may be smaller. By tokens: the longest rows come first, so that rows of similar length share their padding.
+    By rows: a micro-batch takes prompts of similar length, so that the window of their responses is narrow; the last one may be
+    smaller. By tokens: the longest rows come first, so that rows of similar length share their padding.
     """
     parts = _by_rows(lengths, rule.rows) if rule.rows is not None else _by_tokens(lengths, rule.tokens or 1)
     while len(parts) < at_least and (largest := max(parts, key=len, default=[])) and len(largest) > 1:
@@ -126,7 +126,7 @@ class Packed(NamedTuple):
         input_ids, position_ids: (1, N) int64; positions start again at each sequence.
         starts: (B + 1,) int32, the first token of each sequence, and N.
         lengths: tokens of each sequence, on the host.
-        predicting: (K,) int64, those of the N tokens that predict response tokens.
+        predicting: (K,) int64, the indices of the tokens that predict response tokens.
         targets: (1, K) int64, the response tokens they predict.
         places: (K,) int64, the indices of the targets in the flattened window (B, W).
     """
@@ -144,8 +144,8 @@ class MicroBatch(NamedTuple):
     """Rows laid out for one forward; see Note [rows start at column 0].
 
     Args:
-        rows: their numbers among the process's rows; empty for a dummy. The one row of a dummy is outside every response
-            mask: it takes part in the collectives and weighs nothing.
+        rows: their numbers among the process's rows; empty for a dummy. A dummy's row has an empty response mask: it takes part
+            in the collectives and weighs nothing.
         batch: the columns, in which R is the window W.
         lead: (B,) int64 on CPU, window columns before each row's first response token.
         packed: the tokens that a model with packed sequences reads in place of the batch's.
@@ -166,7 +166,7 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
     """Lay rows out as one packed row, or a dummy if there are none. Responses keep their columns, without trailing empty ones."""
     share, chosen = (batch.rows(rows), [lengths[row] for row in rows]) if rows else (_dummy(batch), [RowLength(1, 1)])
     prompt_width = share["input_ids"].shape[1] - share.response_length
-    # A row without response tokens takes part as if it had a single one, which is padding.
+    # A row without response tokens counts as having one, which is padding.
     sizes = [RowLength(max(1, prompt), max(1, response)) for prompt, response in chosen]
     width = max(size.response for size in sizes)
     tokens = [ids[prompt_width - p : prompt_width + r] for ids, (p, r) in zip(share["input_ids"], sizes, strict=True)]

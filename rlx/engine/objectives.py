@@ -1,7 +1,7 @@
 """The losses that an update minimises. Shape letters: B rows, R response tokens.
 
-An objective turns the model's outputs on one micro-batch into a share of the mini-batch's loss and metrics. Shares are divided
-by the totals of the whole mini-batch, so they are simply added over micro-batches and processes.
+An objective turns the model's outputs on one micro-batch into a share of the mini-batch's loss and metrics. It divides the share
+by the totals of the whole mini-batch, so the engine adds shares over micro-batches and processes.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class Totals(NamedTuple):
 class Share(NamedTuple):
     """One micro-batch's share of the mini-batch's loss (scalar with its graph) and of its metrics (scalars without).
 
-    Metrics are summed over the shares; of each of the `maxima` the largest is taken.
+    The engine sums metrics over the shares, and takes the largest of each of the `maxima`.
     """
 
     loss: Tensor
@@ -117,8 +117,8 @@ def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Te
 class PolicyObjective:
     """A policy loss, an entropy bonus and the KL to the reference, weighted as configured.
 
-    With rollout_is the policy loss of each token is multiplied by its importance weight. The other terms are not, because they
-    are no averages over the sampled tokens' probabilities. A rejected token counts in no term and no denominator: the loss is
+    With rollout_is the importance weight multiplies each token's policy loss. It does not multiply the other terms, because
+    they are no averages over the sampled tokens' probabilities. A rejected token counts in no term and no denominator: the loss is
     the mean over the remaining tokens.
 
     Metrics: pg_loss, ppo_kl (mean of old - new log-prob), the policy loss's own statistics; with use_kl_loss also kl_loss,

@@ -2,18 +2,18 @@
 
 Note [who can be told]
 A process that runs out of memory leaves forward or backward between two of FSDP's collectives. Another process may wait inside
-the next collective. It cannot be told: any message on the communicator that both share would be taken for that collective. All
-processes therefore meet on a second communicator after the passes, and those that failed go there at once. If all come, all
-repeat the step: a single process, processes that failed alike (likely, because their plans are equal), or one that failed after
-the last collective. If some do not come in time, the failed ones raise an error, which ends the run.
+the next collective. No message can reach it: it would take a message on their common communicator for that collective. All
+processes therefore meet on a second communicator after the passes; failed processes go there at once. If all come, all repeat
+the step. This is so for a single process, for processes that failed alike (likely, because their plans are equal), and for one
+that failed after the last collective. If some do not come in time, the failed ones raise an error, which ends the run.
 
-On a device collectives run behind the host. Two failed processes may have begun different collectives, and the next one would be
-matched with those that are pending. So each process waits until its device has finished all work. Once every device has, all
-processes have begun the same collectives.
+On a device collectives run behind the host. Two failed processes may have begun different collectives, and a new one would
+match the pending ones. So each process waits until its device has finished all work. Once every device has, all processes have
+begun the same collectives.
 
 Note [why torch 2.13]
-An exception in backward leaves FSDP2 in the middle of an iteration: its modules still count as being in backward, so that their
-next forward gathers no parameters, and the callback that ends a backward still counts as queued, so that it never runs again.
+An exception in backward leaves FSDP2 in the middle of an iteration. Its modules still count as being in backward, so their next
+forward gathers no parameters. The callback that ends a backward still counts as queued, so it never runs again.
 `FSDPModule.reset_iter_state` resets both. torch has it from 2.13 on; older versions have no public way.
 """
 
@@ -50,7 +50,7 @@ class OomRetry:
     All processes build and call it together.
 
     Args:
-        offload: the offloading of activations, which plans what stays on the device.
+        offload: the offloading of activations, whose plan decides how many bytes stay on the device.
         sharded: the model.
         optimizer: of the model's parameters; it does not step during the passes.
         device: of this process.

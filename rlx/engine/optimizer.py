@@ -46,7 +46,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
 
 
 def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Load a state that another kernel wrote, and keep this optimizer's kernel, which also decides where steps are counted."""
+    """Load a state that another kernel wrote, and keep this optimizer's kernel, which counts steps on its own device."""
     groups = zip(state["param_groups"], optimizer.param_groups, strict=True)
     return {**state, "param_groups": [{**loaded, "fused": own["fused"]} for loaded, own in groups]}
 
@@ -88,7 +88,7 @@ def stepping_only(optimizer: AdamW, parameters: Sequence[Tensor]) -> Iterator[No
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a sharded tensor; a plain tensor is returned as it is."""
+    """Return this process's shard of a sharded tensor; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

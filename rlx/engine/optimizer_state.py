@@ -4,8 +4,8 @@ Note [a step in pieces]
 While one piece is stepped, the next is prefetched and the previous one offloaded, each on its own stream. The device therefore
 holds at most three pieces, and none in forward and backward. AdamW treats each parameter separately, so the result equals that
 of one step over everything, bit for bit. The device memory of a piece belongs to the compute stream: a prefetch starts after the
-work that used the memory before, and an offloaded piece is released after the copy that reads it. The host memory of a piece
-stays allocated meanwhile, so a step can only lack device memory, and that is checked before anything moves.
+work that used the memory before, and a piece is released after the copy that offloads it. The host memory of a piece stays
+allocated meanwhile. A step can therefore only lack device memory, which is checked before anything moves.
 """
 
 from collections.abc import Iterable, Iterator
@@ -103,7 +103,7 @@ class OptimizerStateOnHost:
         if not piece.moments.is_offloaded:
             return
         if any(p.grad is not None and p not in self._optimizer.state for p in piece.parameters):
-            piece.moments.fetch()  # it will grow, and is offloaded as a new one
+            piece.moments.fetch()  # its state will grow; it is offloaded as a new piece
         else:
             piece.moments.prefetch(self._arriving)
 
@@ -130,7 +130,7 @@ def _state_bytes(parameter: Tensor) -> int:
 
 
 def _cut(parameters: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield parameters in order, as many at a time as have states of at most `piece_bytes` together, at least one."""
+    """Yield parameters in order, in groups of at least one whose states have at most `piece_bytes` together."""
     piece: list[Tensor] = []
     for parameter in parameters:
         if piece and sum(map(_state_bytes, piece)) + _state_bytes(parameter) > piece_bytes:

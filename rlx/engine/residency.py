@@ -1,11 +1,11 @@
 """Offload tensors to host memory while another role uses the device.
 
-The memory belongs to the offloading engine's arena (`rlx.offload.host_arena`): between two updates activations do not need it,
+The memory belongs to the offloading engine's arena (`rlx.offload.host_arena`). Activations do not need it between two updates,
 so parameters and optimizer states use the same bytes.
 
 Note [when bytes may be touched]
-`offload` queues its copies on the current stream, after all that compute has queued there, and waits once, for the last copy.
-Only then does it free device memory. `fetch` allocates all device memory, queues its copies on the current stream and waits for
+`offload` queues its copies on the current stream, behind the compute queued there, and waits once, for the last copy. It then
+frees device memory. `fetch` allocates all device memory, queues its copies on the current stream and waits for
 nothing: the stream's next kernels see the tensors filled. The host's block becomes free after the event of the last copy. FSDP's
 own streams wait for the current one before they read a parameter.
 """
@@ -24,7 +24,7 @@ from rlx.offload import Block, HostArena, trim
 
 
 class HandOverError(ExplainedError, ValueError):
-    """Device or host has no room for tensors that are to move there; they stay where they are, complete."""
+    """Device or host has no room for tensors that should move there. The tensors do not move."""
 
 
 class OffloadedStorages(NamedTuple):
@@ -57,7 +57,7 @@ class TensorOffload:
         return self._offloaded is not None
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Move the bytes of these tensors, of a DTensor its shard, to host memory; shared storages move once.
+        """Move the bytes of these tensors (for a DTensor, of its shard) to host memory; shared storages move once.
 
         Args:
             tensors: on one device. Memory that torch did not allocate cannot be freed and stays on the device.
@@ -151,7 +151,7 @@ class TensorOffload:
         arena = self._account.arena
         if nbytes > _obtainable_bytes(arena):
             trim()  # also waits for copies that are still running
-        # Linux promises more memory than there is and kills the process that then uses it, so look first.
+        # Linux grants more memory than it has and kills the process that then uses it, so check first.
         obtainable = _obtainable_bytes(arena)
         block = self._account.allocate(nbytes) if nbytes <= obtainable else None
         if block is None:

@@ -1,4 +1,4 @@
-"""The processes that share sequences: outside attention each works on its part of the tokens."""
+"""Processes that share sequences: outside attention each computes its part of the tokens."""
 
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ class SequenceGroup:
         config: of the model that reads the row.
 
     Raises:
-        ValueError: `size` does not divide the number of processes or of query heads. Or the frequencies of the model's rotary
-            embedding depend on the longest sequence, of which each process would only see a part.
+        ValueError: `size` does not divide the number of processes or of query heads; or the frequencies of the model's rotary
+            embedding depend on the longest sequence, and each process would only see a part of it.
     """
 
     def __init__(self, size: int, config: "PreTrainedConfig"):
@@ -34,8 +34,8 @@ class SequenceGroup:
     def own(self, packed: Packed) -> Packed:
         """Return this process's part of the row. All parts have equally many tokens; a sequence of padding fills the last.
 
-        `starts` and `lengths` remain those of the whole row. A part that predicts no response token predicts one all the same,
-        and its figure is placed nowhere.
+        `starts` and `lengths` remain those of the whole row. A part that predicts no response token still predicts
+        one token, whose figure is not used.
         """
         count = packed.input_ids.shape[1]
         padding = -count % self.size

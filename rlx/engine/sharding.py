@@ -1,4 +1,4 @@
-"""Shard a model over processes with FSDP1 or FSDP2: what both share, and one class for what differs in each.
+"""Shard a model over processes with FSDP1 or FSDP2, one class for each.
 
 A model is sharded in units: each transformer layer, and the root with everything outside the layers (embeddings, final norm,
 head). Tied embeddings therefore belong to one unit.
@@ -68,8 +68,8 @@ def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
 def transformer_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules of the classes in transformers' `_no_split_modules`, by their name in the model.
 
-    A module that shares a parameter with the rest of the model is left out: FSDP would give each of two units its own copy, and
-    the tie would be lost. BERT names its embeddings in `_no_split_modules`, whose weight is also its head's.
+    A module that shares a parameter with the rest of the model is left out: FSDP would give each of two units its own copy and
+    break the tie. For example BERT's `_no_split_modules` names its embeddings, whose weight is also its head's.
 
     Raises:
         ValueError: the model has none.
@@ -198,7 +198,7 @@ class FSDP2Model(Sharded):
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, mesh.size())}
-        # On the CPU parameters already are where the policy would put them.
+        # On the CPU parameters already are in host memory, as under the policy.
         options["offload_policy"] = (
             CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
         )
@@ -257,7 +257,7 @@ class FSDP2Model(Sharded):
 
 def _mixed_precision_policy(precision: Precision, processes: int) -> MixedPrecisionPolicy:
     compute = None if precision.compute == precision.stored else precision.compute
-    # A single process sums nothing: values would be written in the wider type, copied and rounded back to the same bits.
+    # A single process sums nothing: it would write values in the wider type, copy them and round them back to the same bits.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce if processes > 1 else None)
 
 
@@ -275,7 +275,7 @@ class FSDP1Model(Sharded):
         self.replicas = mesh.size() // shards
         sharded = shards > 1
         if not sharded and len({p.requires_grad for p in model.parameters()}) == 2:
-            # After backward FSDP1 returns a frozen unit's parameters as plain tensors, and the next forward fails.
+            # After backward FSDP1 leaves a frozen unit's parameters as plain tensors, and the next forward fails.
             raise ValueError("lora_rank: FSDP1 cannot train adapters in a single process; use strategy=fsdp2")
         # FSDP1 has no sharded state_dict for a single process; the full one reads and writes the same format.
         self.state_options = StateDictOptions(full_state_dict=not sharded)
@@ -317,7 +317,7 @@ class FSDP1Model(Sharded):
             storage.resize_(0)
 
     def reshard(self) -> None:
-        """Do nothing. Only with reshard_after_forward=False do parameters remain, until backward; FSDP1 cannot free them before."""
+        """Do nothing. With reshard_after_forward=False parameters remain until backward, and FSDP1 cannot free them before."""
 
     @contextmanager
     def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:

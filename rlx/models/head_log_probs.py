@@ -1,9 +1,9 @@
 """Compute log-probs of given tokens, and the entropy, from hidden states and the head's weight, one chunk of logits at a time.
 
 Note [passes over logits]
-Besides three matrix products (logits, gradients of hidden states and of the weight) the whole cost is reading and writing
-logits. The work on a chunk is therefore written as two functions, one for forward and one for backward. A compiler turns each
-into one or two passes without intermediate results: they move 4 to 8 bytes per bf16 logit, where separate operations move 40.
+Apart from three matrix products (logits, gradients of hidden states and of the weight) the whole cost is reading and writing
+logits. Two functions therefore do the work on a chunk, one for forward and one for backward. A compiler turns each into one or
+two passes without intermediate results: they move 4 to 8 bytes per bf16 logit, while separate operations move 40.
 Forward saves 12 bytes per token for backward: the largest logit, the logarithm of the sum, the entropy. Without a compiler the
 same functions run on slices that are small enough for their intermediate results not to matter.
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Logits of a chunk. Each chunk costs a pass over the sum of the weight's gradient, and all but the last also a second product.
 HEAD_CHUNK_BYTES = 3 << 30
-SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, if a product cannot be of a wider type than its factors
+SUM_ELEMENTS = 1 << 28  # of the weight's gradient at a time, if a product cannot have a wider type than its factors
 ALIGNED = 256  # chunk lengths are multiples of it, because matrix products are much slower for odd lengths and offsets
 
 
@@ -57,7 +57,7 @@ def head_log_probs(
             "expected (..., H), (V, H) and (...)"
         )
     check_temperature(temperature)
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:  # as a linear map would
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:  # as in a linear map
         hidden, weight = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (hidden, weight))
     figures = _HeadLogProbs.apply(hidden.flatten(0, -2), weight, ids.flatten(), temperature, with_entropy)
     log_probs, entropy = (None if x is None else x.view(ids.shape) for x in figures)
@@ -86,8 +86,8 @@ def head_replaced(head: nn.Linear, ids: Tensor, temperature: float, with_entropy
 def _read(logits: Tensor, ids: Tensor, temperature: Tensor, with_entropy: bool) -> tuple[Tensor, ...]:
     """Read a chunk's logits (N, V): return log-probs of `ids`, the largest logit, the logarithm of the sum, and the entropy.
 
-    Logits are divided by the temperature first. Each result is (N,). The sum is that of exp(x - largest): keeping the two
-    apart makes log-probs exact for large logits.
+    Logits are divided by the temperature first. Each result is (N,). The sum is over exp(x - largest): log-probs stay exact
+    for large logits because the two are kept apart.
     """
     scaled = logits.to(temperature.dtype) / temperature
     largest = scaled.amax(-1)
@@ -152,7 +152,7 @@ class _Pass:
                 return results
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
-            except Exception as error:  # anything that the compiler lacks or refuses here
+            except Exception as error:  # any reason why the compiler fails here
                 self._may_compile = self._has_compiled or isinstance(error, _NotCompiledError)
                 self._warn(f"{type(error).__name__}: {error}".splitlines()[0])
         step = max(1, CHUNK_ELEMENTS // logits.shape[1])

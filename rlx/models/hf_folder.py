@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face folder besides the weights, and writing such a folder from plain tensors."""
+"""Read and write a Hugging Face folder: all parts but the weights, and a whole folder from plain tensors."""
 
 import copy
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ModelCard:
         head: the kind of output.
         config: the architecture.
         generation: sampling defaults and stop tokens; None for a value model.
-        tokenizer: None if the folder shall hold none.
+        tokenizer: None for a folder without one.
     """
 
     head: Head
@@ -36,7 +36,7 @@ class ModelCard:
     def of(cls, model: "PreTrainedModel", head: Head, tokenizer: "PreTrainedTokenizerBase | None") -> "ModelCard":
         """Return the card of a loaded model."""
         config = copy.deepcopy(model.config)
-        config.use_cache = True  # training needs no key/value cache, but users of the folder do
+        config.use_cache = True  # training needs no key/value cache, but generation from the folder does
         return cls(head, config, model.generation_config if head == "lm" else None, tokenizer)
 
     @classmethod

@@ -15,7 +15,7 @@ from rlx.config.schema import TOKENIZER_FILES, ModelConfig
 from rlx.errors import ExplainedError, did_you_mean
 from rlx.models.value_class import NoValueClassError, ensure_value_class
 
-# transformers takes seconds to import. The driver only needs a tokenizer, and tools that only plan need nothing of it.
+# transformers takes seconds to import. The driver only needs a tokenizer, and planning tools need nothing of it.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -52,10 +52,10 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
 
     source = _source(path)
     folder = Path(source)
-    # transformers would make a tokenizer of one word from a folder without one.
+    # From a folder without a tokenizer transformers would make one with a single word.
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
-            f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer beside the model"
+            f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer in the model's folder"
         )
     with explained(f"the tokenizer of {path}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -241,11 +241,11 @@ def _source(path: str | None) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn any error of transformers into a ModelError that names what was being loaded."""
+    """Turn any error of transformers into a ModelError that names `what`, the object being loaded."""
     try:
         yield
     except Exception as error:
-        # The messages of these errors need no traceback.
+        # These errors explain themselves without a traceback.
         cause = None if isinstance(error, ImportError | OSError | ValueError) else error
         reason = " ".join(str(error).split())
         raise ModelError(f"could not load {what}: {type(error).__name__}: {reason}") from cause
@@ -289,7 +289,7 @@ def without_progress_bar() -> Iterator[None]:
 def _load_report(show: bool) -> Iterator[None]:
     """Hide transformers' table of missing and unexpected weights from the log, unless `show`, and its progress bar.
 
-    For a value model the table only shows what is intended: an unused language-model head and a fresh value head.
+    For a value model the table only shows an unused language-model head and a fresh value head, both intended.
     """
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -305,7 +305,7 @@ def _load_report(show: bool) -> Iterator[None]:
 
 
 def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, Any], head: str) -> None:
-    """Refuse a model with weights that are not the checkpoint's, and warn of weights that it does not use."""
+    """Refuse a model with weights that are not from the checkpoint; warn of weights that it does not use."""
     backbone = f"{model.base_model_prefix}."
     if report["mismatched_keys"]:
         wrong = [f"{n}: {tuple(got)} instead of {tuple(want)}" for n, got, want in sorted(report["mismatched_keys"])]

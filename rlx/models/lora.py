@@ -62,7 +62,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
     for layer in layers.values():
         for side in (layer.lora_A, layer.lora_B):
-            side.to(layer.get_base_layer().weight.dtype)  # peft does so except on the meta device
+            side.to(layer.get_base_layer().weight.dtype)  # peft does this except on the meta device
     return {name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out) for name, layer in layers.items()}
 
 
@@ -71,7 +71,7 @@ def merged_weights(
     adapters: Mapping[str, Adapter],
     gather: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the model without adapters that has the same outputs, one at a time.
+    """Yield one by one the weights of a model without adapters that has the same outputs.
 
     Args:
         parameters: by their names in the adapted model: all of them, or any part that includes the adapters of its layers.
@@ -110,7 +110,7 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
 
 
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
-    """Return the full names of the modules that get adapters: all linear ones, or those whose names end as asked for.
+    """Return the full names of the modules that get adapters: all linear ones, or those with the given name endings.
 
     Args:
         model: as for `add_lora`; may be on the meta device.

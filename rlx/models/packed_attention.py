@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, which follow one another in one row without padding.
 
-`PACKED` is its name among transformers' attention implementations. A model that uses it gets the starts of the sequences as
-the keyword arguments that transformers passes to variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their lengths
-on the host as `sequence_lengths`.
+`PACKED` is its name among transformers' attention implementations. A model that uses it gets the starts of the sequences in
+the keyword arguments of transformers' variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their lengths on the host
+as `sequence_lengths`.
 
 Shape letters: H heads, N tokens of all sequences, D width of a head, S sequences.
 """
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 PACKED, TRIAL = "rlx_packed", "rlx_packed_trial"
 CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
-# From this mean length on, one attention call per sequence is faster than the variable-length kernel: the kernel is
-# FlashAttention 2, while torch has cuDNN's kernels for single sequences on newer devices.
+# From this mean length on, one attention call per sequence is faster than the variable-length kernel: that is FlashAttention 2,
+# and torch has cuDNN's faster kernels for single sequences on newer devices.
 LONG_TOKENS = 2048
 # Features of some models that packed attention lacks, by the names of transformers' arguments.
 UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
@@ -46,13 +46,13 @@ class Lengths:
 
 
 def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
-    """Return why a model's sequences cannot be packed, as far as its parts tell, or None.
+    """Return a reason in the model's parts why its sequences cannot be packed, or None.
 
     Only attention may carry information between tokens, and it must accept other implementations. `use_packed_attention` runs
-    the model to see what else it asks of attention.
+    the model to find its other demands on attention.
 
     Args:
-        model: as it was loaded.
+        model: freshly loaded.
         attention: its implementation of attention, as transformers names it.
     """
     if attention != "sdpa" and not attention.startswith("flash_attention"):
@@ -73,7 +73,7 @@ def use_packed_attention(model: "PreTrainedModel", attention: str, run: Callable
     Args:
         model: a transformers model.
         attention: its implementation, which it keeps otherwise.
-        run: calls the model with some packed sequences; several processes may do so together.
+        run: calls the model with some packed sequences; several processes may call it together.
 
     Returns:
         None if the model now has packed attention, else a feature that packed attention lacks.
@@ -92,7 +92,7 @@ def use_packed_attention(model: "PreTrainedModel", attention: str, run: Callable
 
 
 class _Trial:
-    """Replaces attention and its masks while a model runs, and records what the model asks of them."""
+    """Replaces attention and its masks while a model runs, and records the model's requests to them."""
 
     def __init__(self) -> None:
         self._refused: list[str] = []
@@ -127,7 +127,7 @@ class _Trial:
 
 
 def _refused(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> list[str]:
-    """Return what a call of attention asks for that packed attention lacks."""
+    """Return the features that a call of attention requests and packed attention lacks."""
     found = [what for name, what in UNKNOWN.items() if given.get(name) is not None]
     if attention_mask is not None:
         found.append("masks tokens")
@@ -151,8 +151,8 @@ def packed_attention(
     """Return causal attention: each token attends to itself and the earlier tokens of its own sequence.
 
     On CUDA in bf16 and fp16, torch's variable-length kernel computes several sequences that are shorter than `LONG_TOKENS` on
-    average, and sequences longer than their window. All others are computed one at a time. No mask is larger than a window
-    times two windows.
+    average, and sequences longer than their window; others come one at a time. A mask has at most window x 2 window elements.
+
     Args:
         query: (1, H, N, D).
         key, value: (1, H or a divisor of it, N, D); D of value may differ.
@@ -166,7 +166,7 @@ def packed_attention(
         (1, N, H, D of value).
     """
     tensors = (query, key, value)
-    # Lets observers of torch functions see one function, whichever kernel it uses.
+    # Observers of torch functions then see one function, whichever kernel it uses.
     if has_torch_function(tensors):
         rest = (starts, lengths, scaling, window, dropout)
         result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
@@ -179,7 +179,7 @@ def packed_attention(
         return _by_kernel(query, key, value, starts, longest, scaling, window)
     if len(lengths.each) == 1:
         return _sequence(query, key, value, scaling, window, dropout).transpose(1, 2)
-    # Split once, so that backward joins the pieces once; slices would each fill a gradient of the whole.
+    # One split, so that backward joins the pieces once; each slice would fill a gradient of the whole.
     pieces = zip(*(x.split(lengths.each, dim=2) for x in tensors), strict=True)
     return torch.cat([_sequence(*piece, scaling, window, dropout).transpose(1, 2) for piece in pieces], dim=1)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), processes: int = 1) -> list[str]:
     """Return the faults of a model's config, attention kernel and adapter targets, and of sharing its sequences.
 
-    A kernel whose package is missing and a checkpoint that lacks weights only show when the model is loaded.
+    Only loading finds a kernel without its package or a checkpoint that lacks weights.
 
     Args:
         model: as configured; may be `builtin:tiny`.

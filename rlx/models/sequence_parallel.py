@@ -1,6 +1,6 @@
 """Sequence parallelism by exchanging heads for tokens (Ulysses).
 
-Each process holds a part of a row's tokens, and inside attention all tokens for a part of the heads.
+Outside attention each process holds a part of a row's tokens, inside attention all tokens of a part of the heads.
 
 Shape letters: P processes of a group, H heads, N tokens of the row, D width of a head. Source: DeepSpeed-Ulysses,
 arXiv:2309.14509, section 3.
@@ -47,7 +47,7 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of x over the group, where each process has 0 outside its own part; backward returns the own part.
+    """Return the sum of x over the group. Each process has 0 outside its own part; backward returns that part.
 
     Every process of the group must continue with the same computation on the sum.
     """

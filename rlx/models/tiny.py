@@ -6,7 +6,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from rlx.config.schema import TinyModelConfig
 
 ROLES = ("system", "user", "assistant")
-# One token per role and nothing between messages, because with bytes as tokens every character of a template costs compute.
+# One token per role and nothing between messages: tokens are bytes, so each character of a template costs compute.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role not in ['system', 'user', 'assistant'] -%}"
@@ -47,7 +47,7 @@ def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase
 def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
     """Return a Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer.
 
-    The weights only depend on `config`; the caller's random state is unchanged.
+    The weights depend on `config` only; the caller's random state is unchanged.
     """
     tokenizer = make_tiny_tokenizer()
     model_config = make_tiny_config(config, tokenizer)

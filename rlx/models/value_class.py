@@ -1,4 +1,4 @@
-"""Make value models of architectures for which transformers has no model with a number per token."""
+"""Make value models of architectures that have no model with a number per token in transformers."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ class NoValueClassError(ExplainedError, ValueError):
 
 
 def ensure_value_class(config: "PreTrainedConfig") -> None:
-    """Make `AutoModelForTokenClassification` know a class for an architecture, in this process.
+    """Register a class for an architecture with `AutoModelForTokenClassification`, in this process.
 
     Most decoders of transformers have none. The new class is the base model with a linear layer, made from the same mixin as
     transformers' own classes. Its weights have the same names, so a checkpoint of one loads into the other.
@@ -44,7 +44,7 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
         )
     base = MODEL_MAPPING[kind]
     base = base[0] if isinstance(base, tuple | list) else base
-    # The part that all heads of the architecture share: names of weights, attention kernels, the classes that FSDP shards.
+    # The base class of all heads of the architecture: names of weights, attention kernels, the classes that FSDP shards.
     parent = next(ancestor for ancestor in base.__mro__[1:] if issubclass(ancestor, PreTrainedModel))
     name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
     made = type(name, (GenericForTokenClassification, parent), {"config_class": kind})

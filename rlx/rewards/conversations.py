@@ -18,9 +18,9 @@ class ConversationError(ExplainedError, ValueError):
 class Conversations:
     """Turns samples into the sequences of a reward model.
 
-    If both models have the same vocabulary and chat template, these are the policy's own tokens. Otherwise the prompt's
-    messages and the response's text, without special tokens, go through the reward model's chat template. A prompt of plain
-    text is simply followed by the response.
+    If both models have the same vocabulary and chat template, the sequences are the policy's own tokens. Otherwise the reward
+    model's chat template formats the prompt's messages and the response's text, without special tokens. A prompt of plain text
+    needs no template: the response follows it directly.
 
     Args:
         policy: tokenizer of the policy.
@@ -54,7 +54,7 @@ class Conversations:
         mask_BT = torch.arange(width) >= width - lengths[:, None]
         ids_BT = torch.zeros(mask_BT.shape, dtype=torch.int64)
         ids_BT[mask_BT] = torch.tensor([token for own in ids for token in own])
-        # The whole sequence is scored, so any part of it may count as the response.
+        # The model scores the whole sequence, so any part of it may count as the response.
         return Batch.of({"input_ids": ids_BT, "attention_mask": mask_BT, "response_mask": mask_BT[:, -1:]})
 
     def _tokens(self, prompt: str | list[dict[str, Any]], response: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""A reward function as the driver names it and a reward process loads it, and the outcome of a call.
+"""Name a reward function in the driver, load it in a reward process, and describe the outcome of a call.
 
 Every reward process starts with this module, so it imports very little.
 """
@@ -27,13 +27,13 @@ BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 LARGEST_SCORE = 3.4e38
 """Scores are stored in fp32."""
 LONGEST_TEXT = 10_000
-"""Longest description of a failure that is kept [characters]; a function's message may have any length."""
+"""Longest description of a failure to keep [characters]; a function's message may have any length."""
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
 
 
 class Loadable(Protocol):
-    """Something that a reward process can load; it is sent there pickled."""
+    """An object that a reward process can load; the driver sends it pickled."""
 
     @property
     def source(self) -> str:
@@ -51,7 +51,7 @@ class Function:
 
     Args:
         source: path of a user's Python file, or a module of rlx.
-        name: in it.
+        name: of the function in it.
         limit_s: longest call [seconds].
         batched: one call scores a list of samples.
         options: further arguments by name.
@@ -118,10 +118,10 @@ class Outcome(NamedTuple):
     """The end of a call.
 
     Args:
-        answers: for each sample the numbers reported, `score` among them, or a message if the report is wrong.
-        kind: why there are none: the call raised (or returned no list), took too long, or ended its process.
-        fault: the same in words.
-        traceback: of the error that was raised.
+        answers: for each sample the numbers reported, including `score`, or a message if the report is wrong.
+        kind: the reason for no answers: the call raised (or returned no list), took too long, or ended its process.
+        fault: the same reason in words.
+        traceback: of the error that the call raised.
     """
 
     answers: list[Numbers | str]
@@ -155,6 +155,6 @@ def _numbers(result: Any) -> Numbers | str:
 
 
 def _scalars(report: dict[Any, Any]) -> dict[Any, Any]:
-    """Convert scalars of numpy and torch, and arrays of one number, to plain ones; this process may have imported neither."""
+    """Convert scalars and arrays of one number, of numpy or torch, to plain numbers; this process may have imported neither."""
     is_one = {name: math.prod(getattr(value, "shape", (2,))) == 1 for name, value in report.items()}
     return {name: value.item() if is_one[name] else value for name, value in report.items()}

@@ -32,7 +32,7 @@ MATH_LIMIT_S = 5.0
 POOL_FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
 SMALLEST_PART = 8
-"""A failing list is divided in halves, down to this share of it as long as no part of it has been answered."""
+"""A failing list is halved down to 1 / SMALLEST_PART of its rows, and further once its function has answered a part."""
 SCORED_INFO = ("data_source", "response_text", "ground_truth", "extra_info")
 """The entries of a batch's info that become the arguments SINGLE of a reward function."""
 
@@ -55,7 +55,7 @@ class Scores(NamedTuple):
     extra: dict[str, list[float]]
 
     def right(self) -> Tensor:
-        """Return 1 for right answers (B,) fp64: by the function's own `acc` if it gives one, else for scores of 1 or more."""
+        """Return 1 for right answers (B,) fp64: the function's own `acc` if it reports one, else a score of at least 1."""
         by_score_B = (self.scores >= 1.0).double()
         own_B = torch.tensor(self.extra.get("acc", [math.nan] * len(self.scores)), dtype=torch.float64)
         return torch.where(own_B.isnan(), by_score_B, own_B)
@@ -66,7 +66,7 @@ class RewardModel(NamedTuple):
 
     Args:
         conversations: writes its input.
-        rule_weight: factor of the functions' score, which is added to the model's; with 0 the functions are not called.
+        rule_weight: factor of the functions' score in the sum with the model's; with 0 rlx does not call the functions.
     """
 
     conversations: Conversations
@@ -74,7 +74,7 @@ class RewardModel(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The reason why a sample has no score: error, timeout or crash of its function, in words, with the traceback."""
+    """The reason why a sample has no score (error, timeout or crash of its function) in words, with the traceback."""
 
     kind: str
     function: Function
@@ -90,7 +90,7 @@ class RewardManager:
 
     Args:
         reward: options of the built-in functions and of the processes.
-        custom: if it has a path, that function scores every sample, or those of the data sources that it names.
+        custom: if it has a path, its function scores every sample, or those of its `data_sources`.
         model: a model that scores, too.
 
     Raises:
@@ -106,7 +106,7 @@ class RewardManager:
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
         grade_maths = Function(MATHS, "compute_score", min(MATH_LIMIT_S, limit_s))
         self._known = dict.fromkeys(gsm8k.SOURCES, grade_number) | dict.fromkeys(MATH_SOURCES, grade_maths)
-        # A rule that always takes microseconds runs in this process.
+        # Rules that always take microseconds run in this process.
         self._here: dict[Function, Callable[..., Any]] = {grade_number: gsm8k.compute_score}
         self._form = self._all = None
         self._taken: Counter[str] = Counter()
@@ -231,9 +231,9 @@ class RewardManager:
         return [reports[row] for row in range(len(samples))]
 
     def _reports_of(self, calls: list[tuple[list[int], Call]]) -> dict[int, Report]:
-        """Return the reports of calls by row. A failing list is divided in halves if failures are to score 0."""
+        """Return the reports of calls by row. Divide a failing list in halves if failures score 0."""
         reports: dict[int, Report] = {}
-        answered: set[Function] = set()  # at least for a part of their lists
+        answered: set[Function] = set()  # functions that answered at least a part of their lists
         smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls}
         while calls:
             asked, calls = calls, []
@@ -279,7 +279,7 @@ class RewardManager:
         return {"acc": right} | report | {"score": score, "format": formed}
 
     def _judge(self, failures: dict[int, Failure], samples: list[Sample], dump_dir: Path) -> None:
-        """Stop the run if it is so configured or no sample has a score; else warn of the samples that score 0."""
+        """Stop the run if configured or if no sample has a score; otherwise warn of the samples that score 0."""
         stopping = [row for row, failure in failures.items() if self._stops_at(failure.kind)]
         row = (stopping or list(failures))[0]
         failure, sample = failures[row], samples[row]

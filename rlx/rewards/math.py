@@ -1,7 +1,7 @@
 """Score mathematical answers, boxed or plain, with math-verify.
 
-A response can keep math-verify busy for hours, so rlx only calls this in reward processes. math-verify's own timeouts are off:
-they need the main thread and cannot end a computation in C.
+A response can keep math-verify busy for hours, so rlx calls it in reward processes only. math-verify's own timeouts are off,
+because they need the main thread and cannot end a computation in C.
 """
 
 import logging
@@ -15,7 +15,7 @@ def compute_score(
 ) -> float:
     """Return 1.0 if the boxed (else the plain) expression equals the reference, else 0.0.
 
-    Of several boxes those on the last line count; several on that line form a set.
+    Only boxes on the last line with a box count; several boxes on that line form a set.
 
     Args:
         data_source: not used; part of the signature of all reward functions.
@@ -35,7 +35,7 @@ def compute_score(
     return float(verify(gold, answer, timeout_seconds=None))
 
 
-# It warns of every expression that it cannot read, and of missing timeouts.
+# math-verify warns of every expression that it cannot read, and of missing timeouts.
 for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 compute_score("", "\\boxed{1}", "1")  # loads the rest of the libraries before the first call needs them

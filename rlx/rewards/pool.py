@@ -1,15 +1,15 @@
 """Processes for reward functions, so that no function can stop or hang the run.
 
 rlx has its own pool, because `concurrent.futures` gives up a whole pool when one process dies, and `multiprocessing` runs the
-driver's main module again in each process. Neither of them, nor a library above them, ends a process that hangs in C code after
-its driver was killed, or runs async functions concurrently.
+driver's main module again in each process. Neither of them runs async functions concurrently, or ends a process that hangs in C
+code after its driver was killed. No library above them does so either.
 
 Note [who ends a call in time]: only the driver. A process sends a message at least every FLUSH_S while calls end. If it is
-silent for a call's limit plus SLACK_S, it hangs in a call, in C code or not, and is killed with all processes it started. If
-several calls had been sent, it is not known which one hung: see Note [once more].
+silent for a call's limit plus SLACK_S, it hangs in a call, in C code or not. The driver then kills it and all processes that it
+started. If it had several calls, the driver does not know which one hung: see Note [once more].
 
-Note [once more]: calls without an outcome when their process ended are sent again, each alone. A call that was alone is to
-blame. If it took too long it is lost; if it ended the process it is sent once more, and lost the second time.
+Note [once more]: if a process ends, the driver sends its calls without an outcome again, each alone. A call that was alone is
+to blame. If it took too long it is lost. If it ended the process the driver sends it once more; the second time it is lost.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from rlx.user_code import UserCodeError
 LOAD_LIMIT_S = 300.0
 """Longest import of a function's file [s]."""
 SLACK_S = 1.0
-"""More than FLUSH_S, and more than a busy machine may delay a message."""
+"""Longer than FLUSH_S and than the delay of a message on a busy machine [s]."""
 MESSAGES_PER_PROCESS = 4
-"""Calls of one process are sent in about this many messages, so that all processes end together."""
+"""The driver sends a process's calls in about this many messages, so that all processes end together."""
 CALLS_PER_MESSAGE = 256
 HOPELESS = 4
 """If this many calls per process are lost before the first one is answered, the others are not tried."""
 
 
 class InProcess(Exception):
-    """An error in a reward process; its text is the traceback there."""
+    """An error in a reward process; its text is the traceback from that process."""
 
 
 class NotSendable(TypeError):
@@ -68,13 +68,13 @@ class _Process:
     """One reward process.
 
     Attributes:
-        connection: to wait on.
-        deadline: when it has been silent for too long.
-        unanswered: indices in the run of the calls that it was sent and has not answered.
+        connection: for messages in both directions.
+        deadline: the time at which it has been silent for too long.
+        unanswered: indices in the run of the calls that it received and has not answered.
     """
 
     def __init__(self, memory_bytes: int, at_once: int):
-        # With the driver's import path, wherever it comes from. Processes share the cores, so each uses one thread.
+        # The process gets the driver's whole import path. Processes share the cores, so each uses one thread.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self.connection, theirs = Pipe()
@@ -141,11 +141,11 @@ class _Process:
         self._send(self._calls)
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended, and the next `receive` raises
+        with contextlib.suppress(ConnectionError):  # the process has ended; the next `receive` raises
             self.connection.send(message)
 
     def end(self) -> str:
-        """Kill it and everything it started; return how it had ended before that, if it had."""
+        """Kill it and all processes it started; return in words how it ended if it had ended before."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -243,7 +243,7 @@ class ProcessPool:
 
 
 class _Run:
-    """The calls of one batch: those that wait, those in processes, and the outcomes so far by index."""
+    """The calls of one batch: waiting ones, those in processes, and outcomes by index."""
 
     def __init__(self, pool: ProcessPool, calls: Sequence[Call], waiting: deque[list[int]]):
         self._pool, self._calls, self._waiting = pool, calls, waiting

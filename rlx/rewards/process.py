@@ -1,7 +1,7 @@
 """A reward process: calls reward functions and ends with the driver. `rlx.rewards.pool` starts it.
 
-Messages from the driver: (number, Loadable) to load a function, answered by (is it async, UserCodeError or None, traceback); and
-(number, samples of each call, pickled arguments of the calls), answered by lists of (index of the call, Outcome).
+The driver sends (number, Loadable) to load a function; the answer is (is it async, UserCodeError or None, traceback). It sends
+(number, samples of each call, pickled arguments of the calls) to call it; the answers are lists of (index of the call, Outcome).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rlx.user_code import UserCodeError
 FLUSH_S = 0.01
 """Outcomes wait at most this long to be sent together with others, unless the next call takes longer [s]."""
 OUT_OF_MEMORY = 97
-"""Exit code after a MemoryError, because memory that the function still holds is freed with the process."""
+"""Exit code after a MemoryError: the process ends to free the memory that the function still holds."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -100,7 +100,7 @@ class Process:
 
     def serve(self) -> None:
         """Handle requests until the driver closes the connection."""
-        # One event loop for all calls, because objects that a function keeps, such as a session, belong to a loop.
+        # One event loop for all calls, because a function may keep objects that belong to a loop, such as a session.
         with asyncio.Runner() as runner:
             while True:
                 try:

@@ -29,7 +29,7 @@ class ResumeError(ExplainedError, ValueError):
 
 @dataclass(frozen=True)
 class DriverState:
-    """The state that the driver needs to continue exactly where it stopped."""
+    """The driver's state at the end of a step, from which it continues exactly."""
 
     step: int
     seed: int
@@ -41,7 +41,7 @@ class DriverState:
 
 
 def finished(checkpoint: Path) -> bool:
-    """Whether the checkpoint was written completely."""
+    """Whether the checkpoint is complete."""
     return (checkpoint / "driver.json").is_file()
 
 
@@ -62,7 +62,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def starting_checkpoint(config: PPOConfig) -> Path | None:
-    """Return the checkpoint that the run continues from, or None to start anew.
+    """Return the checkpoint to continue from, or None to start anew.
 
     Raises:
         ResumeError: resume_from_path is no finished checkpoint.
@@ -151,7 +151,7 @@ def read_driver_state(checkpoint: Path) -> DriverState:
 def keep_newest(folder: Path, role: str, keep: int | None, step: int) -> None:
     """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all.
 
-    `step` is that of the checkpoint just written. A later step is older: the run was resumed from a step before it.
+    `step` was just written. A checkpoint of a later step counts as older: the run resumed from an earlier step since then.
     """
     if keep is None:
         return

@@ -44,7 +44,7 @@ def kl_controller(config: PPOConfig) -> KLController:
 
 
 def due(frequency: int, step: int, last: int) -> bool:
-    """Whether to do at `step` what happens every `frequency` steps and after the last one; -1 means never."""
+    """Whether an action is due that runs every `frequency` steps and after the last one; -1 means never."""
     return frequency > 0 and (step % frequency == 0 or step == last)
 
 
@@ -52,13 +52,13 @@ class Trainer:
     """Runs PPO or GRPO on a started worker group.
 
     Args:
-        config: total_training_steps and the critic's nulls are set, model paths are folders or hub names.
+        config: with total_training_steps and the critic's nulls set, and folders or hub names as model paths.
         workers: hosts the roles that `roles_of(config)` names.
         tokenizer: of the actor's model.
         train, val: prompts.
         sampler: chooses the next prompts of `train`.
         rewards: scores responses.
-        folder: of the run; validation and checkpoints go there.
+        folder: of the run, for validation and checkpoints.
         progress, tracker: show and keep the metrics.
     """
 
@@ -112,7 +112,7 @@ class Trainer:
             self.report(metrics)
 
     def step(self, step: int) -> Metrics:
-        """Generate samples for a batch of prompts and take the optimizer steps they give; return the step's metrics."""
+        """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""
         phase, config = self.progress.phase, self.config
         epoch, (batch, scores), drawn = self.sampler.epoch, *self.samples(step)
         if config.trainer.rollout_data_dir:
@@ -149,7 +149,7 @@ class Trainer:
     def samples(self, step: int) -> tuple[sample_selection.Part, Metrics]:
         """Return scored samples of train_batch_size prompts; with filter_groups only of prompts whose samples differ.
 
-        Then prompts are drawn until there are enough. Surplus ones are dropped: the next step draws others.
+        With filter_groups it draws prompts until there are enough and drops the surplus; the next step draws others.
         """
         filters, data = self.config.algorithm.filter_groups, self.config.data
         if not filters.enable:
@@ -164,7 +164,7 @@ class Trainer:
         return found.samples(), found.metrics()
 
     def scored(self, step: int, first: int) -> sample_selection.Part:
-        """Return samples of the next prompts and their scores; `first` prompts of this step came before."""
+        """Return samples of the next prompts and their scores; the step has drawn `first` prompts before."""
         rollout, overlong = self.config.actor_rollout_ref.rollout, self.config.reward.overlong_buffer
         greedy = None
         with self.progress.phase("rollout"):
@@ -203,7 +203,7 @@ class Trainer:
         return batch.with_(**dict(answer.tensors.items()))
 
     def old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch with the log-probs that updates start from, and their mismatch with the sampler's."""
+        """Return the batch with the old log-probs, and their mismatch with the sampler's."""
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:
             return batch.with_(old_log_probs=batch["rollout_log_probs"]), {}
@@ -229,10 +229,10 @@ class Trainer:
     def update(
         self, role: str, batch: Batch, columns: tuple[str, ...], step: int, prompts: int, epochs: int, shuffle: bool
     ) -> Metrics:
-        """Take one optimizer step per mini-batch and epoch; return the mean of their metrics and how many were skipped.
+        """Take one optimizer step per mini-batch and epoch; return their mean metrics and the number of skipped steps.
 
-        A skipped step has metrics that are not finite; they are left out of the means. A mini-batch without a token in the
-        loss gets no step, because weight decay and momentum would still move the weights.
+        Metrics of a skipped step are not finite and do not enter the means. A mini-batch without a token in the loss gets no
+        step, because weight decay and momentum would still move the weights.
         """
         counted = "loss_mask" if "loss_mask" in columns else "response_mask"
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
@@ -282,7 +282,7 @@ class Trainer:
         }
 
     def memory_of(self, phase: str) -> Metrics:
-        """Return the memory before and after a phase outside the step that has just ended."""
+        """Return the memory before and after a phase that has just ended outside a step."""
         return memory.of_phases(self.workers.broadcast("process", "usage"), [phase])
 
     def report(self, metrics: Metrics) -> None:
@@ -294,9 +294,9 @@ class Trainer:
     # Outside the step ---------------------------------------------------------------------------------------------
 
     def validate(self) -> Metrics:
-        """Score the policy on the held-out prompts and keep its responses."""
+        """Score the policy on held-out prompts and keep its responses."""
         val = self.config.actor_rollout_ref.rollout.val_kwargs
-        samples = val.n if val.do_sample else 1  # greedy ones would all be the same
+        samples = val.n if val.do_sample else 1  # greedy samples of a prompt are equal
         parts: list[tuple[Batch, Scores]] = []
         with self.progress.phase("validate"):
             for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):

@@ -28,9 +28,9 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
         phases: skipped unless the workers recorded calls of them since the last report.
 
     Returns:
-        In 10^9 bytes: memory/<phase>_before_gb (the role before it rests already) and memory/<phase>_after_gb. On CUDA these
-        are all bytes in use on the device, on CPU the process's resident size. On CUDA also memory/<phase>_before_allocated_gb
-        and _after_allocated_gb, the bytes in torch's tensors.
+        memory/<phase>_before_gb (the previous role is already offloaded) and memory/<phase>_after_gb [10^9 bytes]: all bytes in
+        use on the device on CUDA, the process's resident size on CPU. On CUDA also memory/<phase>_before_allocated_gb and
+        _after_allocated_gb, the bytes in torch's tensors.
     """
     found = {}
     for phase in phases:
@@ -44,7 +44,7 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
 
 
 def on_host(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the offloaded bytes in host memory: memory/host_<user>_gb and memory/host_reserved_gb, the largest process's.
+    """Return offloaded bytes in the host memory of the largest process: memory/host_<user>_gb and memory/host_reserved_gb.
 
     Args:
         usage: of each process, as `Worker.usage` names it.

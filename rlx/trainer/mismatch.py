@@ -48,11 +48,11 @@ def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:
 
 
 def correct(batch: Batch, correction: RolloutCorrectionConfig) -> tuple[Batch, Metrics]:
-    """Write rollout_is_weights and loss_mask if they are asked for.
+    """Write rollout_is_weights and loss_mask if configured.
 
     Returns:
-        The batch, and correction/...: weight_mean, weight_max, and the shares of tokens with weight 0, of rejected tokens, and
-        of sequences whose tokens are all rejected.
+        The batch, and correction/...: weight_mean, weight_max, the shares of tokens with weight 0 and of rejected tokens, and
+        the share of sequences whose tokens are all rejected.
     """
     if correction.rollout_is is None and not correction.rejects:
         return batch, {}

@@ -28,7 +28,7 @@ from rlx.trainer.tracking import METRICS_FILE
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
-MEMORY_CHANGE = 0.05  # smaller shares are noise: caches of libraries, files that are read
+MEMORY_CHANGE = 0.05  # smaller changes are noise, such as caches of libraries and file reads
 STEPS_PER_MEAN = 5  # the summary compares means over this many steps, because the reward of one batch is noise
 
 # The phases of a step in their order, with labels that fit a row.
@@ -84,7 +84,7 @@ class ProgressColumn(NamedTuple):
         metrics: the column shows the first of these that a step has, else "-".
         width: in characters.
         form: formats the number.
-        drop: on a narrow terminal the column with the highest number goes first.
+        drop: order on narrow terminals; the column with the highest number is dropped first.
     """
 
     title: str
@@ -114,7 +114,7 @@ PROGRESS_COLUMNS = (
 
 
 def printable(text: str, encoding: str) -> str:
-    """Return `text` with escapes for control characters, which a model may write, and for what the stream cannot encode."""
+    """Return `text` with escapes for a model's control characters and for characters that the stream cannot encode."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -166,7 +166,7 @@ class StepTable:
 class MemoryTable:
     """The lines under a row that show the memory in use before and after each phase.
 
-    They appear with a header and whenever a figure has changed. As long as none appear, steps need equal memory.
+    They appear below a header and when a figure has changed. Without them the last ones still apply.
     """
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class Progress:
     def step(self, number: int) -> Iterator[dict[str, float]]:
         """Time one step, counted from 1.
 
-        Yields a dict. After the step it holds the seconds of each phase as `timing_s/<phase>` and of all as `timing_s/step`.
+        Yields a dict that after the step holds seconds: `timing_s/<phase>` of each phase and `timing_s/step` of all.
         """
         if (
             self._first_step is None
@@ -343,11 +343,11 @@ class Progress:
     def summary(
         self, first_validation: Mapping[str, float], last_validation: Mapping[str, float], folder: Path, picture: Path
     ) -> None:
-        """Show the closing panel: results, duration, and where the files are.
+        """Show the closing panel: results, duration and folders.
 
         Args:
-            first_validation, last_validation: metrics with `val/accuracy`; the same object after a single validation, empty
-                without one.
+            first_validation, last_validation: metrics with `val/accuracy`; one object after a single validation, empty after
+                none.
             folder: of the run.
             picture: the report.
         """

@@ -34,8 +34,8 @@ PHASE_COLORS = {
     "validate": "#c8324a",
     "checkpoint": "#52606d",
 }
-SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line shows no more than the points
-MOST_BARS = 120  # that can be told apart; with more steps means are drawn
+SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line adds nothing to the points
+MOST_BARS = 120  # with more steps bars cannot be told apart, so means are drawn
 DPI = 130
 
 Series = tuple[list[int], list[float]]
@@ -49,7 +49,7 @@ class ReportError(ExplainedError, ValueError):
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Return metrics by step, in order, without nulls and without a last line that is still being written.
 
-    If the steps go back, a run was resumed there, and its rows replace those written beyond.
+    If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps.
 
     Raises:
         ReportError: a line is no JSON object with a `step`.
@@ -150,7 +150,7 @@ def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
 
 
 def _held_out(axes: Axes, series: Series) -> None:
-    """Draw the line and, as long as they can be told apart, its points."""
+    """Draw the line, and its points if they can be told apart."""
     marker = "o" if len(series[0]) <= 30 else ""
     if series[0]:
         axes.plot(*series, color=ORANGE, linewidth=1.8, marker=marker, markersize=5, label="held-out")
@@ -227,7 +227,7 @@ def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
 
 
 def _phase_times(axes: Axes, metrics: Metrics) -> None:
-    """Draw the seconds of each phase, stacked; phases below a hundredth of the time go into the rest."""
+    """Draw the seconds of each phase, stacked; phases with less than 1 % of the time count as the rest."""
     _title(axes, "Seconds per step")
     rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}

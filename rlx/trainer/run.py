@@ -25,13 +25,13 @@ def run(config: PPOConfig, yaml: str) -> Path:
 
     Args:
         config: composed and checked.
-        yaml: the same as text, kept in the run's folder.
+        yaml: the configuration as text, for the run's folder.
 
     Raises:
         Exception: the errors of `prepare`; RewardError or WorkerFailure. Each names its remedy.
     """
-    # Mistakes in the command show in `prepare`, so the warm start and the folder come after it: a mistake costs no time, and a
-    # run that never began leaves no folder.
+    # `prepare` finds mistakes in the command. It comes before the warm start and the folder, so that a mistake costs no time
+    # and leaves no folder.
     prepared = prepare(config)
     with prepared.rewards:
         return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared)
@@ -66,7 +66,7 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
 
 
 def start_workers(config: PPOConfig) -> WorkerGroup:
-    """Start the processes of the run; each hosts every role that the run needs."""
+    """Start the processes of the run; each hosts every role of the run."""
     trainer = config.trainer
     device = accelerator() if trainer.device == "auto" else trainer.device
     placement = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
@@ -102,7 +102,7 @@ def located(model: ModelConfig, path: str | None) -> ModelConfig:
 
 
 def absolute(path: str | None) -> str | None:
-    """Return a folder's absolute path, because workers run in folders of their own; a hub name is returned as it is."""
+    """Return a folder's absolute path, because workers run in other folders; a hub name stays unchanged."""
     folder = Path(path or "").expanduser()
     return str(folder.absolute()) if path and folder.exists() else path
 
@@ -110,7 +110,7 @@ def absolute(path: str | None) -> str | None:
 def with_steps(config: PPOConfig, sampler: PromptSampler) -> PPOConfig:
     """Return the configuration with the numbers of steps set, which the optimizers' schedules need.
 
-    Without a critic the warm-up of the critic is 0, because the actor would wait for nothing.
+    Without a critic its warm-up becomes 0, so that the actor does not wait.
     """
     steps = config.trainer.total_training_steps or sampler.batches_per_epoch * config.trainer.total_epochs
     warmup = config.trainer.critic_warmup if has_critic(config) else 0

@@ -21,11 +21,11 @@ Part = tuple[Batch, Scores]
 
 
 class SelectionError(ExplainedError, ValueError):
-    """Dynamic sampling found too few prompts, or does not know the metric that samples must differ in."""
+    """Dynamic sampling found too few prompts, or no reward function reports its metric."""
 
 
 def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) -> Batch:
-    """Write the scores of the reward functions, less the penalty for length if the configuration asks for it."""
+    """Write the scores of the reward functions, less the length penalty if configured."""
     if not overlong.enable:
         return batch.with_(scores=scores.scores)
     lengths_B, longest = batch["response_mask"].sum(dim=1), batch.response_length
@@ -127,7 +127,7 @@ class DynamicSampling:
         return take_rows(join(self._kept), range(self._wanted * self._samples))
 
     def metrics(self) -> dict[str, float]:
-        """Return over all that was generated: the number of generations, the share of prompts kept, and the accuracy."""
+        """Return figures over all generations of the step: their number, the share of prompts kept, and the accuracy."""
         return {
             "filter_groups/generations": float(self.generations),
             "filter_groups/kept_share": self.kept / self.prompts,

@@ -1,4 +1,4 @@
-"""Load and check all that a run needs before it starts anything, and report all faults at once."""
+"""Load and check the parts of a run before it starts anything, and report all faults at once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     rewards: RewardManager
 
     def notices(self, config: PPOConfig) -> list[str]:
-        """Return which prompts were dropped or cut, and which reward functions no prompt uses."""
+        """Return notices about dropped or cut prompts and about reward functions that no prompt uses."""
         found = [report for report in (self.train.report, self.val.report) if report]
         sources = _sources(self.train, self.val)
         unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
@@ -78,7 +78,7 @@ class _Trials:
             return None
 
     def end(self) -> None:
-        """Raise the collected errors: one as it is, several as a StartError with the first known cause."""
+        """Raise the collected errors: a single one unchanged, several as a StartError with the first known cause."""
         if len(self.faults) == 1:
             raise self.faults[0]
         if self.faults:
@@ -88,7 +88,7 @@ class _Trials:
 
 
 def prepare(config: PPOConfig) -> Prepared:
-    """Do everything that may fail and needs no worker, before the warm start, the run's folder and Ray.
+    """Do all work that may fail and needs no worker, before the warm start, the run's folder and Ray.
 
     Args:
         config: composed and checked.
@@ -119,7 +119,7 @@ def prepare(config: PPOConfig) -> Prepared:
 
 
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of the policy; that of `builtin:tiny` exists before its warm start too."""
+    """Return the tokenizer of the policy; `builtin:tiny` has one before its warm start too."""
     model = config.actor_rollout_ref.model
     return make_tiny_tokenizer() if is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
 
@@ -164,6 +164,6 @@ def _faults_of_models(config: PPOConfig) -> Iterator[str]:
 
 
 def _sources(*prompts: PromptDataset | None) -> frozenset[str] | None:
-    """Return the data sources of the prompts, or None if a user's class makes its own, which are not known."""
+    """Return the data sources of the prompts, or None if a user's dataset class makes them."""
     known = [each.data_sources for each in prompts if type(each) is PromptDataset]
     return frozenset().union(*known) if len(known) == len(prompts) else None

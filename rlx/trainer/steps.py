@@ -1,4 +1,4 @@
-"""The driver's own arithmetic: seeds, shares, mini-batches, advantages, numbers of a step.
+"""The driver's arithmetic: seeds, shares, mini-batches, advantages, metrics of a step.
 
 Pure functions from batches to batches that call no worker. Shape letters as in `rlx/data/batch.py`.
 """
@@ -40,7 +40,7 @@ def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int,
 
 
 def balance(batch: Batch, parts: int) -> Batch:
-    """Reorder rows so that contiguous shares take about the same time; shares have as many rows as a plain cut gives.
+    """Reorder rows so that contiguous shares take about the same time; each share keeps the row count of a plain cut.
 
     A row of L tokens counts L * (1 + L / QUADRATIC_TOKENS).
     """
@@ -91,7 +91,7 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 
 
 def zero_advantage_share(batch: Batch) -> float:
-    """Return the share of prompts that teach nothing, because no token of their samples has an advantage."""
+    """Return the share of prompts that teach nothing: no token of their samples has an advantage."""
     groups, of_row = batch["group_id"].unique(return_inverse=True)
     taught = of_row[(batch["advantages"] != 0).any(dim=1)].unique()
     return 1 - len(taught) / len(groups)

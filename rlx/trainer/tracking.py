@@ -1,4 +1,4 @@
-"""Loggers of metrics: a JSONL file, tensorboard, wandb, each behind one small protocol."""
+"""Loggers of metrics behind one small protocol: a JSONL file, tensorboard, wandb."""
 
 import json
 import math
@@ -29,13 +29,13 @@ class Logger(Protocol):
         """Keep some generations of the validation at `step`; each row maps a name to its value."""
 
     def close(self) -> None:
-        """Write everything that is not written yet."""
+        """Write pending data."""
 
 
 class JsonlLogger:
     """Writes `metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics.
 
-    NaN and infinity become null, because JSON lacks them. Generations are left out: the dump of the validation holds them all.
+    NaN and infinity become null, because JSON lacks them. Generations are left out, because the dump of the validation holds them.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -60,7 +60,7 @@ class JsonlLogger:
 
 
 class TensorboardLogger:
-    """Writes event files in `tensorboard/`. After a resume it hides what the former run wrote beyond `resume_step`."""
+    """Writes event files in `tensorboard/`. After a resume it hides the former run's entries beyond `resume_step`."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter

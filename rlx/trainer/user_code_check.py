@@ -1,7 +1,7 @@
-"""Code of the user's own, tried before anything starts.
+"""Try a user's own code before anything starts.
 
-Each file is imported in a process that ends afterwards, so that nothing of what an import may do (claim device memory, start
-threads, crash, never come to its end) reaches the driver. Imports little itself, as it comes before torch and Ray.
+A separate process imports each file and then ends. The driver is safe from an import that claims device memory, starts threads,
+crashes or hangs. This module imports little, because it runs before torch and Ray are loaded.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCod
 
 @dataclass(frozen=True, eq=False)
 class Named:
-    """What is called by position: a policy loss or the class of a data set. See Loadable."""
+    """Code that rlx calls by position: a policy loss or a dataset class. See Loadable."""
 
     source: str
     name: str
@@ -32,15 +32,15 @@ class Named:
 
 
 class UserCode(NamedTuple):
-    """Something of the user's own.
+    """A function or class of the user.
 
     Args:
-        what: in words.
-        keys: that it hangs on, `path` and `name` first.
-        code: what is tried.
-        expected: what it should be.
-        memory_limit_gb: what the process may allocate [10^9 bytes]; None: anything.
-        in_workers: workers import it, and the driver does not.
+        what: its description in messages.
+        keys: the keys that configure it, `path` and `name` first.
+        code: the object to load.
+        expected: its signature in words.
+        memory_limit_gb: memory that the process may allocate [10^9 bytes]; None: no limit.
+        in_workers: whether workers import it instead of the driver.
     """
 
     what: str
@@ -52,15 +52,14 @@ class UserCode(NamedTuple):
 
 
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:
-    """Imports reward function, policy loss and data set class of the user's, looks for the names, and sees whether they can
-    be called as they will be.
+    """Import the user's reward function, policy loss and dataset class, and check that rlx can call them.
 
-    A file that is not there is no fault here: a rule of the configuration says so. Where the run uses accelerators and this
-    machine has none, a policy loss whose import fails is only warned of: the workers' machines may have what it needs.
+    A rule of the configuration reports missing files; here they are no fault. If the run uses accelerators and this machine has
+    none, a failed import of a policy loss is only a warning: the workers' machines may have its packages.
 
     Args:
-        config: as far as it could be read.
-        broken: keys that could not be read; what hangs on them is not tried.
+        config: the part that could be read.
+        broken: keys that could not be read; code that they configure is not tried.
         machine: of the driver.
     """
     faults, warnings = [], []
@@ -81,7 +80,7 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
 
 
 def _of(config: PPOConfig) -> Iterator[UserCode]:
-    """What there is, of files that are there."""
+    """Yield the configured functions and classes whose files exist."""
     reward = own_function(config.reward, config.custom_reward_function)
     if reward is not None and _is_there(reward.source):
         keys = (f"{KEY}.path", f"{KEY}.name", f"{KEY}.reward_kwargs", "reward.reward_manager.name")

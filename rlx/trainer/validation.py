@@ -24,7 +24,7 @@ def chunks(size: int, step: int | None) -> Iterator[list[int]]:
 def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
     """Return validation metrics: accuracy, reward, length, and accuracy by data source if there are several.
 
-    Other numbers that reward functions report become `val/extra/...`, so that no name of theirs can hide one of these.
+    Other numbers that reward functions report become `val/extra/...`, so that their names cannot hide these.
     """
     lengths = batch["response_mask"].sum(dim=1).float()
     right = scores.right()
@@ -60,7 +60,7 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
 
     Source: names and sections as in verl-project/verl@018f23b. verl draws the k samples a thousand times with replacement, so
     its best@k is a little lower and its best@n is not the best of all n. Left out are its worst@k, the deviations of its draws,
-    and maj@k, which needs answers as text, where rlx keeps numbers.
+    and maj@k, which needs answers as text; rlx keeps numbers.
     """
     if samples == 1:
         return {}
@@ -84,7 +84,7 @@ def best_of(values_PN: Tensor, k: int) -> Tensor:
     """Return the mean of the largest value over all choices of k of a row's n values.
 
     It is unbiased for the expected best of k samples. With x_1 <= ... <= x_n it is the sum over i of
-    C(i - 1, k - 1) / C(n, k) x_i, because x_i is the largest of that many choices.
+    C(i - 1, k - 1) / C(n, k) x_i, because x_i is the largest in C(i - 1, k - 1) of the C(n, k) choices.
 
     Args:
         values_PN: (P, n) float.

@@ -34,7 +34,7 @@ from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request, Sampling
 
 HELD_OUT = 512
-"""Problems that only measure accuracy; they are in neither split of the run that follows."""
+"""Problems that only measure accuracy; neither split of the later run contains them."""
 MAX_ANSWER_TOKENS = 64
 WARM_UP_STEPS = 50
 BETAS = (0.9, 0.98)
@@ -51,11 +51,11 @@ class Example(NamedTuple):
 
 
 def warm_start(config: PPOConfig) -> Path:
-    """Return the folder of the warm-started tiny model and its tokenizer, which is made once and then reused.
+    """Return the folder of the warm-started tiny model and its tokenizer; the folder is made once and reused.
 
     The model learns the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on problems of neither
     split reaches `warm_start.target_accuracy`. It trains on this process's accelerator, if there is one and `trainer.device`
-    allows it. The folder's name is a hash of everything that decides its contents. The folder appears only when it is complete.
+    allows it. The folder's name is a hash of all inputs of its contents. The folder appears only when it is complete.
 
     Args:
         config: reads actor_rollout_ref.model.tiny, data.arithmetic, warm_start and trainer.device.
@@ -68,7 +68,7 @@ def warm_start(config: PPOConfig) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made first, so that a folder that cannot be written costs no training.
+    # Made first, so that an unwritable folder shows before training.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}_", dir=folder.parent))
     try:
         model, tokenizer = rlx.models.tiny.make_tiny(config.actor_rollout_ref.model.tiny)
@@ -92,7 +92,7 @@ def _device(config: PPOConfig) -> torch.device:
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
-    """Rename the folder. If another process was faster, its folder stays, with the same contents."""
+    """Rename the folder. If another process was faster, keep its folder, which has the same contents."""
     unfinished.chmod(0o755)
     try:
         os.rename(unfinished, folder)
@@ -103,7 +103,7 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread for a small model: more gain little, and lose much if other processes need the cores."""
+    """Use one thread for a small model: more threads gain little, and lose much if other processes need the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -158,7 +158,7 @@ class _Training:
         return accuracy, step
 
     def _batches(self) -> Iterator[tuple[list[Example], list[Example]]]:
-        """Yield endless pairs: problems to solve, each once per pass, and problems of which only the solution is learned."""
+        """Yield endless pairs: problems to solve, each once per pass, and problems whose solution alone is learned."""
         rng = random.Random(seed_for("warm start", self._seed))
         size = min(self._settings.batch_size, len(self._train))
         while True:
@@ -235,5 +235,5 @@ def _progress_bar() -> Progress:
         TextColumn("loss {task.fields[loss]:.3f}"),
         TextColumn("accuracy {task.fields[accuracy]:.1%}"),
         TimeElapsedColumn(),
-        console=Console(force_terminal=sys.stdout.isatty()),  # FORCE_COLOR is set for log files too
+        console=Console(force_terminal=sys.stdout.isatty()),  # ignores FORCE_COLOR, which is set for log files too
     )

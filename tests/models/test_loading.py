@@ -53,7 +53,7 @@ def test_tokenizer_without_pad_token_pads_with_eos(tmp_path):
 
 
 def test_tokenizer_errors(tmp_path, folders):
-    with pytest.raises(ModelError, match=r"has none of tokenizer\.json.*save the tokenizer beside the model"):
+    with pytest.raises(ModelError, match=r"has none of tokenizer\.json.*save the tokenizer in the model's folder"):
         load_tokenizer(folders["qwen3"], False)
     word_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no EOS token"):

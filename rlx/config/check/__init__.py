@@ -1,1 +1,1 @@
-"""The rules that a configuration must obey on a machine."""
+"""Rules that a configuration must meet on a machine."""

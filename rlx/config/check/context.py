@@ -1,4 +1,4 @@
-"""The argument of every rule."""
+"""The argument that every rule takes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class CheckContext:
     Args:
         config: the tree.
         set_keys: dotted names of the keys that the user set.
-        machine: where it is to run.
+        machine: where the run takes place.
     """
 
     config: PPOConfig
@@ -27,10 +27,10 @@ class CheckContext:
     machine: Machine
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key."""
+        """Return the value of a dotted key."""
         return value_at(self.config, key)
 
     @property
     def changed_keys(self) -> list[str]:
-        """The keys that the user set to something else than the default, in the tree's order."""
+        """Return the keys that the user set to another value than the default, in the tree's order."""
         return [key for key, leaf in LEAVES.items() if key in self.set_keys and self.value(key) != leaf.default]

@@ -1,4 +1,4 @@
-"""Folders that the driver writes to, and why it cannot."""
+"""The folders that the driver writes to, and checks of whether it can."""
 
 import os
 import re
@@ -8,19 +8,19 @@ from rlx.config.schema import PPOConfig
 
 
 def runs_folder(config: PPOConfig) -> Path:
-    """The folder that holds the runs of this experiment."""
+    """Return the folder that holds the runs of this experiment."""
     trainer = config.trainer
     chosen = trainer.default_local_dir or Path("outputs") / trainer.project_name / trainer.experiment_name
     return Path(chosen).expanduser().absolute()
 
 
 def warm_starts_folder(config: PPOConfig) -> Path:
-    """The folder that holds finished warm starts."""
+    """Return the folder that holds finished warm starts."""
     return Path(config.warm_start.cache_dir or "~/.cache/rlx").expanduser().absolute()
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why nothing can be written to a folder, there or still to be made; None if nothing is known against it."""
+    """Return why this process cannot write to a folder, or cannot make it; None if no reason is known."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not nearest.is_dir():
         return f"{nearest} is no folder"
@@ -31,5 +31,5 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether this may name a model on the hub, which is not asked."""
+    """Whether the path has the form of a hub name; the hub is not asked."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")

@@ -1,4 +1,4 @@
-"""Combinations of algorithms that cannot work, and warnings about those that may surprise."""
+"""Faults of algorithms that cannot work together, and warnings about surprising combinations."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 
 
 def estimator_compares_samples(s: CheckContext) -> Faults:
-    """A group of one has no advantage."""
+    """Estimators that compare samples need groups of at least two: a single sample has no advantage."""
     if s.config.algorithm.needs(GROUPS) and s.config.actor_rollout_ref.rollout.n == 1:
         name = s.config.algorithm.adv_estimator
         remedy = f"set {SAMPLES}=5, say, or {ESTIMATOR} to one that needs no group: gae, reinforce_plus_plus or remax"
@@ -26,7 +26,7 @@ def estimator_compares_samples(s: CheckContext) -> Faults:
 
 
 def critic_is_used(s: CheckContext) -> Faults:
-    """A critic that is configured is trained."""
+    """Keys of the critic need an estimator that trains a critic."""
     keys = tuple(key for key in s.changed_keys if key.startswith("critic."))
     if keys and not has_critic(s.config):
         estimator = s.config.algorithm.adv_estimator
@@ -35,7 +35,7 @@ def critic_is_used(s: CheckContext) -> Faults:
 
 
 def filtered_groups_can_differ(s: CheckContext) -> Faults:
-    """Dynamic sampling has samples to compare, and a number that is known when it compares them."""
+    """Dynamic sampling needs several samples per prompt and a metric that exists before log-probs are computed."""
     filters = s.config.algorithm.filter_groups
     if not filters.enable:
         return
@@ -59,7 +59,7 @@ def filtered_groups_can_differ(s: CheckContext) -> Faults:
 
 
 def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
-    """Numbers by which samples can be compared; None: a function of the user's may report any number."""
+    """Return the numbers that can compare samples; None if a user's function may report any number."""
     by_model = has_reward_model(config)
     by_functions = not by_model or config.reward_model.rule_weight > 0
     if by_functions and config.custom_reward_function.path is not None:
@@ -69,7 +69,7 @@ def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
 
 
 def penalty_fits_the_length(s: CheckContext) -> Faults:
-    """The penalty for length begins at a length of 0 or more."""
+    """The length penalty begins at a length of 0 or more."""
     overlong, longest = s.config.reward.overlong_buffer, s.config.data.max_response_length
     if overlong.enable and overlong.len > longest:
         got = f"{LENGTH}={overlong.len}, {LONGEST}={longest}"
@@ -86,16 +86,16 @@ ALGORITHM_RULES = (
 
 
 def algorithm_warnings(s: CheckContext) -> Iterator[str]:
-    """Warn of algorithms that differ from their paper or from what a user may expect."""
+    """Warn of algorithms that differ from their paper or from a user's likely intent."""
     actor, algorithm, trainer = s.config.actor_rollout_ref.actor, s.config.algorithm, s.config.trainer
     mode = actor.policy_loss.loss_mode
     if mode in SEQUENCE_LOSSES and actor.policy_loss.path is None and actor.loss_agg_mode != "seq-mean-token-mean":
         yield f"{mode} is defined as a mean over sequences: {AGGREGATION}={actor.loss_agg_mode}, not seq-mean-token-mean"
     if algorithm.use_kl_in_reward and algorithm.needs(NORM_BY_STD) and algorithm.norm_adv_by_std_in_grpo:
         yield (
-            f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: where a prompt's "
-            "scores are equal, differences of the KL count as much as right and wrong elsewhere; use actor.use_kl_loss, or "
-            "algorithm.norm_adv_by_std_in_grpo=False"
+            f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: if a prompt's "
+            "scores are equal, differences of the KL count as much as right and wrong for other prompts; use "
+            "actor.use_kl_loss, or algorithm.norm_adv_by_std_in_grpo=False"
         )
     control = algorithm.kl_ctrl
     if algorithm.use_kl_in_reward and control.type == "adaptive" and control.kl_coef == 0:
@@ -105,11 +105,11 @@ def algorithm_warnings(s: CheckContext) -> Iterator[str]:
     model_alone = has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
     if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_alone:
         yield (
-            f"{METRIC}=acc asks whether a score is 1 or more, which says little of a reward model's: let a function score "
-            "too, reward_model.rule_weight"
+            f"{METRIC}=acc tests whether a score is at least 1, which means little for a reward model: let a function score "
+            "too with reward_model.rule_weight"
         )
     if algorithm.filter_groups.enable and trainer.total_training_steps is None:
         yield (
-            "with algorithm.filter_groups a step may take several batches of prompts, so that trainer.total_epochs="
-            f"{trainer.total_epochs} gives more passes over them: trainer.total_training_steps says when to stop"
+            "with algorithm.filter_groups a step may take several batches of prompts, so the run makes more passes over them "
+            f"than trainer.total_epochs={trainer.total_epochs}: set trainer.total_training_steps to choose its end"
         )

@@ -1,4 +1,4 @@
-"""Corrections of the sampler's mismatch that cannot work, and their bounds as the trainer needs them."""
+"""Faults in the correction of the sampler's mismatch, and its bounds in the trainer's form."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Rejection(NamedTuple):
 
 
 def rejections(correction: RolloutCorrectionConfig) -> list[Rejection]:
-    """The tests that a token or its sequence must pass. Raises ValueError where bounds and tests do not pair."""
+    """Return the tests that a token or its sequence must pass. Raises ValueError if the numbers of bounds and tests differ."""
     criteria, texts = correction.rollout_rs or (), correction.rollout_rs_threshold or ()
     shared = texts * len(criteria) if len(texts) == 1 else texts
     return [Rejection(*pair) for pair in zip(criteria, map(read_bounds, shared), strict=True)]
@@ -44,12 +44,12 @@ def each_test_has_bounds(s: CheckContext) -> Faults:
 
 
 def bounds_suit_the_test(s: CheckContext) -> Faults:
-    """Ratios are bounded around 1, divergences from above."""
+    """Bounds of a ratio enclose 1; a divergence has an upper bound only."""
     correction = s.config.algorithm.rollout_correction
     try:
         tests = rejections(correction)
     except ValueError:
-        return  # a fault of its own
+        return  # `each_test_has_bounds` reports it
     for name, (low, high) in tests:
         if not name.endswith("k1") and low is not None:
             remedy = f"give {name} one number in {RS_BOUNDS}, such as {high}"
@@ -72,13 +72,13 @@ def _corrections(s: CheckContext) -> list[str]:
 
 
 def bypass_leaves_nothing_to_correct(s: CheckContext) -> Faults:
-    """Without the trainer's own old log-probs there is no ratio, and none is needed: the loss has it."""
+    """With bypass_mode the trainer computes no old log-probs, so there is no ratio to correct; the loss already contains it."""
     correction = s.config.algorithm.rollout_correction
     given = _corrections(s)
     if correction.bypass_mode and given:
         got = f"{BYPASS}=True, {', '.join(given)}"
-        remedy = f"remove {' and '.join(given)}, since PPO's ratio is then over the sampler already, or {BYPASS}"
-        expected = "the one or the other: corrections need the trainer's old log-probs, which bypass_mode leaves out"
+        remedy = f"remove {' and '.join(given)} (PPO's ratio then divides by the sampler's probability), or {BYPASS}"
+        expected = "one of the two: corrections need the trainer's old log-probs, which bypass_mode does not compute"
         yield Fault("bypass_mode cannot be combined with corrections", got, expected, remedy, (BYPASS, *given))
 
 

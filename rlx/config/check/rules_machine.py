@@ -1,4 +1,4 @@
-"""Rules about devices, packages and files of the machine. Each rule yields the faults it finds."""
+"""Rules about the machine's devices, packages and files. Each rule yields the faults it finds."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ DATA_KINDS = (".parquet", ".jsonl")
 
 
 def cluster_answers(s: CheckContext) -> Faults:
-    """The cluster that is named can be joined."""
+    """The driver can join the named cluster."""
     cluster = s.machine.cluster
     if cluster is not None and cluster.error is not None:
         remedy = "start the cluster (docs/cluster.md), or unset RAY_ADDRESS to run on this machine alone"
@@ -29,7 +29,7 @@ def cluster_answers(s: CheckContext) -> Faults:
 
 
 def nodes_need_a_cluster(s: CheckContext) -> Faults:
-    """More than one machine means a cluster to join."""
+    """A run on several machines needs a cluster to join."""
     nodes = s.config.trainer.nnodes
     if nodes > 1 and s.machine.cluster is None:
         remedy = f"start Ray on each machine and set RAY_ADDRESS (docs/cluster.md), or set {NODES}=1"
@@ -38,13 +38,13 @@ def nodes_need_a_cluster(s: CheckContext) -> Faults:
 
 
 def gpus_suffice(s: CheckContext) -> Faults:
-    """Each process on an accelerator has one of its own; on CPU the number of processes is free."""
+    """Each process needs a GPU of its own; on CPU the number of processes is free."""
     trainer, cluster = s.config.trainer, s.machine.cluster
     if not on_accelerator(s.config, s.machine) or (cluster is not None and cluster.error):
         return
     nodes, per_node, offered = trainer.nnodes, trainer.n_gpus_per_node, s.machine.node_gpus
     if nodes > 1 and cluster is None:
-        nodes = 1  # the missing cluster is a fault of its own
+        nodes = 1  # `nodes_need_a_cluster` reports the missing cluster
     if sum(gpus >= per_node for gpus in offered) >= nodes:
         return
     where = "this machine has" if cluster is None else f"the cluster at {cluster.address} has"
@@ -60,7 +60,7 @@ def gpus_suffice(s: CheckContext) -> Faults:
 
 
 def _per_machine(gpus: tuple[int, ...]) -> str:
-    """`2 GPUs`, or `4 + 4 + 0 GPUs` for several machines."""
+    """Return `2 GPUs`, or `4 + 4 + 0 GPUs` for several machines."""
     return f"{' + '.join(str(n) for n in gpus) or '0'} GPU(s)"
 
 
@@ -68,9 +68,9 @@ def _per_machine(gpus: tuple[int, ...]) -> str:
 
 
 def packages_are_installed(s: CheckContext) -> Faults:
-    """Optional packages that the configuration needs are there."""
+    """Optional packages that the configuration needs are installed."""
     adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
-    models = dict.fromkeys(role.model_key for role in sharded_roles(s.config))  # actor and reference have one
+    models = dict.fromkeys(role.model_key for role in sharded_roles(s.config))  # actor and reference share one
     flash = [
         f"{key}.attn_implementation" for key in models if s.value(f"{key}.attn_implementation") == "flash_attention_2"
     ]
@@ -90,7 +90,7 @@ def packages_are_installed(s: CheckContext) -> Faults:
 
 
 def liger_has_an_accelerator(s: CheckContext) -> Faults:
-    """Its kernels are written for GPUs."""
+    """liger's kernels run on GPUs only."""
     for role in trained_roles(s.config):
         key = f"{role.model_key}.use_liger"
         if role.model.use_liger and not on_accelerator(s.config, s.machine):
@@ -99,13 +99,13 @@ def liger_has_an_accelerator(s: CheckContext) -> Faults:
 
 
 def attention_has_an_accelerator(s: CheckContext) -> Faults:
-    """flash-attn's kernels are written for GPUs, and flex_attention has no backward on CPU."""
+    """flash-attn's kernels run on GPUs only, flex_attention has no backward on CPU. Another rule reports a missing package."""
     if on_accelerator(s.config, s.machine):
         return
     for model in dict.fromkeys(role.model_key for role in sharded_roles(s.config)):
         key = f"{model}.attn_implementation"
         name = s.value(key)
-        is_missing = name == "flash_attention_2" and "flash_attn" not in s.machine.packages  # a fault of its own
+        is_missing = name == "flash_attention_2" and "flash_attn" not in s.machine.packages
         if name in FOR_GPUS and not is_missing:
             got, remedy = f"{key}={name}, trainer.device={s.config.trainer.device}", f"set {key}=sdpa"
             yield Fault("this kernel of attention needs a GPU", got, "a CUDA device", remedy, (key, "trainer.device"))
@@ -115,7 +115,7 @@ def attention_has_an_accelerator(s: CheckContext) -> Faults:
 
 
 def models_exist(s: CheckContext) -> Faults:
-    """A model is named, and one that is a folder is there."""
+    """Every role names a model, and a model folder exists."""
     paths = {MODEL: s.config.actor_rollout_ref.model.path}
     if has_critic(s.config) and s.config.critic.model.path is not None:
         paths["critic.model.path"] = s.config.critic.model.path
@@ -128,7 +128,7 @@ def models_exist(s: CheckContext) -> Faults:
             yield Fault("there is no such built-in model", f"{key}={path}", expected, f"set {key}={TINY}", keys)
         elif path == TINY and not is_tiny(s.config):
             remedy = f"set {key}=null: the critic starts from the actor's model"
-            alone = f"null, or a model of its own; {TINY} where {MODEL} is {TINY} too"
+            alone = f"null, or a model of its own; {TINY} if {MODEL} is {TINY} too"
             yield Fault("the built-in critic judges the built-in policy only", f"{key}={path}", alone, remedy, keys)
         elif path != TINY and not _is_model(path):
             remedy = f"correct {key}; relative paths start at {Path.cwd()}"
@@ -138,7 +138,7 @@ def models_exist(s: CheckContext) -> Faults:
 
 
 def _is_model(path: str) -> bool:
-    """Whether this is a folder with a model or may be a name on the hub (which only the hub can tell)."""
+    """Whether this is a model folder or has the form of a hub name; the hub is not asked."""
     folder = Path(path).expanduser()
     if folder.exists():
         return (folder / "config.json").is_file()
@@ -169,7 +169,7 @@ def data_files_exist(s: CheckContext) -> Faults:
 
 
 def user_code_exists(s: CheckContext) -> Faults:
-    """A dataset class, reward function or policy loss of the user's is in a file that is there."""
+    """The files of a user's dataset class, reward function and policy loss exist."""
     custom = s.config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         keys = ("data.custom_cls.path", "data.custom_cls.name")
@@ -183,7 +183,7 @@ def user_code_exists(s: CheckContext) -> Faults:
 
 
 def checkpoint_exists(s: CheckContext) -> Faults:
-    """The checkpoint to resume from is there."""
+    """The checkpoint to resume from exists and is finished."""
     trainer, key = s.config.trainer, "trainer.resume_from_path"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
         folder = Path(trainer.resume_from_path).expanduser()
@@ -196,7 +196,7 @@ def checkpoint_exists(s: CheckContext) -> Faults:
 
 
 def folders_can_be_written(s: CheckContext) -> Faults:
-    """Folders that the driver writes to are writable, or can be made."""
+    """The driver can write to its folders, or make them."""
     for key, folder in _written_folders(s):
         wrong = why_not_writable(folder)
         if wrong is not None:
@@ -207,7 +207,7 @@ def folders_can_be_written(s: CheckContext) -> Faults:
 
 
 def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
-    """Each with the key that names it."""
+    """Yield each folder with the key that names it."""
     trainer = s.config.trainer
     for name in ("rollout_data_dir", "validation_data_dir"):
         if s.value(f"trainer.{name}") is not None:
@@ -215,7 +215,7 @@ def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
     checkpoint = Path(trainer.resume_from_path or "").expanduser().absolute()
     if trainer.resume_mode != "resume_path":
         yield "trainer.default_local_dir", runs_folder(s.config)
-    elif checkpoint.is_dir():  # its run goes on in the folder that it has
+    elif checkpoint.is_dir():  # the resumed run continues in its own folder
         yield "trainer.resume_from_path", checkpoint.parent.parent
     made = warm_starts_folder(s.config)
     # A read-only cache is enough if it has a warm start; only the warm start itself can tell whether it is the right one.

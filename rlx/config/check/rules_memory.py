@@ -1,4 +1,4 @@
-"""Runs that cannot fit into memory by its forecast, with keys that would make them fit."""
+"""Faults and warnings of runs whose forecast exceeds memory, with keys that would make them fit."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import gb
 from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
 
-REFUSED_FROM = 1.1  # times what is usable; the formulas are within 3 % where they were measured (docs/planning.md)
+REFUSED_FROM = 1.1  # times the usable memory; measured runs were within 3 % of the formulas (docs/planning.md)
 CHECK = "trainer.memory_check"
 
 
 def memory_suffices(s: CheckContext) -> Iterator[Fault]:
-    """The least memory that the run needs fits into device and host, or nearly."""
+    """The least memory that the run needs is at most REFUSED_FROM times the usable memory of device and host."""
     if s.config.trainer.memory_check != "refuse":
         return
     forecast = MemoryForecast.of(s.config, s.machine)
@@ -35,7 +35,7 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
 
 
 def memory_warnings(s: CheckContext) -> Iterator[str]:
-    """Warn of phases that may not fit, but are not refused."""
+    """Warn of phases that may not fit but are not refused."""
     if s.config.trainer.memory_check == "off":
         return
     forecast = MemoryForecast.of(s.config, s.machine)
@@ -54,13 +54,13 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
     if on_host:
         most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
         yield (
-            f"host memory may run out: {gb(most.host * count)} GB wait there in {count} process(es) in {most.name}, and this "
+            f"host memory may run out: {count} process(es) hold {gb(most.host * count)} GB there in {most.name}, and this "
             f"machine has {gb(s.machine.host_bytes or 0)}; to be safe: {remedies(forecast)}"
         )
 
 
 def usable(forecast: MemoryForecast, phases: list[Phase]) -> str:
-    """The memory that the phases may use, of all there is."""
+    """Return in words how much memory the phases may use, and how much there is."""
     limit = min(phase.limit or 0.0 for phase in phases)
     what = "a device's" if forecast.on_device else "each process's part of the host's"
     return f"{gb(limit)} of {what} {gb(forecast.memory_bytes or 0.0)}"
@@ -71,7 +71,7 @@ def _margin(s: CheckContext) -> str:
 
 
 def _needs(phases: list[Phase]) -> str:
-    """Each with its peak, the largest with its parts."""
+    """Return each phase with its peak, and the largest also with its parts."""
     largest, *others = sorted(phases, key=lambda phase: -phase.peak)
     parts = sorted(largest.parts.items(), key=lambda part: -part[1])
     of = ", ".join(f"{name} {gb(nbytes)}" for name, nbytes in parts if nbytes >= 0.01 * largest.peak)

@@ -1,4 +1,4 @@
-"""Combinations of activation offloading that cannot work, and warnings about those without purpose."""
+"""Faults of activation offloading that cannot work, and warnings about useless combinations."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from rlx.offload.runtime.options import OffloadOptions, folder_problem
 
 
 def offloading_roles(s: CheckContext) -> list[ModelRole]:
-    """The roles whose activations are offloaded; the reference has no backward, so none to offload."""
+    """Return the roles that offload activations; the reference has no backward and therefore offloads none."""
     return [role for role in trained_roles(s.config) if role.model.enable_activation_offload]
 
 
 def offload_options(model: ModelConfig) -> OffloadOptions:
-    """The engine's options of a model, unchecked."""
+    """Return a model's options for the offloading engine, unchecked."""
     return OffloadOptions.unchecked(**vars(model.activation_offload))
 
 
 def offload_needs_fsdp(s: CheckContext) -> Faults:
-    """The engine hooks into layers that FSDP wraps."""
+    """Offloading needs FSDP, because the engine hooks into layers that FSDP wraps."""
     for role in offloading_roles(s):
         if role.strategy not in ("fsdp", "fsdp2"):
             key = f"{role.model_key}.enable_activation_offload"
@@ -34,7 +34,7 @@ def offload_needs_fsdp(s: CheckContext) -> Faults:
 
 
 def offload_without_compile(s: CheckContext) -> Faults:
-    """A compiled layer saves its activations where the engine cannot see them."""
+    """Layers that offload are not compiled: the engine cannot see the activations of a compiled layer."""
     policy = s.config.actor_rollout_ref
     if policy.model.enable_activation_offload and policy.actor.use_torch_compile:
         keys = ("actor_rollout_ref.model.enable_activation_offload", "actor_rollout_ref.actor.use_torch_compile")
@@ -48,7 +48,7 @@ def offload_without_compile(s: CheckContext) -> Faults:
 
 
 def tiling_without_compile(s: CheckContext) -> Faults:
-    """A compiled layer would leave its graph at each MLP and norm."""
+    """Tiled layers are not compiled: the graph would break at each MLP and norm."""
     policy = s.config.actor_rollout_ref
     if policy.model.tiled_mlp and policy.actor.use_torch_compile:
         keys = ("actor_rollout_ref.model.tiled_mlp", "actor_rollout_ref.actor.use_torch_compile")
@@ -57,7 +57,7 @@ def tiling_without_compile(s: CheckContext) -> Faults:
 
 
 def offload_options_agree(s: CheckContext) -> Faults:
-    """The engine accepts its options. On a cluster each worker checks its own machine's folder as it starts."""
+    """The engine accepts its options. On a cluster each worker checks the folder of its own machine at its start."""
     for role in offloading_roles(s):
         yield from _faults_of_options(role, checks_folder=s.machine.cluster is None)
 
@@ -98,14 +98,14 @@ def offload_warnings(s: CheckContext) -> Iterator[str]:
 
 
 def disk_warnings(s: CheckContext) -> Iterator[str]:
-    """Folders that may be too small; every key must have been read."""
+    """Warn of folders that may be too small. Call it only if every key could be read."""
     for role in offloading_roles(s):
         if offload_options(role.model).uses_disk:
             yield from _too_little_room(s, role)
 
 
 def _too_little_room(s: CheckContext, role: ModelRole) -> Iterator[str]:
-    """The folder on this machine has less room than its processes are estimated to need; nobody knows the latter exactly."""
+    """Warn if this machine's folder has less room than the estimate of what its processes write."""
     options, forecast = role.model.activation_offload, MemoryForecast.of(s.config, s.machine)
     if (
         role.name in forecast.unknown

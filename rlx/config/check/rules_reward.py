@@ -15,7 +15,7 @@ MODEL, FORM = "reward_model.model.path", "reward.format"
 
 
 def form_is_an_expression(s: CheckContext) -> Faults:
-    """A form that has no name is a regular expression."""
+    """The form is a known name or a valid regular expression."""
     form = s.config.reward.format
     if form is None or form in FORMS:
         return
@@ -29,7 +29,7 @@ def form_is_an_expression(s: CheckContext) -> Faults:
 
 
 def reward_model_is_one(s: CheckContext) -> Faults:
-    """The reward model is named, gives one score, and has its tokenizer in its folder; the hub is not asked."""
+    """The reward model has a path, gives one score, and its folder holds its tokenizer; the hub is not asked."""
     if not has_reward_model(s.config):
         return
     path = s.config.reward_model.model.path
@@ -69,12 +69,12 @@ def _config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _labels(config: dict[str, Any]) -> int:
-    """The number of labels as transformers counts them: two unless the config says otherwise."""
+    """Return the number of labels as transformers counts them: two by default."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
 
 
 def reward_model_has_one_size(s: CheckContext) -> Faults:
-    """Its forward is cut by samples or by tokens."""
+    """The reward model's micro-batches are cut by samples or by tokens, not both."""
     model, keys = s.config.reward_model, ("reward_model.micro_batch_size_per_gpu", "reward_model.use_dynamic_bsz")
     if has_reward_model(s.config) and model.use_dynamic_bsz and model.micro_batch_size_per_gpu is not None:
         got = f"{keys[0]}={model.micro_batch_size_per_gpu}, {keys[1]}=True"

@@ -42,7 +42,7 @@ OWN = {
 
 
 def sampler_is_there(s: CheckContext) -> Faults:
-    """The generation engine is installed, in a version that is known to work."""
+    """vLLM is installed if it is used, in a version that rlx knows."""
     if s.config.actor_rollout_ref.rollout.name != "vllm":
         return
     found = s.machine.vllm
@@ -55,7 +55,7 @@ def sampler_is_there(s: CheckContext) -> Faults:
 
 
 def parallel_groups_are_whole(s: CheckContext) -> Faults:
-    """Tensor parallelism is vLLM's, and its groups take all processes."""
+    """Only vLLM runs tensor-parallel, and its groups take all processes."""
     rollout = s.config.actor_rollout_ref.rollout
     together, count = rollout.tensor_model_parallel_size, processes(s.config)
     keys = (PARALLEL, NAME)
@@ -69,21 +69,21 @@ def parallel_groups_are_whole(s: CheckContext) -> Faults:
 
 
 def options_have_one_owner(s: CheckContext) -> Faults:
-    """Options passed through to vLLM are not among those that rlx sets itself."""
+    """The user passes no option to vLLM that rlx sets itself."""
     rollout = s.config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return
     for name, value in rollout.engine_kwargs.vllm.items():
         if name in OWN:
             owner = OWN[name]
-            remedy = f"set {owner} instead" if owner else "remove it: rlx needs it as it sets it"
+            remedy = f"set {owner} instead" if owner else "remove it: rlx sets the value that it needs"
             yield Fault(
                 "an option of vLLM that rlx sets itself", f"{KWARGS}.{name}={value}", "another", remedy, (KWARGS,)
             )
 
 
 def sequences_fit(s: CheckContext) -> Faults:
-    """A context that is set for vLLM holds the longest prompt and response."""
+    """vLLM's context, if set, holds the longest prompt and response."""
     data, longest = s.config.data, s.config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("max_model_len")
     together = data.max_prompt_length + data.max_response_length
     if isinstance(longest, int) and longest < together:
@@ -94,16 +94,15 @@ def sequences_fit(s: CheckContext) -> Faults:
 
 
 def rollout_warnings(s: CheckContext) -> Iterator[str]:
-    """Warn of options that work, but may not be meant."""
+    """Warn of options that work but are probably a mistake."""
     rollout = s.config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return
     is_cut = rollout.top_p < 1 or rollout.top_k > 0
     if rollout.calculate_log_probs and is_cut and rollout.temperature != 1:
         yield (
-            "the sampler's log-probs are those of the tokens that top_p and top_k leave, for vLLM gives none before the cut "
-            f"at a temperature other than 1: the mismatch figures hold the cut as well ({ROLLOUT}.temperature="
-            f"{rollout.temperature})"
+            f"at {ROLLOUT}.temperature={rollout.temperature}, which is not 1, vLLM returns log-probs only after the cut by "
+            "top_p and top_k: the mismatch figures include this cut"
         )
     if rollout.dtype == "fp32" and on_accelerator(s.config, s.machine):
         yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"

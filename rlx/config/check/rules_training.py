@@ -1,4 +1,4 @@
-"""Combinations that cannot train: batches, sharding, resuming. Each rule yields the faults it finds."""
+"""Rules about batches, optimizers, sharding and resuming. Each rule yields the faults it finds."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ MICRO_KEYS = (
 
 
 def mini_batch_divides_batch(s: CheckContext) -> Faults:
-    """Every optimizer step of a batch sees the same number of prompts; a null of the critic is the actor's fault."""
+    """Every optimizer step of a batch sees the same number of prompts. A null of the critic means the actor's value and fault."""
     batch = s.config.data.train_batch_size
     for role in trained_roles(s.config):
         mini, key = role.mini_batch_prompts, f"{role.key}.ppo_mini_batch_size"
@@ -36,7 +36,7 @@ def mini_batch_divides_batch(s: CheckContext) -> Faults:
 
 
 def micro_batch_has_one_size(s: CheckContext) -> Faults:
-    """Micro-batches are cut by samples or by tokens; only the actor must say which, the others follow it."""
+    """Micro-batches are cut by samples or by tokens. Only the actor must choose; the other roles follow it."""
     for key, rows, flag in MICRO_KEYS:
         size, dynamic = s.value(f"{key}.{rows}"), s.value(f"{key}.{flag}")
         keys = (f"{key}.{rows}", f"{key}.{flag}")
@@ -50,7 +50,7 @@ def micro_batch_has_one_size(s: CheckContext) -> Faults:
 
 
 def sequence_groups_are_whole(s: CheckContext) -> Faults:
-    """Processes that share sequences form whole groups, and share packed ones; heads are known when the model is loaded."""
+    """Processes that share sequences form whole groups and pack them. The model's heads are checked when it is loaded."""
     count = processes(s.config)
     for role in sharded_roles(s.config):
         key, together = f"{role.key}.ulysses_sequence_parallel_size", role.together
@@ -69,7 +69,7 @@ def sequence_groups_are_whole(s: CheckContext) -> Faults:
 
 
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
-    """A micro-batch cut by tokens holds at least one row, which a group of processes may share."""
+    """A micro-batch cut by tokens holds at least the longest row, which a group of processes may share."""
     data = s.config.data
     together = {role.key: role.together for role in sharded_roles(s.config)}
     together["actor_rollout_ref.rollout"] = together["actor_rollout_ref.actor"]
@@ -88,13 +88,13 @@ def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
 
 
 def context_warnings(s: CheckContext) -> Iterator[str]:
-    """Sequences longer than a model knows positions: a table of them has no more, rotary embeddings were not trained for them."""
+    """Warn of sequences beyond the model's positions: a table ends there, and rotary embeddings were not trained there."""
     data = s.config.data
     longest = data.max_prompt_length + data.max_response_length
     told = set()
     for role in trained_roles(s.config):
         known = positions_of(role.model)
-        model = role.model.path, known  # a critic often is the actor's
+        model = role.model.path, known  # actor and critic often share it
         if known is not None and known < longest and model not in told:
             told.add(model)
             yield (
@@ -127,7 +127,7 @@ def betas_are_two(s: CheckContext) -> Faults:
 
 
 def tiny_heads_fit(s: CheckContext) -> Faults:
-    """The built-in model's shape is one that attention can compute."""
+    """The key/value heads of the built-in model divide its attention heads."""
     tiny, key = s.config.actor_rollout_ref.model.tiny, "actor_rollout_ref.model.tiny"
     heads, groups = tiny.num_attention_heads, tiny.num_key_value_heads
     if is_tiny(s.config) and heads % groups:
@@ -153,7 +153,7 @@ def sharding_group_divides_processes(s: CheckContext) -> Faults:
 
 
 def one_way_to_the_host(s: CheckContext) -> Faults:
-    """FSDP's own CPU offload and rlx's between the roles exclude each other."""
+    """FSDP's own CPU offload and rlx's offload between roles exclude each other."""
     for role in sharded_roles(s.config):
         own = [name for name in ("param_offload", "optimizer_offload") if getattr(role.fsdp, name)]
         if role.fsdp.offload_policy and own:
@@ -164,7 +164,7 @@ def one_way_to_the_host(s: CheckContext) -> Faults:
 
 
 def fsdp1_can_do_it(s: CheckContext) -> Faults:
-    """FSDP1 has no right way of some combinations with gradient accumulation."""
+    """The configuration uses nothing that FSDP1 computes wrongly with gradient accumulation."""
     world = processes(s.config)
     for role in sharded_roles(s.config):
         fsdp, key = role.fsdp, role.fsdp_key
@@ -192,7 +192,7 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
 
 
 def resume_path_is_given(s: CheckContext) -> Faults:
-    """Resuming from a named checkpoint names it."""
+    """resume_mode=resume_path needs a path."""
     trainer = s.config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         keys = ("trainer.resume_mode", "trainer.resume_from_path")
@@ -201,7 +201,7 @@ def resume_path_is_given(s: CheckContext) -> Faults:
 
 
 def validation_has_a_model(s: CheckContext) -> Faults:
-    """Validating alone needs a model that was trained before."""
+    """A run that only validates needs a trained model."""
     if s.config.trainer.val_only and is_tiny(s.config) and s.config.trainer.resume_mode == "disable":
         keys = ("trainer.val_only", "actor_rollout_ref.model.path", "trainer.resume_mode")
         remedy = f"set {keys[1]} to an exported model, or {keys[2]}=auto to validate the newest checkpoint"

@@ -1,4 +1,4 @@
-"""Keys that have no effect under the other options: a table of when, which, and why."""
+"""A table of keys that have no effect under some options, with the reason."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOp
 
 
 class UnusedKey(NamedTuple):
-    """Keys (patterns, `*` matches anything) that have no effect when `when` holds, and the reason in words."""
+    """Keys (patterns; `*` matches anything) without effect if `when` is true, and the reason in words."""
 
     keys: tuple[str, ...]
     when: Callable[[CheckContext], bool]
@@ -44,7 +44,7 @@ def _is_off(key: str) -> Callable[[CheckContext], bool]:
 
 
 def _is_set(key: str) -> Callable[[CheckContext], bool]:
-    """Whether a number that may be absent, null or -1, is given."""
+    """Whether a number is given; null and -1 mean that it is not."""
     return lambda s: s.value(key) not in (None, -1)
 
 
@@ -61,7 +61,7 @@ def _no_files_of_the_task(s: CheckContext) -> bool:
 
 
 def _loss_without(*readers: str) -> Callable[[CheckContext], bool]:
-    """Whether the policy loss is one of rlx's that does not read a key; a user's own loss may read any."""
+    """Whether rlx's policy loss is none of `readers` and so ignores a key; a user's own loss may read any key."""
     loss = f"{ACTOR}.policy_loss"
     return lambda s: s.value(f"{loss}.path") is None and s.value(f"{loss}.loss_mode") not in readers
 
@@ -94,12 +94,12 @@ def _on_cpu(s: CheckContext) -> bool:
 
 
 def _flagged(flag: str, *keys: str) -> UnusedKey:
-    """Keys that are read only with a flag."""
+    """Return the row of keys that are only read with a flag."""
     return UnusedKey(keys, _is_off(flag), f"{flag} is not set")
 
 
 def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
-    """Rows for the actor and the critic, which are configured at `role` and `model`."""
+    """Return the rows of the actor or the critic, whose keys are below `role` and `model`."""
     offload, optim = f"{model}.activation_offload", f"{role}.optim"
     return (
         _flagged(f"{model}.enable_activation_offload", f"{offload}.*"),
@@ -228,11 +228,11 @@ UNUSED_KEYS = (
 
 
 def unused_keys(s: CheckContext) -> dict[str, str]:
-    """The keys that the user changed without effect, each with the reason."""
+    """Return the keys that the user changed without effect, each with the reason."""
     found: dict[str, str] = {}
     for key in s.changed_keys:
         if key.startswith("critic.") and not has_critic(s.config):
-            continue  # a fault of its own
+            continue  # another rule reports it
         for row in UNUSED_KEYS:
             if any(fnmatchcase(key, pattern) for pattern in row.keys) and row.when(s):
                 found[key] = row.why

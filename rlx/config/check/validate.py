@@ -1,4 +1,4 @@
-"""Whether a configuration can run on a machine: all faults and warnings at once."""
+"""Check whether a configuration can run on a machine; report all faults and warnings at once."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -32,10 +32,7 @@ class Verdict(NamedTuple):
 
 
 def check(composed: Composed, machine: Machine) -> Verdict:
-    """Applies every rule.
-
-    A rule's fault about a key that could not be read is dropped: that key's own fault is already listed.
-    """
+    """Apply every rule. A rule's fault about a key that could not be read is dropped, because that key already has a fault."""
     context, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
     faults = [fault for rule in RULES for fault in rule(context) if broken.isdisjoint(fault.keys)]
     warnings = [*_warnings(context, broken)]

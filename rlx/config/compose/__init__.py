@@ -1,1 +1,1 @@
-"""From the command line to the typed tree."""
+"""Turn the command line into the typed tree."""

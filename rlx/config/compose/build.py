@@ -1,4 +1,4 @@
-"""From plain dictionaries to the frozen tree, strictly: every fault is collected, none is guessed away."""
+"""Build the frozen tree from plain dictionaries, collect every fault and guess no value."""
 
 import math
 from dataclasses import is_dataclass, replace
@@ -12,22 +12,22 @@ from rlx.config.schema.keys import KeyInfo, read_bounds
 from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, plain_type
 from rlx.errors import did_you_mean
 
-MISSING = "???"  # a YAML file's word for "the user must say this"
+MISSING = "???"  # in a YAML file: the user must give this value
 
 
 def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
-    """Reads a nested dictionary into the typed tree; keys that are not given keep their defaults.
+    """Read a nested dictionary into the typed tree; missing keys keep their defaults.
 
     Returns:
-        the tree, and a fault for each key that could not be read. Such a key keeps its default. Only a choice that does not
-        exist stays as it was given, for the rules that have more to say about it.
+        The tree, and a fault for each key that could not be read. Such a key keeps its default. Only an unknown choice keeps
+        the given value, so that rules can add to its fault.
     """
     faults: list[Fault] = []
     return _section(PPOConfig(), tree, "", faults), faults
 
 
 def nearest_keys(key: str) -> list[str]:
-    """Known keys that a mistyped or misplaced one may mean, best first, at most three."""
+    """Return at most three known keys that a mistyped or misplaced key may mean, best first."""
     *parents, name = key.split(".")
     same_name = [known for known in LEAVES if known.rsplit(".", 1)[-1] == name]
     if same_name:
@@ -39,7 +39,7 @@ def nearest_keys(key: str) -> list[str]:
 
 
 def _tails_are_alike(key: str, known: str) -> bool:
-    """Whether a key resembles a known one below the groups that they share, whose length alone would make them alike."""
+    """Whether a key resembles a known one below their common groups; long common groups would make any two keys alike."""
     one, other = key.split("."), known.split(".")
     while one and other and one[0] == other[0]:
         one, other = one[1:], other[1:]
@@ -47,7 +47,7 @@ def _tails_are_alike(key: str, known: str) -> bool:
 
 
 def not_a_group(key: str, value: Any, below: tuple[str, ...]) -> Fault:
-    """The fault of a group of keys, `below`, that was given a plain value."""
+    """Return the fault of a plain value given to a group, which holds the keys `below`."""
     return Fault(f"{key} is a group of keys", repr(value), "a mapping", f"set keys below it, such as {below[0]}", below)
 
 
@@ -78,7 +78,7 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
         near = nearest_keys(key)
         expected = " or ".join(near) or "a key that docs/configuration.md lists"
         remedy = f"did you mean {expected}?" if near else "remove it, or look for its name in docs/configuration.md"
-    # A user who misspelt a key meant another: rules about that one would only add noise.
+    # The user meant one of the near keys: faults of rules about those would only add noise.
     faults.append(Fault(f"unknown key {key}", f"{key}={value}", expected, remedy, (key, *near)))
 
 
@@ -103,10 +103,9 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
 
 
 def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:
-    """The value as the type asks; raises TypeError when it is not of that type.
+    """Return the value in the key's type. Raises TypeError if it has another type.
 
-    A str becomes a list of one, or is split at commas if no entry can contain one. A number becomes its text if the str
-    holds bounds.
+    For a list a str becomes its only entry, or is split at commas if no entry can contain one. For bounds a number becomes text.
     """
     kind, optional = plain_type(hint)
     if info.bounds and isinstance(value, int | float) and not isinstance(value, bool):
@@ -159,7 +158,7 @@ def _is_bounds(text: str) -> bool:
 
 
 def _example(value: Any, leaf: Leaf) -> str:
-    """A value of the right type, as close to the one given as can be told."""
+    """Return a value of the right type, near the given one if possible."""
     kind, _ = plain_type(leaf.hint)
     if kind is str and isinstance(value, int | float | bool):
         return f"\"'{value}'\" (quoted for Hydra and for the shell)"

@@ -1,7 +1,7 @@
-"""From the command line to the typed tree, through Hydra's compose API.
+"""Turn the command line into the typed tree with Hydra's compose API.
 
-Hydra reads the YAML files and parses the overrides. The typed tree alone decides which keys exist, so that all faults are
-found at once and an unknown key is answered with the nearest known one.
+Hydra reads the YAML files and parses the overrides. The typed tree alone decides which keys exist, so that one run reports all
+faults, and an unknown key with the nearest known one.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ MODEL_KEY = "actor_rollout_ref.model.path"
 
 @dataclass(frozen=True)
 class Composed:
-    """A command line, read.
+    """A command line after it was read.
 
     Args:
-        partial: the tree as far as it could be read; `config` is the same once there are no faults.
+        partial: the tree as far as it could be read; without faults it is `config`.
         set_keys: dotted names of the keys that the command line sets (not the packaged YAML files).
         faults: keys and overrides that could not be read.
     """
@@ -46,7 +46,7 @@ class Composed:
 
     @property
     def config(self) -> PPOConfig:
-        """The tree. Raises ConfigError when there are faults."""
+        """The tree. Raises ConfigError if there are faults."""
         if self.faults:
             raise ConfigError(self.faults)
         return self.partial
@@ -63,7 +63,7 @@ class Composed:
 
 
 def config_folder() -> Path:
-    """The folder of YAML files: inside the package when installed from a wheel, next to it in a checkout."""
+    """Return the folder of YAML files: inside the package after installation from a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     candidates = (package / "configs", package.parent / "configs")
     for folder in candidates:
@@ -73,18 +73,18 @@ def config_folder() -> Path:
 
 
 def group_choices() -> dict[str, list[str]]:
-    """The files of each group: `{"experiment": ["arithmetic", ...]}`."""
+    """Return the files of each group: `{"experiment": ["arithmetic", ...]}`."""
     folders = sorted(folder for folder in config_folder().iterdir() if folder.is_dir())
     found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
     return {name: files for name, files in found.items() if files}
 
 
 def compose(overrides: Sequence[str]) -> Composed:
-    """Composes `configs/ppo.yaml`, its groups and the overrides into the typed tree.
+    """Compose `configs/ppo.yaml`, its groups and the overrides into the typed tree.
 
     Args:
-        overrides: `key=value` and `group=file` as Hydra writes them. With neither `experiment=` nor a model path the
-            experiment `arithmetic` is composed: the run that needs nothing but this package.
+        overrides: `key=value` and `group=file` in Hydra's form. Without `experiment=` and a model path the result is the
+            experiment `arithmetic`, which needs nothing but this package.
     """
     faults: list[Fault] = []
     groups: dict[str, str | None] = {}
@@ -105,7 +105,7 @@ def compose(overrides: Sequence[str]) -> Composed:
 
 
 def _parse(text: str, faults: list[Fault]) -> Override | None:
-    """One override as Hydra reads it; None and a fault when it is none, or not of a kind that one run understands."""
+    """Return one override as Hydra reads it. If it is invalid or of a kind that one run cannot use, add a fault; return None."""
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -134,7 +134,7 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
 
 
 def _choose(override: Override, faults: list[Fault]) -> dict[str, str | None]:
-    """The chosen file of a group; for an unknown one the nearest, so that the rest can still be looked at."""
+    """Return the chosen file of a group; for an unknown one the nearest, so that the rest can still be checked."""
     group, choice = override.key_or_group, override.value()
     known = group_choices()[group]
     if choice is None or (isinstance(choice, str) and choice in known):
@@ -146,7 +146,7 @@ def _choose(override: Override, faults: list[Fault]) -> dict[str, str | None]:
 
 
 def _leaf_keys(key: str, value: Any) -> set[str]:
-    """The leaves that an override sets: a mapping sets those it names, a key below a mapping sets the mapping."""
+    """Return the leaves that an override sets: a mapping sets those it names, a key below a mapping sets the mapping."""
     for known in LEAVES:
         if key == known or key.startswith(f"{known}."):
             return {known}
@@ -157,7 +157,7 @@ def _leaf_keys(key: str, value: Any) -> set[str]:
 
 @cache
 def _files_on_defaults(*chosen: str) -> DictConfig:
-    """Defaults and YAML files alone. Kept, as Hydra takes long to read them and they do not change under a program."""
+    """Return defaults and YAML files without overrides. Cached, because Hydra reads them slowly and they do not change in a run."""
     with initialize_config_dir(config_dir=str(config_folder()), version_base="1.3"):
         files = hydra_compose(CONFIG_NAME, overrides=list(chosen))
     tree = OmegaConf.create(asdict(PPOConfig()))
@@ -167,7 +167,7 @@ def _files_on_defaults(*chosen: str) -> DictConfig:
 
 
 def _merged(groups: dict[str, str | None], values: list[Override], faults: list[Fault]) -> DictConfig:
-    """Defaults, YAML files and overrides on top of each other; the later wins."""
+    """Merge defaults, YAML files and overrides; the later value wins."""
     tree = deepcopy(
         _files_on_defaults(*(f"{group}={choice}" for group, choice in groups.items() if choice is not None))
     )
@@ -176,7 +176,7 @@ def _merged(groups: dict[str, str | None], values: list[Override], faults: list[
         fault = _misplaced(key, value)
         if fault is None:
             try:
-                # As Hydra does for `++key=value`: unknown keys reach the typed tree, which knows the nearest known name.
+                # Like `++key=value` in Hydra: unknown keys reach the typed tree, which finds the nearest known name.
                 OmegaConf.update(tree, key, value, merge=True, force_add=True)
             except OmegaConfBaseException as error:
                 remedy = "look for the key in docs/configuration.md"
@@ -187,7 +187,7 @@ def _merged(groups: dict[str, str | None], values: list[Override], faults: list[
 
 
 def _misplaced(key: str, value: Any) -> Fault | None:
-    """The fault of an override that takes a group of keys for a value or a value for a group."""
+    """Return the fault of an override that gives a value to a group or keys to a value; None if it does neither."""
     below = tuple(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))
     if below and not isinstance(value, dict):
         return not_a_group(key, value, below)
@@ -199,7 +199,7 @@ def _misplaced(key: str, value: Any) -> Fault | None:
 
 
 def _resolved(tree: DictConfig, prefix: str, faults: list[Fault]) -> dict[str, Any]:
-    """The tree as plain dictionaries with `${...}` replaced. A value that cannot be resolved is a fault and left out."""
+    """Return the tree as dictionaries with `${...}` replaced. A value that cannot be resolved adds a fault and is left out."""
     plain: dict[str, Any] = {}
     for name in map(str, tree):
         key = f"{prefix}{name}"

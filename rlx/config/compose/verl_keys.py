@@ -1,38 +1,39 @@
-"""Keys and values of verl that rlx does not have, and what to do instead."""
+"""Remedies for keys and values of verl that rlx does not have."""
 
 _NO_NEED = "remove it: rlx needs no such key"
+_READS_TEXTS = "remove it: the reward model reads texts if its tokenizer differs from the policy's"
 _COVARIANCE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 _NO_COVARIANCE = (
-    "remove it: it picks tokens of a whole batch, which a micro-batch does not see; to keep entropy up raise "
-    "actor.clip_ratio_high"
+    "remove it: it picks tokens of a whole batch, and a micro-batch does not see the batch; raise actor.clip_ratio_high "
+    "to keep entropy up"
 )
 
 # A pattern matches a key (or key=value) that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str] = {
-    "use_fused_kernels": "remove it: token log-probs are computed in chunks, without whole logits where the model allows it",
+    "use_fused_kernels": "remove it: rlx computes token log-probs in chunks, without whole logits if the model allows it",
     "fused_kernel_options": "remove it: rlx has no fused kernels to choose from",
     "param_dtype=fp16": "use bf16, which needs no loss scaling; rlx has none",
     "reduce_dtype=fp16": "use fp32 or bf16: rlx has no loss scaling",
-    "return_raw_chat": "remove it: the messages always stay with the prompt",
+    "return_raw_chat": "remove it: rlx always keeps the messages of a prompt",
     "return_raw_input_ids": _NO_NEED,
-    "return_full_prompt": "remove it: the prompt's text always stays with it",
+    "return_full_prompt": "remove it: rlx always keeps the text of a prompt",
     "filter_overlong_prompts_workers": _NO_NEED,
     "adv_estimator=grpo_vectorized": "use grpo",
     "adv_estimator=rloo_vectorized": "use rloo",
-    "adv_estimator=gpg": "use grpo with norm_adv_by_std_in_grpo=False, and filter_groups for its correction of groups "
-    "without a gradient",
-    "loss_mode=gpg": "use vanilla: with one optimizer step per batch its gradient is the same",
+    "adv_estimator=gpg": "use grpo with norm_adv_by_std_in_grpo=False; for its correction of groups without a gradient "
+    "add filter_groups",
+    "loss_mode=gpg": "use vanilla: with one optimizer step per batch the gradient is the same",
     **dict.fromkeys(("loss_mode=clip_cov", "loss_mode=kl_cov", *_COVARIANCE), _NO_COVARIANCE),
     "adv_estimator=gdpo": "use grpo, and let the reward function weigh the parts of a score",
-    "adv_estimator=optimal_token_baseline": "use opo, whose baseline is one of whole responses",
+    "adv_estimator=optimal_token_baseline": "use opo; its baseline is for whole responses",
     "use_pf_ppo": "remove it: every sample is learned from, none is drawn again by its score",
     "pf_ppo": "remove it: every sample is learned from, none is drawn again by its score",
-    "loss_agg_mode=token-sum": "use seq-mean-token-sum, the same but for a constant factor",
-    "kl_loss_type=k2+": "use k2, whose gradient is that already",
-    "kl_loss_type=mse+": "use mse, whose gradient is that already",
+    "loss_agg_mode=token-sum": "use seq-mean-token-sum; it differs only by a constant factor",
+    "kl_loss_type=k2+": "use k2; it has the gradient of k2+",
+    "kl_loss_type=mse+": "use mse; it has the gradient of mse+",
     "calculate_entropy": "remove it: entropy is always logged",
     "data_loader_seed": "use trainer.seed",
-    "critic.enable": "remove it: adv_estimator=gae has a critic, no other has",
+    "critic.enable": "remove it: only adv_estimator=gae has a critic",
     "optim.clip_grad": "use grad_clip of the actor and the critic",
     "optim.optimizer": "remove it: rlx trains with AdamW",
     "optim.optimizer_impl": "remove it: rlx trains with AdamW",
@@ -41,8 +42,8 @@ REMEDIES: dict[str, str] = {
     "loss_scale_factor": "remove it: seq-mean-token-sum-norm divides by data.max_response_length",
     "reward_model.overlong_buffer": "use reward.overlong_buffer",
     "reward_kwargs.overlong_buffer_cfg": "use reward.overlong_buffer",
-    "rollout_correction.loss_type": "remove it: the loss is that of actor.policy_loss.loss_mode, with bypass_mode too",
-    "rollout_correction.debug_rollout_actor_probs": "remove it: the sampler's mismatch is logged with bypass_mode too",
+    "rollout_correction.loss_type": "remove it: actor.policy_loss.loss_mode chooses the loss, with bypass_mode too",
+    "rollout_correction.debug_rollout_actor_probs": "remove it: rlx logs the sampler's mismatch with bypass_mode too",
     "rollout_rs_threshold_lower": "write both bounds as low_high in algorithm.rollout_correction.rollout_rs_threshold",
     "rollout_is_threshold_lower": "write both bounds as low_high in algorithm.rollout_correction.rollout_is_threshold",
     "rollout_rs=token": "use token_k1",
@@ -58,29 +59,28 @@ REMEDIES: dict[str, str] = {
     "critic.model.fsdp_config": "use critic.fsdp",
     "critic.fsdp_config": "use critic.fsdp",
     "critic.model.tokenizer_path": "remove it: actor and critic read the same tokens",
-    "critic.rollout_n": "remove it: actor_rollout_ref.rollout.n holds for the critic too",
+    "critic.rollout_n": "remove it: actor_rollout_ref.rollout.n applies to the critic too",
     "wrap_policy": "remove it: each transformer layer is one FSDP unit",
     "hybrid_engine": "remove it: actor, reference and sampler always share their processes",
     "reward_model.reward_manager": "use reward.reward_manager.name",
     "reward_model.micro_batch_size": "use reward_model.micro_batch_size_per_gpu: it counts the samples of one process",
-    "reward_model.max_length": "remove it: whole sequences are scored",
-    "reward_model.input_tokenizer": "remove it: where the reward model's tokenizer differs from the policy's, it reads texts",
-    "reward_model.model.input_tokenizer": "remove it: where the reward model's tokenizer differs from the policy's, it reads "
-    "texts",
-    "launch_reward_fn_async": "remove it: reward functions run in processes of their own",
-    "sandbox_fusion": "remove it: reward functions run in processes of their own, see reward.memory_limit_gb",
+    "reward_model.max_length": "remove it: the reward model scores whole sequences",
+    "reward_model.input_tokenizer": _READS_TEXTS,
+    "reward_model.model.input_tokenizer": _READS_TEXTS,
+    "launch_reward_fn_async": "remove it: reward functions always run in their own processes",
+    "sandbox_fusion": "remove it: reward functions run in their own processes; see reward.memory_limit_gb",
     "reward.reward_model": "use reward_model.enable and reward_model.model.path",
     "reward.custom_reward_function": "use custom_reward_function.path and .name",
-    "reward_manager.name=prime": "use naive: reward functions always run side by side in processes",
+    "reward_manager.name=prime": "use naive: reward functions always run in parallel processes",
     "reward_manager.name=dapo": "use naive, with reward.overlong_buffer",
     "ref.strategy": "remove it: the reference uses actor_rollout_ref.actor.strategy",
     "use_shm": _NO_NEED,
     "external_lib": "remove it: install a package that registers its model with transformers, or use trust_remote_code",
     "exclude_modules": "name the modules to adapt in actor_rollout_ref.model.target_modules",
-    "use_unpad": "use use_remove_padding of the model",
+    "use_unpad": "set use_remove_padding of the model",
     "rollout.mode": "remove it: rollout and training take turns",
     "rollout.load_format": "remove it: the actor's weights are sent before the first rollout",
-    "rollout.layered_summon": "remove it: weights are always sent one by one",
+    "rollout.layered_summon": "remove it: rlx always sends weights one by one",
     "rollout.max_model_len": "set data.max_prompt_length and data.max_response_length",
     "rollout.prompt_length": "set data.max_prompt_length",
     "rollout.response_length": "set data.max_response_length",
@@ -92,7 +92,7 @@ REMEDIES: dict[str, str] = {
     "optim.total_training_steps": "set trainer.total_training_steps",
     "optim.warmup_style": "use lr_scheduler_type",
     "optim.lr_warmup_steps_per_epoch": "use lr_warmup_steps or lr_warmup_steps_ratio",
-    "checkpoint.load_contents": "remove it: what the checkpoint holds is loaded",
+    "checkpoint.load_contents": "remove it: rlx loads everything that the checkpoint holds",
     "checkpoint.contents": "use checkpoint.save_contents",
     "checkpoint.async_save": "remove it: checkpoints are written before the next step",
     "trainer.default_hdfs_dir": "use trainer.default_local_dir",

@@ -1,1 +1,1 @@
-"""A forecast of a run's memory from its configuration and the shapes of its models, and settings that would fit."""
+"""Forecast a run's memory from its configuration and its models' shapes, and find settings that fit."""

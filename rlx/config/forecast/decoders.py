@@ -1,4 +1,4 @@
-"""Shapes of a run's models before they are loaded, from each model's config.json."""
+"""Find the shapes of a run's models before they are loaded, from each model's config.json."""
 
 import json
 from contextlib import suppress
@@ -12,11 +12,11 @@ from rlx.offload.plan.decoder import Decoder, read_decoder
 TINY_VOCABULARY = 262  # bytes, ByT5's three special tokens, one token per chat role
 
 Known = Decoder | str
-"""A model's shape, or why it is not known."""
+"""A model's shape, or the reason why it is not known."""
 
 
 def decoders(config: PPOConfig) -> dict[str, Known]:
-    """The shape of each role's model, by the role's name."""
+    """Return the shape of each role's model, by the role's name."""
     # The built-in critic has the policy's shape, whatever its own subtree says.
     policy = config.actor_rollout_ref.model
     models = {role.name: policy if role.model.path == TINY else role.model for role in sharded_roles(config)}
@@ -24,11 +24,11 @@ def decoders(config: PPOConfig) -> dict[str, Known]:
 
 
 def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
-    """The shape of a model whose config.json is on this machine, or is the built-in one.
+    """Return the shape of the built-in model, or of a model whose config.json is on this machine.
 
     Args:
-        model: which.
-        has_head: it ends in a head over the vocabulary, else in one number, whose few weights are not counted.
+        model: its configuration.
+        has_head: whether it ends in a head over the vocabulary; if not, in one number, whose few weights are not counted.
     """
     path = model.path or ""
     if path == TINY:
@@ -39,13 +39,13 @@ def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
     try:
         found = read_decoder(_keys_of_text(file, model))
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        # Loading the model reports its own faults; here only the forecast is missing.
+        # Loading the model reports the fault later; here only the forecast is missing.
         return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
     return found if has_head else found.without_head
 
 
 def positions_of(model: ModelConfig) -> int | None:
-    """The longest sequence that a model's config.json provides for, stretched rotary embeddings included; None if not known."""
+    """Return the most positions of a model by its config.json, including stretched rotary embeddings; None if not known."""
     try:
         file = config_file(model.path or "")
         keys = {} if file is None else _keys_of_text(file, model)
@@ -64,7 +64,7 @@ def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:
-    """`builtin:tiny` as a config.json would have it."""
+    """Return `builtin:tiny` in the form of a config.json."""
     return {
         **vars(tiny),
         "model_type": "qwen3",
@@ -75,7 +75,7 @@ def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:
 
 
 def fetch_configs(config: PPOConfig) -> None:
-    """Lets the config.json of models that have a hub name come to this machine, where it can be had; the run needs it anyway."""
+    """Download the config.json of each hub model if possible; the run needs it anyway."""
     for path in {role.model.path or "" for role in sharded_roles(config)} - {TINY}:
         if config_file(path) is None and not Path(path).expanduser().exists():
             from huggingface_hub import hf_hub_download
@@ -94,6 +94,6 @@ def config_file(path: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # not the form of a hub name
         return None
     return Path(found) if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""Settings with which a run fits into memory: which keys to change, and the largest size of a micro-batch."""
+"""Find settings with which a run fits into memory: the keys to change, and the largest micro-batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,13 +9,13 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import ModelRole, sharded_roles
 from rlx.config.schema.tree import value_at
 
-AT_MOST = 3  # remedies that are named of those that are enough by themselves
+AT_MOST = 3  # remedies to name, of those that suffice alone
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller model"
 
 
 class Change(NamedTuple):
-    """A key and the value that might help."""
+    """A key and a value that may help."""
 
     key: str
     value: Any
@@ -24,7 +24,7 @@ class Change(NamedTuple):
         return f"{self.key}={self.value}"
 
     def of(self, config: PPOConfig) -> PPOConfig:
-        """The configuration with it."""
+        """Return the configuration with this change."""
         changed: PPOConfig = _with(config, self.key.split("."), self.value)
         return changed
 
@@ -35,7 +35,7 @@ def _with(section: Any, names: list[str], value: Any) -> Any:
 
 
 def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
-    """Which keys make the run fit: one of several, or several together."""
+    """Return in words which keys make the run fit: one of several, or several together."""
 
     def fits(*changes: Change) -> bool:
         config = forecast.config
@@ -55,7 +55,7 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
             named = f"{', '.join(map(str, candidates))} are not enough: " if candidates else ""
             return f"{named}use {MORE}"
         candidates.append(sized)
-    # The last one costs most time, so that changes which are not needed are dropped from the end.
+    # The last change costs most time, so unneeded changes are dropped from the end.
     for change in reversed(candidates[:]):
         if fits(*(one for one in candidates if one is not change)):
             candidates.remove(change)
@@ -64,7 +64,7 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
 
 
 def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
-    """Changes that lower memory where it is too small, the one that costs least time first."""
+    """Yield changes that lower the memory that is too small, the one that costs least time first."""
     over = forecast.oversized()
     is_device = any(not forecast.fits(phase._replace(host=0.0)) for phase in over)
     is_host = any(not forecast.fits_host(phase) for phase in over)
@@ -108,7 +108,7 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
 
 
 class Size(NamedTuple):
-    """A key whose value can be lowered: in `unit`s, from `least` of them to the `most` there are now."""
+    """A key whose value can be lowered, in steps of `unit`, from `most` units now down to `least`."""
 
     key: str
     least: int
@@ -116,12 +116,12 @@ class Size(NamedTuple):
     unit: float = 1
 
     def change(self, units: int) -> Change:
-        """The key set to so many units."""
+        """Return the change that sets the key to this number of units."""
         return Change(self.key, round(units * self.unit, 2) if self.unit < 1 else units * int(self.unit))
 
 
 def _sizes(forecast: MemoryForecast) -> Iterator[Size]:
-    """The sampler's share or batch, and the micro-batches."""
+    """Yield the sampler's share or batch, and the micro-batches."""
     config, rollout = forecast.config, forecast.config.actor_rollout_ref.rollout
     if rollout.name == "hf":
         yield Size(f"{ROLLOUT}.max_num_seqs", 1, rollout.max_num_seqs)
@@ -143,7 +143,7 @@ def _sizes(forecast: MemoryForecast) -> Iterator[Size]:
 
 
 def _lowered(forecast: MemoryForecast, fits: Callable[..., bool]) -> Change | None:
-    """The largest value of one of the sizes with which it fits; None where there is none."""
+    """Return the largest value of one of the sizes with which the run fits; None if there is none."""
     for size in _sizes(forecast):
         below, above = size.least, size.most
         if below >= above or not fits(size.change(below)):

@@ -1,4 +1,4 @@
-"""The forecast on a run's memory in words: a short table for its start, a long one for `--check`."""
+"""Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
 from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
 from rlx.offload.plan.text_table import aligned
@@ -16,7 +16,7 @@ def short_text(forecast: MemoryForecast) -> str:
         of = "" if forecast.machine.host_bytes is None else f" of {gb(forecast.machine.host_bytes)}"
         lines.append(
             f"memory: computed on the CPU; up to {gb(count * largest.peak)}{of} GB of host memory in {count} process(es), in "
-            f"{largest.name}, beside what Python and torch take themselves"
+            f"{largest.name}, in addition to the memory of Python and torch"
         )
     elif phases:
         rows = [("memory by phase", "peak GB", "of", "longest that fits"), *(_row(forecast, phase) for phase in phases)]
@@ -38,7 +38,7 @@ def long_text(forecast: MemoryForecast) -> str:
 
 
 def gb(nbytes: float) -> str:
-    """In 10^9 bytes."""
+    """Return the text of a size in 10^9 bytes."""
     return f"{nbytes / 1e9:.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.2f}"
 
 
@@ -58,8 +58,8 @@ def _legend(forecast: MemoryForecast) -> str:
     what = "a device" if forecast.on_device else "the host for each process"
     whole = "not known here" if forecast.memory_bytes is None else f"{gb(forecast.memory_bytes)} GB, less a reserve"
     return (
-        f"memory of {what}: {whole}; predicted for micro-batches of sequences of {forecast.length:,} tokens, the longest that "
-        "are asked for (docs/planning.md)"
+        f"memory of {what}: {whole}; predicted for sequences of {forecast.length:,} tokens, the longest that the "
+        "configuration allows (docs/planning.md)"
     )
 
 
@@ -70,8 +70,8 @@ def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
     count, whole = forecast.config.trainer.n_gpus_per_node, forecast.machine.host_bytes
     of = "" if whole is None else f" of {gb(whole)}"
     return [
-        f"host memory: up to {gb(count * most.host)}{of} GB wait there in {count} process(es) of a machine, in {most.name}, "
-        "beside what Python, torch and CUDA take themselves"
+        f"host memory: {count} process(es) of a machine hold up to {gb(count * most.host)}{of} GB there in {most.name}, "
+        "in addition to the memory of Python, torch and CUDA"
     ]
 
 
@@ -79,4 +79,4 @@ def _unknown(forecast: MemoryForecast) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for role, reason in forecast.unknown.items():
         reasons.setdefault(reason, []).append(role)
-    return [f"memory: nothing is predicted of {', '.join(roles)}: {reason}" for reason, roles in reasons.items()]
+    return [f"memory: no prediction for {', '.join(roles)}: {reason}" for reason, roles in reasons.items()]

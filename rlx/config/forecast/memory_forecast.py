@@ -1,23 +1,23 @@
-"""A forecast of the memory of each phase of a step, on one device and on the host, before anything is loaded.
+"""Forecast the memory of each phase of a step, on one device and on the host, before anything is loaded.
 
-The formulas are those of `rlx.offload.plan` (docs/planning.md). In any phase a device holds:
+The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a device holds:
 
-- of each role that rests, weights and optimizer state, unless they are on the host (`param_offload`, `optimizer_offload`,
+- for each idle role: weights and optimizer state, unless they are on the host (`param_offload`, `optimizer_offload`,
   `offload_policy`);
-- of the role at work, weights, optimizer state unless that is on the host, the weights that FSDP gathers, in an update the
-  gradients, and the activations of one micro-batch;
-- of the sampler, vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
+- for the working role: weights, the weights that FSDP gathers, the activations of one micro-batch, in an update the gradients,
+  and the optimizer state unless it is on the host;
+- for the sampler: vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
 
-A micro-batch counts as full of sequences of the full length (`data.max_prompt_length` + `data.max_response_length`). The host
-holds the states named above and the offloaded activations, at most and not all at once. Without an accelerator all of it is
-host memory.
+A micro-batch counts as full of sequences of full length (`data.max_prompt_length` + `data.max_response_length`). The host
+holds at most the states named above and the offloaded activations, not all at once. Without an accelerator all memory is the
+host's.
 
-Phases are named as in the run's metrics. An update counts with the largest of forward, head, backward and optimizer step, and
-with `save=auto` with its least memory: it uses more where that is faster and there is room. `sync` has the sampler's weights,
-the actor, and the actor's largest tensor in one piece.
+Phases have the names of the run's metrics. The memory of an update is the largest of forward, head, backward and optimizer step.
+With `save=auto` it is the least possible; a run uses more if that is faster and there is room. `sync` holds the sampler's
+weights, the actor, and the actor's largest tensor in one piece.
 
-Not counted: memory of CUDA, NCCL and the allocator (6 % of a device are left out for it), host memory of Python and torch, the
-head's gradient, which FSDP keeps whole until backward has ended, prefill of `rollout.name=hf`, staging memory of a disk.
+Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them); Python and torch on the host; the head's
+gradient, which FSDP keeps whole until backward ends; prefill of `rollout.name=hf`; staging memory of a disk.
 """
 
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ from rlx.offload.plan.memory import StateBytes
 from rlx.offload.plan.scenario import Scenario
 from rlx.offload.runtime.options import DEFAULT_SAVE
 
-CUDA_BYTES = 2e9  # of a device in addition to vLLM's share, which has a reserve of its own
+CUDA_BYTES = 2e9  # on a device, outside vLLM's share, which has a reserve of its own
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
-LENGTH_STEP = 64  # tokens to which the longest sequence is found
+LENGTH_STEP = 64  # tokens; the longest sequence is found to this precision
 LONGEST = 1 << 24  # tokens; the search for the longest sequence ends here
 NO_LIMIT = 1 << 60
 DISK_BYTES_PER_S = 2e9  # any value: the split between tiers does not depend on it
@@ -52,20 +52,20 @@ OF_ROLE = {
     "update_actor": "actor",
     "sync": "actor",
 }
-"""The phases in the order of a step, and the role whose model each needs."""
+"""The phases in the order of a step, each with the role whose model it needs."""
 
 
 class Phase(NamedTuple):
-    """Memory of one process while a phase runs, at most [bytes].
+    """The most memory that one process needs in a phase [bytes].
 
     Args:
         name: of the phase.
         parts: of the peak: others, weights, gradients, optimizer, gathered, working, sampler.
-        limit: of their sum; None: not known.
-        where: the part of the phase in which the peak stands; empty where it has one only.
-        host: states and activations in host memory, of all roles.
+        limit: of the parts' sum; None: not known.
+        where: the part of the phase that reaches the peak; empty if the phase has one part only.
+        host: states and activations of all roles in host memory.
         disk: activations on disk.
-        lacking: bytes by which the sampler's share is too small for one sequence.
+        lacking: bytes that the sampler's share lacks for one sequence.
     """
 
     name: str
@@ -88,8 +88,8 @@ class MemoryForecast:
 
     Args:
         config: the tree.
-        machine: where it is to run.
-        known: the shape of each role's model; a role without one counts as nothing.
+        machine: where the run takes place.
+        known: the shape of each role's model; a role of unknown shape counts as 0 bytes.
     """
 
     config: PPOConfig
@@ -98,36 +98,36 @@ class MemoryForecast:
 
     @classmethod
     def of(cls, config: PPOConfig, machine: Machine) -> "MemoryForecast":
-        """The forecast with the models as they are found on this machine."""
+        """Return the forecast with the shapes that this machine's files give."""
         return cls(config, machine, decoders(config))
 
     def changed(self, config: PPOConfig) -> "MemoryForecast":
-        """The same models on the same machine under another configuration."""
+        """Return the forecast of another configuration for the same models and machine."""
         return MemoryForecast(config, self.machine, self.known)
 
     @property
     def unknown(self) -> dict[str, str]:
-        """The roles whose memory cannot be predicted, each with the reason."""
+        """The roles of unknown memory, each with the reason."""
         return {name: found for name, found in self.known.items() if isinstance(found, str)}
 
     @cached_property
     def on_device(self) -> bool:
-        """Whether the run uses accelerators; else all memory is the host's."""
+        """Whether the run uses accelerators; otherwise all memory is the host's."""
         return on_accelerator(self.config, self.machine)
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence that is asked for."""
+        """Tokens of the longest sequence that the configuration allows."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     @property
     def memory_bytes(self) -> float | None:
-        """The memory that a process computes in: of its device, or its part of the host's; None: nobody knows."""
+        """The memory of a process's device, or without accelerators its part of the host's [bytes]; None if not known."""
         return self.machine.device_bytes if self.on_device else self.host_bytes
 
     @property
     def host_bytes(self) -> float | None:
-        """The part of the host's memory that falls to one process."""
+        """The host's memory divided by its processes [bytes]; None if not known."""
         whole = self.machine.host_bytes
         return None if whole is None else whole / self.config.trainer.n_gpus_per_node
 
@@ -143,17 +143,17 @@ class MemoryForecast:
         return [name for name, role in OF_ROLE.items() if role in self._memories]
 
     def phases(self, is_least: bool = False) -> list[Phase]:
-        """All of them, for sequences of the length that is asked for; `is_least` as for `phase`."""
+        """Return all phases, for sequences of the configured length; `is_least` as for `phase`."""
         return [self.phase(name, is_least=is_least) for name in self.names]
 
     def phase(self, name: str, length: int | None = None, is_least: bool = False) -> Phase:
-        """One of them.
+        """Return the forecast of one phase.
 
         Args:
             name: of `names`.
-            length: tokens of the longest sequences; None: as the configuration says.
-            is_least: count what is sure to come: of packed samples of which only the number is limited, and of those that
-                transformers decodes at once, a single one of that length.
+            length: tokens of the longest sequences; None: the configured length.
+            is_least: count only the memory that is certain: one sample of this length if only the number of packed samples is
+                limited, or if transformers decodes several at once.
         """
         longest = self.length if length is None else length
         own, batch = self._memories[OF_ROLE[name]], self.config.data.train_batch_size
@@ -168,7 +168,7 @@ class MemoryForecast:
         return self._forward(name, own, micro, batch, longest, is_least)
 
     def longest(self, name: str) -> int | None:
-        """The longest sequences, to 64 tokens, with which a phase fits under these settings; None: any fit."""
+        """Return the longest sequences, to 64 tokens, with which a phase fits under these settings; None if any fit."""
 
         def fits(steps: int) -> bool:
             return self.fits(self.phase(name, steps * LENGTH_STEP))
@@ -182,7 +182,7 @@ class MemoryForecast:
         return below * LENGTH_STEP
 
     def fits(self, phase: Phase, margin: float = 1.0) -> bool:
-        """Whether there is room for a phase, or would be with `margin` times as much."""
+        """Whether a phase fits into `margin` times the memory of device, host and sampler."""
         has_room = phase.limit is None or phase.peak <= phase.limit * margin
         return (
             has_room
@@ -191,11 +191,11 @@ class MemoryForecast:
         )
 
     def oversized(self, is_least: bool = False, margin: float = 1.0) -> list[Phase]:
-        """The phases that do not fit; arguments as for `phase` and `fits`."""
+        """Return the phases that do not fit; arguments as for `phase` and `fits`."""
         return [phase for phase in self.phases(is_least) if not self.fits(phase, margin)]
 
     def fits_host(self, phase: Phase, margin: float = 1.0) -> bool:
-        """Whether the host has room for the phase's `host`, or would have with `margin` times as much."""
+        """Whether the phase's `host` fits into `margin` times the host's memory."""
         return self.host_bytes is None or phase.host <= self.host_bytes * margin
 
     # Each kind ----------------------------------------------------------------------------------------------------
@@ -283,21 +283,21 @@ class MemoryForecast:
         )
 
     def _places(self, model: ModelConfig) -> tuple[int, bool]:
-        """How much of the activations that leave the host takes, and whether a disk takes the rest; else it stays."""
+        """Return the host's limit of offloaded bytes, and whether a disk takes the excess; otherwise it stays on the device."""
         options = model.activation_offload
         if options.tier == "disk":
             return 0, True
         if not self.on_device:
-            return 0, False  # host memory is where it is already
+            return 0, False  # activations are in host memory already
         cap = options.max_host_bytes
         return (NO_LIMIT, False) if cap is None else (cap, options.directory is not None)
 
     def _others(self, own: RoleMemory) -> float:
-        """Bytes on the device of the other roles and of the sampler while one role works."""
+        """Return the bytes of the other roles and of the sampler on the device while one role works."""
         return sum(each.device_at_rest for each in self._memories.values() if each is not own) + self._sampler_at_rest()
 
     def _host_at_rest(self, own: RoleMemory | None) -> float:
-        """Bytes on the host of all roles but one."""
+        """Return the bytes of all roles but one on the host."""
         return sum(each.host_at_rest for each in self._memories.values() if each is not own)
 
     def _sampler_at_rest(self) -> float:
@@ -313,7 +313,7 @@ class MemoryForecast:
         return actor.decoder.parameters * self._sampler_element / self._ranks
 
     def _cache_bytes(self, actor: RoleMemory) -> float:
-        """Bytes of the keys and values of one token."""
+        """Return the bytes of the keys and values of one token."""
         decoder = actor.decoder
         heads = max(1.0, decoder.kv_heads / self._ranks)
         return 2 * len(decoder.windows) * heads * decoder.head_width * self._sampler_element
@@ -333,7 +333,7 @@ WHERE = {"step": "optimizer step"}
 
 
 def _mode(model: ModelConfig) -> str:
-    """The planner's name for the mode of activations; `auto` counts as its mode for the least room."""
+    """Return the planner's name for the activation mode; `auto` counts as its mode with the least memory."""
     recomputes, save = model.enable_gradient_checkpointing, model.activation_offload.save
     if not model.enable_activation_offload:
         return "checkpointing" if recomputes else "plain"

@@ -1,4 +1,4 @@
-"""Memory of each role of a run, on its device and on the host, from the shape of its model."""
+"""Compute each role's memory on its device and on the host from its model's shape."""
 
 from typing import NamedTuple
 
@@ -13,13 +13,13 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class RoleMemory(NamedTuple):
-    """A role under FSDP, as one process has it [bytes].
+    """One process's share of a role under FSDP [bytes].
 
     Args:
-        role, decoder: which.
+        role, decoder: the role and its model's shape.
         stored, element, shards: bytes of a stored weight and of an element of activations, processes of a sharding group.
         update, forward: states of the model in an update and in a pass without backward, on device or host.
-        has_device: it runs on an accelerator, whose states can be offloaded.
+        has_device: whether the role runs on an accelerator, so that states can be offloaded.
     """
 
     role: ModelRole
@@ -33,12 +33,12 @@ class RoleMemory(NamedTuple):
 
     @property
     def is_on_host(self) -> bool:
-        """Weights, gradients and the optimizer's step live on the host."""
+        """Whether weights, gradients and the optimizer's step are on the host."""
         return self.has_device and self.role.fsdp.offload_policy
 
     @property
     def optimizer_on_host(self) -> bool:
-        """The optimizer's state is on the host, and on the device for the step alone."""
+        """Whether the optimizer's state is on the host, and on the device only during the step."""
         return self.has_device and self.role.fsdp.optimizer_offload and not self.is_on_host
 
     @property
@@ -62,12 +62,12 @@ class RoleMemory(NamedTuple):
         return self.update.optimizer if self.optimizer_on_host else 0.0
 
     def on_device(self, states: StateBytes) -> StateBytes:
-        """The part of `states` on the device while this role works; the planner leaves out an optimizer's state that is on the host."""
+        """Return the part of `states` on the device while this role works; the planner itself omits an optimizer state on the host."""
         return states._replace(weights=0.0, gradients=0.0, optimizer=0.0) if self.is_on_host else states
 
 
 def role_memories(config: PPOConfig, machine: Machine, decoders: dict[str, Known]) -> dict[str, RoleMemory]:
-    """The roles whose models are known, by name."""
+    """Return the memory of each role whose model is known, by name."""
     roles = [(role, decoders[role.name]) for role in sharded_roles(config)]
     return {
         role.name: _role_memory(role, found, config, machine) for role, found in roles if not isinstance(found, str)
@@ -99,21 +99,21 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
 
 
 class Load(NamedTuple):
-    """Tokens of a micro-batch on one process, at most: all of them, and those whose log-probs are computed."""
+    """The most tokens of a micro-batch on one process: all tokens, and those whose log-probs are computed."""
 
     tokens: int
     logits: int
 
 
 def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, length: int, is_least: bool) -> Load:
-    """The largest micro-batch of a role, of sequences of one length.
+    """Return the largest micro-batch of a role for sequences of one length.
 
     Args:
         memory, config: the role and the run.
-        micro: the limit of samples or of tokens.
+        micro: the limit in samples or in tokens.
         prompts: number of prompts in the batch; each process gets its share of their samples.
         length: of the sequences [tokens].
-        is_least: count a single sample if samples are packed and only their number is limited.
+        is_least: count one sample if samples are packed and only their number is limited.
     """
     role, rollout, data = memory.role, config.actor_rollout_ref.rollout, config.data
     share = -(-prompts * rollout.n * role.together // processes(config))

@@ -1,7 +1,7 @@
 """The typed configuration tree: every key, its type, default, range and meaning.
 
-It imports only the standard library, so every package may read it. Reading YAML, applying overrides and cross-field rules
-are in `rlx.config.compose` and `rlx.config.check`. Keys keep verl's names and meanings where both have the feature.
+It imports only the standard library, so every package may import it. `rlx.config.compose` reads YAML and applies overrides;
+`rlx.config.check` holds cross-field rules. Keys that verl also has keep its names and meanings.
 """
 
 from rlx.config.schema.algorithm import (

@@ -1,4 +1,4 @@
-"""The keys of `algorithm`, and those of the policy loss and the length penalty. The whole tree is in `schema.py`."""
+"""The keys of `algorithm`, and those of the policy loss and the length penalty. The whole tree is in `rlx.config.schema`."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+"
 class KLControlConfig:
     type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "First coefficient.", minimum=0)
-    horizon: int = key(10000, "Adaptive: samples over which it adapts.", minimum=1)
-    target_kl: float = key(0.1, "Adaptive: KL aimed at, mean over a response's tokens [nats].", exclusive_minimum=0)
+    horizon: int = key(10000, "Adaptive: samples over which the coefficient adapts.", minimum=1)
+    target_kl: float = key(0.1, "Adaptive: target KL, mean over a response's tokens [nats].", exclusive_minimum=0)
 
 
 REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k2")
@@ -25,12 +25,12 @@ class RolloutCorrectionConfig:
 
     rollout_is: str | None = key(
         None,
-        "Importance weights, trainer's over sampler's probability, of each token or of the sequence; null: none.",
+        "Importance weights (trainer's over sampler's probability) per token or per sequence; null: none.",
         choices=(None, "token", "sequence"),
     )
     rollout_is_threshold: str = key(
         "2.0",
-        "A number caps the weights (TIS); low_high, such as 0.5_5.0, sets those outside to 0 (IcePop).",
+        "A number caps the weights (TIS); low_high, such as 0.5_5.0, sets weights outside to 0 (IcePop).",
         bounds=True,
     )
     rollout_is_batch_normalize: bool = key(False, "Divide the weights by their mean over the batch.")
@@ -44,9 +44,9 @@ class RolloutCorrectionConfig:
         None, "One for all of rollout_rs or one each; for k1 low_high or high, which means 1/high_high.", bounds=True
     )
     rollout_token_veto_threshold: float | None = key(
-        None, "Leave out sequences with a token of a smaller ratio, such as 1e-4.", exclusive_minimum=0, maximum=1
+        None, "Leave out sequences with a token below this ratio, such as 1e-4.", exclusive_minimum=0, maximum=1
     )
-    bypass_mode: bool = key(False, "Take the sampler's log-probs as the old ones and leave their phase out.")
+    bypass_mode: bool = key(False, "Use the sampler's log-probs as the old ones and skip their phase.")
 
     @property
     def rejects(self) -> bool:
@@ -56,12 +56,12 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """DAPO's dynamic sampling: prompts whose samples all do equally well teach nothing and are replaced by others."""
+    """DAPO's dynamic sampling: replace prompts whose samples are all equally good, because they teach nothing."""
 
-    enable: bool = key(False, "Generate until train_batch_size prompts are found whose samples differ in `metric`.")
+    enable: bool = key(False, "Generate until the samples of train_batch_size prompts differ in `metric`.")
     metric: str = key(
         "acc",
-        "What must differ: acc (right or wrong), score (of the reward function), seq_reward or seq_final_reward (with the "
+        "Number that must differ: acc (right or wrong), score (of the reward function), seq_reward or seq_final_reward (with the "
         "penalty for length), or another number that the reward function reports.",
     )
     max_num_gen_batches: int = key(10, "Generations of a step after which the run stops; 0: no limit.", minimum=0)
@@ -80,8 +80,8 @@ ADV_ESTIMATORS: dict[str, tuple[str, ...]] = {
     "reinforce_plus_plus_baseline": (GROUPS,),
     "remax": (GREEDY,),
 }
-"""The advantage estimators, each with its needs in addition to the rewards (a critic, other samples of the prompt, its greedy
-response) and the keys of `algorithm` that it reads."""
+"""The advantage estimators, each with its needs besides rewards (a critic, other samples of the prompt, its greedy response)
+and the keys of `algorithm` that it reads."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class OverlongBufferConfig:
-    """DAPO's soft punishment of long responses, taken off the score in training."""
+    """DAPO's soft penalty of long responses, subtracted from the score in training."""
 
     enable: bool = key(False, "Take it off.")
-    len: int = key(4096, "Tokens below max_response_length over which it grows from 0.", minimum=1)
-    penalty_factor: float = key(1.0, "What a response of max_response_length loses.", minimum=0)
+    len: int = key(4096, "Last tokens before max_response_length, over which the penalty grows from 0.", minimum=1)
+    penalty_factor: float = key(1.0, "Penalty of a response of max_response_length.", minimum=0)

@@ -1,4 +1,4 @@
-"""The group of the typed tree that says where prompts come from; part of `schema.py`, through which it is read."""
+"""Keys of the prompts: `data`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 
 @dataclass(frozen=True)
 class ArithmeticConfig:
-    """The generated word problems that stand in for files where a list of files says `builtin:arithmetic`."""
+    """The generated word problems that `builtin:arithmetic` names in a list of files."""
 
     difficulty: int = key(1, "1: one sum or difference; 2: two; 3: up to three, with products.", choices=(1, 2, 3))
     train_size: int = key(8192, "Distinct training problems.", minimum=1)
@@ -26,12 +26,12 @@ class CustomClassConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where prompts come from and how they are cut."""
+    """The source of prompts and their lengths."""
 
     train_files: tuple[str, ...] = key((ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).")
     val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.")
-    train_max_samples: int = key(-1, "Use at most so many training rows; -1: all.", minimum=-1)
-    val_max_samples: int = key(-1, "Use at most so many validation rows; -1: all.", minimum=-1)
+    train_max_samples: int = key(-1, "Most training rows to use; -1: all.", minimum=-1)
+    val_max_samples: int = key(-1, "Most validation rows to use; -1: all.", minimum=-1)
     prompt_key: str = key("prompt", "Column with the chat messages (list of {role, content}) or plain text.")
     reward_fn_key: str = key("data_source", "Column that tells which reward function scores the row.")
     max_prompt_length: int = key(512, "Longest prompt [tokens].", minimum=1)
@@ -44,6 +44,6 @@ class DataConfig:
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
-    truncation: str = key("error", "A longer prompt otherwise: an error, or cut on this side.", choices=TRUNCATIONS)
+    truncation: str = key("error", "If a longer prompt is not dropped: error, or cut this side.", choices=TRUNCATIONS)
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
     arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")

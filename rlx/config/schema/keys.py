@@ -1,4 +1,4 @@
-"""How one key of the typed tree is written down: default, meaning, choices, range."""
+"""Declare one key of the typed tree: default, meaning, choices, range."""
 
 import math
 from dataclasses import field
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 
 class KeyInfo(NamedTuple):
-    """Meaning and limits of one key. Choices and range of a tuple hold for each element.
+    """Meaning and limits of one key. Choices and range of a tuple apply to each element.
 
-    `bounds` marks a str that `read_bounds` understands; it may be given as a number. `words` may stand in place of a number.
+    `bounds` marks a str for `read_bounds`; a user may also give a number. `words` are strings allowed instead of a number.
     """
 
     doc: str
@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
 
 
 def read_bounds(text: str) -> Bounds:
-    """Reads `high` or `low_high`, numbers above 0 in ascending order. Raises ValueError."""
+    """Read `high` or `low_high`, numbers above 0 in ascending order. Raises ValueError."""
     numbers = [float(part) for part in text.split("_")]
     if len(numbers) > 2 or not all(0 < number < math.inf for number in numbers) or numbers != sorted(numbers):
         raise ValueError(f"bounds: got {text!r}, expected a number above 0, or two in ascending order such as 0.5_5.0")
@@ -36,7 +36,7 @@ def read_bounds(text: str) -> Bounds:
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """A leaf of the tree; `limits` are KeyInfo's. Ranges are inclusive unless they say otherwise, and not for None."""
+    """Return a leaf of the tree; `limits` are fields of KeyInfo. Ranges include their ends unless named exclusive; None passes."""
     info = KeyInfo(doc, **limits)
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"key": info})
@@ -44,5 +44,5 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
 
 
 def group(cls: type, doc: str, **defaults: Any) -> Any:
-    """A subtree, with `defaults` in place of the class's own where this place in the tree differs."""
+    """Return a subtree; `defaults` replace the class's own at this point of the tree."""
     return field(default_factory=lambda: cls(**defaults), metadata={"key": KeyInfo(doc)})

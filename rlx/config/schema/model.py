@@ -1,4 +1,4 @@
-"""Keys of a model and of the activations that its layers save: `actor_rollout_ref.model`, `critic.model`."""
+"""Keys of a model and of its activations: `actor_rollout_ref.model`, `critic.model`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,13 @@ class ActivationOffloadConfig:
 
     save: str | None = _option(
         "save",
-        "What is offloaded: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
+        "Activations to offload: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
         "attention and its projections), `auto` (planned from measurements), `all` (every saved tensor); null: boundary with "
         "gradient checkpointing, else all.",
     )
-    tier: str = _option("tier", "Where it is offloaded to: host memory (cpu) or disk.")
+    tier: str = _option("tier", "Tier that takes them: host memory (cpu) or disk.")
     directory: str | None = _option(
-        "directory", "Folder of the disk tier, or with tier cpu for what exceeds `max_host_bytes`."
+        "directory", "Folder of the disk tier; with tier cpu it takes the bytes that exceed `max_host_bytes`."
     )
     prefetch_layers: int | None = _option(
         "prefetch_layers", "Layers that backward fetches ahead; null: as fits; 0: none."
@@ -34,16 +34,16 @@ class ActivationOffloadConfig:
     )
     min_bytes: int = _option("min_bytes", "Smaller tensors stay on the device [bytes].")
     pin_memory: bool = _option("pin_memory", "Page-locked host memory, for copies that overlap compute.")
-    use_streams: bool = _option("use_streams", "Copy on streams of their own.")
+    use_streams: bool = _option("use_streams", "Copy on separate streams.")
     max_host_bytes: int | None = _option("max_host_bytes", "Limit of host memory per process [bytes]; null: none.")
     max_device_bytes: int | str = _option(
         "max_device_bytes",
-        "Limit of what `save=auto` holds on the device for backward [bytes]; auto: what weights, states and a margin leave.",
+        "Most bytes that `save=auto` holds on the device for backward; auto: the memory besides weights, states and a margin.",
     )
     cache_directory: str | None = _option(
         "cache_directory",
         "Folder in which `save=auto` keeps measurements for later runs; auto: rlx/measurements in $XDG_CACHE_HOME or ~/.cache; "
-        "null: nothing is kept.",
+        "null: keep none.",
     )
 
 
@@ -77,8 +77,8 @@ class TinyModelConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = key(None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.")
-    trust_remote_code: bool = key(False, "Let the model folder bring its own code.")
-    override_config: dict[str, Any] = key({}, "Values that replace those of the model's config.json.")
+    trust_remote_code: bool = key(False, "Run code from the model folder.")
+    override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
     use_liger: bool = key(False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
@@ -89,8 +89,8 @@ class ModelConfig:
     )
     tiled_mlp: int | str = key(
         0,
-        "MLPs and norms computed so many tokens at a time, recomputed in backward; auto: chosen by length and width, with "
-        "about 2^28 elements in the widest result of a tile; 0: off.",
+        "Tokens of a tile in which MLPs and norms are computed, and recomputed in backward; auto: by length and width, about "
+        "2^28 elements in the widest result of a tile; 0: no tiles.",
         minimum=0,
         words=("auto",),
     )

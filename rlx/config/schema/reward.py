@@ -1,4 +1,4 @@
-"""The groups of the typed tree that configure reward functions; part of `schema.py`, through which they are read."""
+"""Keys of reward functions and reward models: `reward`, `custom_reward_function`, `reward_model`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +18,15 @@ class CustomRewardConfig:
         "Its name: f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with `score`, or as "
         "reward.reward_manager.name says; may be async.",
     )
-    reward_kwargs: dict[str, Any] = key({}, "Further arguments that it is called with, by name.")
-    data_sources: tuple[str, ...] = key((), "Data sources that it scores, the others by rlx's own; empty: all.")
+    reward_kwargs: dict[str, Any] = key({}, "Further arguments of the function, by name.")
+    data_sources: tuple[str, ...] = key((), "Data sources that it scores (rlx scores the others); empty: all.")
 
 
 @dataclass(frozen=True)
 class RewardManagerConfig:
     name: str = key(
         "naive",
-        "How a function of your own is called: naive, once for each sample; batch, once for a batch: "
+        "Calls of a function of your own: naive, one for each sample; batch, one for a batch: "
         "f(data_sources, solution_strs, ground_truths, extra_infos) -> list.",
         choices=("naive", "batch"),
     )
@@ -34,7 +34,7 @@ class RewardManagerConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Who calls the reward functions.")
+    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "How reward functions are called.")
     format_score: float = key(0.0, "Score of a wrong GSM8K answer in the right form.", minimum=0, maximum=1)
     overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "Penalty for length in training.")
     format: str | None = key(
@@ -42,21 +42,21 @@ class RewardConfig:
         "Form that earns format_weight: `tags` (<think>…</think><answer>…</answer>), `hashes` (ends in #### and an "
         "answer), `boxed` (a \\boxed{…}), or a regular expression for the whole response; null: none.",
     )
-    format_weight: float = key(0.1, "Added to the score of a response of that form.", minimum=0)
+    format_weight: float = key(0.1, "Bonus for a response of that form.", minimum=0)
     num_workers: int | None = key(
         None, "Processes that run reward functions; null: one per core, at most 16.", minimum=1
     )
     timeout_s: float = key(60.0, "Longest call of a reward function [seconds].", exclusive_minimum=0)
     max_concurrent: int = key(64, "Calls of an async function that each process runs at a time.", minimum=1)
     memory_limit_gb: float | None = key(
-        8.0, "What each process may allocate [10^9 bytes]; null: anything.", exclusive_minimum=0
+        8.0, "Memory that each process may allocate [10^9 bytes]; null: no limit.", exclusive_minimum=0
     )
     on_error: str = key(
         "stop", "When a function raises or returns no number: stop the run, or score 0.", choices=("stop", "zero")
     )
     on_crash: str = key(
         "zero",
-        "When a call takes too long or ends its process, also the second time: stop the run, or score 0.",
+        "When a call takes too long, or ends its process twice: stop the run, or score 0.",
         choices=("stop", "zero"),
     )
 
@@ -64,15 +64,15 @@ class RewardConfig:
 @dataclass(frozen=True)
 class RewardModelSourceConfig:
     path: str | None = key(None, "Folder or hub name of a model for sequence classification with one label.")
-    trust_remote_code: bool = key(False, "Let the model folder bring its own code.")
-    override_config: dict[str, Any] = key({}, "Values that replace those of the model's config.json.")
+    trust_remote_code: bool = key(False, "Run code from the model folder.")
+    override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A model that scores whole conversations, in place of reward functions or in addition to them."""
+    """A model that scores whole conversations, instead of reward functions or in addition to them."""
 
     enable: bool = key(False, "Score responses with a reward model.")
     rule_weight: float = key(

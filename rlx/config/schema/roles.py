@@ -1,4 +1,4 @@
-"""The roles of a run: which ones it has, the values that their nulls take, and one view of all of them for the rules."""
+"""The roles of a run, the values that their null keys take, and one view of all roles for the rules."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,7 +19,7 @@ TINY = "builtin:tiny"
 
 
 class MicroSize(NamedTuple):
-    """How many samples, or with dynamic batch sizes how many tokens, a forward of one process takes; the other is None."""
+    """Samples per forward and process, or tokens with dynamic batch sizes; the other is None."""
 
     rows: int | None
     tokens: int | None
@@ -30,9 +30,9 @@ class ModelRole(NamedTuple):
 
     Args:
         name: actor, critic, ref or reward.
-        key: where its update or its log-probs are configured; `model_key`, `fsdp_key`: where model and sharding are.
+        key, model_key, fsdp_key: prefixes of the keys of its update or log-probs, of its model and of its sharding.
         micro: size of a forward on one process.
-        trained: it has gradients and an optimizer.
+        trained: whether it has gradients and an optimizer.
         together: processes that share each sequence.
     """
 
@@ -55,7 +55,7 @@ def has_critic(config: PPOConfig) -> bool:
 
 
 def has_reference(config: PPOConfig) -> bool:
-    """Whether anything is compared with the reference policy."""
+    """Whether a loss or a reward needs the reference policy."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
@@ -70,9 +70,9 @@ def is_tiny(config: PPOConfig) -> bool:
 
 
 def critic_settings(config: PPOConfig) -> CriticConfig:
-    """The critic's subtree with the actor's value in place of each null that means it.
+    """Return the critic's subtree with the actor's values in place of nulls.
 
-    With the actor's path come the keys that say how to load it, where the critic's are the defaults.
+    If it takes the actor's path, it also takes the actor's keys for loading, unless its own differ from the defaults.
     """
     policy, critic = config.actor_rollout_ref, config.critic
     inherited = ["strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode"]
@@ -90,14 +90,14 @@ def critic_settings(config: PPOConfig) -> CriticConfig:
 
 
 def update_size(settings: ActorConfig | CriticConfig) -> MicroSize:
-    """Size of an update's forward and backward; the critic's nulls are set."""
+    """Return the size of an update's forward and backward; the critic's nulls must be set."""
     if settings.use_dynamic_bsz:
         return MicroSize(None, settings.ppo_max_token_len_per_gpu)
     return MicroSize(settings.ppo_micro_batch_size_per_gpu, None)
 
 
 def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> MicroSize:
-    """Size of a forward for log-probs; that of the actor's update unless the keys say otherwise."""
+    """Return the size of a forward for log-probs: by default that of the actor's update."""
     if settings.log_prob_use_dynamic_bsz:
         return MicroSize(None, settings.log_prob_max_token_len_per_gpu)
     rows = settings.log_prob_micro_batch_size_per_gpu
@@ -105,7 +105,7 @@ def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
 
 
 def actor_role(config: PPOConfig) -> ModelRole:
-    """The policy that is trained."""
+    """Return the role of the trained policy."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     return ModelRole(
         name="actor",
@@ -142,7 +142,7 @@ def critic_role(config: PPOConfig) -> ModelRole:
 
 
 def reference_role(config: PPOConfig) -> ModelRole:
-    """The policy that the actor is compared with."""
+    """Return the role of the policy that the actor is compared with."""
     ref = config.actor_rollout_ref.ref
     return actor_role(config)._replace(
         name="ref",
@@ -156,7 +156,7 @@ def reference_role(config: PPOConfig) -> ModelRole:
 
 
 def reward_model(config: RewardModelConfig) -> ModelConfig:
-    """The model to load as reward model; it is never trained, so nothing is recomputed."""
+    """Return the model to load as reward model; it is never trained, so nothing is recomputed."""
     source = config.model
     return ModelConfig(
         path=source.path,
@@ -168,7 +168,7 @@ def reward_model(config: RewardModelConfig) -> ModelConfig:
 
 
 def reward_role(config: PPOConfig) -> ModelRole:
-    """The model that scores responses."""
+    """Return the role of the model that scores responses."""
     settings, actor = config.reward_model, config.actor_rollout_ref.actor
     micro = MicroSize(settings.micro_batch_size_per_gpu, None)
     if settings.use_dynamic_bsz:
@@ -188,12 +188,12 @@ def reward_role(config: PPOConfig) -> ModelRole:
 
 
 def trained_roles(config: PPOConfig) -> list[ModelRole]:
-    """The roles with an optimizer."""
+    """Return the roles with an optimizer."""
     return [actor_role(config), *([critic_role(config)] if has_critic(config) else [])]
 
 
 def sharded_roles(config: PPOConfig) -> list[ModelRole]:
-    """All roles under FSDP."""
+    """Return all roles under FSDP."""
     reference = [reference_role(config)] if has_reference(config) else []
     judge = [reward_role(config)] if has_reward_model(config) else []
     return [*trained_roles(config), *reference, *judge]

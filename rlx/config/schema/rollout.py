@@ -1,4 +1,4 @@
-"""The keys of `actor_rollout_ref.rollout`: generation. The whole tree is in `schema.py`."""
+"""The keys of `actor_rollout_ref.rollout`: generation. The whole tree is in `rlx.config.schema`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,12 @@ class ValKwargsConfig:
     top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
     n: int = key(1, "Responses per validation prompt.", minimum=1)
-    do_sample: bool = key(False, "False: greedy, whatever temperature says.")
+    do_sample: bool = key(False, "False: greedy at any temperature.")
 
 
 @dataclass(frozen=True)
 class EngineKwargsConfig:
-    vllm: dict[str, Any] = key({}, "Passed to vLLM as they are.")
+    vllm: dict[str, Any] = key({}, "Passed to vLLM unchanged.")
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,11 @@ class RolloutConfig:
         choices=("auto", "bf16", "fp16", "fp32"),
     )
     max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
-    calculate_log_probs: bool = key(
-        True, "Return the sampler's own log-probs, so that its mismatch with the trainer is seen."
-    )
+    calculate_log_probs: bool = key(True, "Return the sampler's log-probs, which show its mismatch with the trainer.")
     seed_requests: bool = key(
         True,
-        "vLLM: each sample has a seed of its own, so that it does not depend on the other samples; False draws "
-        "from one stream, which is faster with many short sequences.",
+        "vLLM: give each sample its own seed, so that it does not depend on other samples; False draws all from one "
+        "stream, which is faster with many short sequences.",
     )
     gpu_memory_utilization: float = key(
         0.5, "vLLM: share of all device memory for weights and KV cache.", exclusive_minimum=0, maximum=1

@@ -22,9 +22,9 @@ class TrainerConfig:
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
-    memory_check: str = key("refuse", "If memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
-    save_freq: int = key(-1, "Checkpoint every so many steps; -1: never.", minimum=-1)
-    test_freq: int = key(-1, "Validate every so many steps; -1: never.", minimum=-1)
+    memory_check: str = key("refuse", "Action if memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
+    save_freq: int = key(-1, "Steps between checkpoints; -1: never.", minimum=-1)
+    test_freq: int = key(-1, "Steps between validations; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
     critic_warmup: int = key(0, "Steps in which only the critic learns.", minimum=0)
@@ -39,13 +39,13 @@ class TrainerConfig:
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
     validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
     log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
-    max_actor_ckpt_to_keep: int | None = key(None, "Keep so many checkpoints of the actor; null: all.", minimum=1)
-    max_critic_ckpt_to_keep: int | None = key(None, "Keep so many checkpoints of the critic; null: all.", minimum=1)
+    max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints of the actor to keep; null: all.", minimum=1)
+    max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints of the critic to keep; null: all.", minimum=1)
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised start of `builtin:tiny`, so that reinforcement learning has something to reinforce."""
+    """Supervised training of `builtin:tiny` before reinforcement learning, which needs some right answers to reinforce."""
 
     target_accuracy: float = key(0.3, "Stop at this greedy held-out accuracy.", exclusive_minimum=0, maximum=1)
     max_steps: int = key(2000, "Stop here in any case.", minimum=1)

@@ -16,7 +16,7 @@ class OptimConfig:
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
     lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", minimum=0, maximum=1)
     lr_scheduler_type: str = key("constant", "After warm-up.", choices=("constant", "cosine", "linear"))
-    min_lr_ratio: float = key(0.0, "Where cosine and linear end, as a share of lr.", minimum=0, maximum=1)
+    min_lr_ratio: float = key(0.0, "Last rate of cosine and linear, as a share of lr.", minimum=0, maximum=1)
     weight_decay: float = key(0.01, "Decoupled weight decay.", minimum=0)
     betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.")
     eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
@@ -32,16 +32,16 @@ class MixedPrecisionConfig:
         "Type of forward and backward; auto: bf16 on accelerators, model_dtype on CPU.",
         choices=("auto", *DTYPES),
     )
-    reduce_dtype: str = key("fp32", "Type in which gradients are summed.", choices=DTYPES)
+    reduce_dtype: str = key("fp32", "Type of the sum of gradients.", choices=DTYPES)
 
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    param_offload: bool = key(False, "Parameters wait in host memory while another role works.")
+    param_offload: bool = key(False, "Keep parameters in host memory while another role works.")
     optimizer_offload: bool = key(
-        False, "Optimizer state waits in host memory; it comes to the device piece by piece, for the step alone."
+        False, "Keep the optimizer's state in host memory; fetch it piece by piece during the step."
     )
-    offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step live on the host.")
+    offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step are on the host.")
     reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
     fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
     forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")

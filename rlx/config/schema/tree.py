@@ -1,4 +1,4 @@
-"""The typed tree seen as a flat list of dotted keys, and how a key's type reads in words."""
+"""Flatten the typed tree into dotted keys, and put a key's type into words."""
 
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
@@ -9,7 +9,7 @@ from rlx.config.schema.keys import KeyInfo
 
 
 class Leaf(NamedTuple):
-    """One key: its type, its default at this place of the tree, and its meaning and limits."""
+    """One key: its type, its default at this point of the tree, and its meaning and limits."""
 
     hint: Any
     default: Any
@@ -17,12 +17,12 @@ class Leaf(NamedTuple):
 
 
 def children(section: Any) -> dict[str, Leaf]:
-    """The keys directly below a section (an instance of one of the schema's classes), subsections included."""
+    """Return the keys directly below a section (an instance of a class of the schema), including subsections."""
     return {f.name: Leaf(f.type, getattr(section, f.name), f.metadata["key"]) for f in fields(section)}
 
 
 def leaves(section: Any = None, prefix: str = "") -> dict[str, Leaf]:
-    """Every leaf below a section by its dotted name, in the schema's order; without arguments the whole tree."""
+    """Return every leaf below a section by its dotted name, in the schema's order; by default of the whole tree."""
     found: dict[str, Leaf] = {}
     for name, child in children(PPOConfig() if section is None else section).items():
         if is_dataclass(child.default):
@@ -36,7 +36,7 @@ LEAVES = leaves()
 
 
 def value_at(config: PPOConfig, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -44,14 +44,14 @@ def value_at(config: PPOConfig, key: str) -> Any:
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
-    """The type without None and without the words that may take its place, and whether None is allowed."""
+    """Return the type without None and without `words`, and whether None is allowed."""
     if isinstance(hint, UnionType):
         return next(arg for arg in get_args(hint) if arg is not NoneType), NoneType in get_args(hint)
     return hint, False
 
 
 def describe_type(hint: Any) -> str:
-    """The type in words: `int`, `list of str`, `int or null`."""
+    """Return the type in words: `int`, `list of str`, `int or null`."""
     bare, optional = plain_type(hint)
     if get_origin(bare) is tuple:
         text = f"list of {get_args(bare)[0].__name__}"
@@ -63,7 +63,7 @@ def describe_type(hint: Any) -> str:
 
 
 def describe_range(info: KeyInfo) -> str:
-    """The choices or the range in words; empty when anything of the type will do."""
+    """Return the choices or the range in words; empty if every value of the type is allowed."""
     if info.choices is not None:
         return "one of " + ", ".join("null" if choice is None else str(choice) for choice in info.choices)
     if info.bounds:
@@ -76,7 +76,7 @@ def describe_range(info: KeyInfo) -> str:
 
 
 def describe_expected(leaf: Leaf) -> str:
-    """The values that this key accepts, in words."""
+    """Return the values that this key accepts, in words."""
     allowed = describe_range(leaf.info)
     kind = describe_type(leaf.hint)
     if not allowed:
@@ -85,7 +85,7 @@ def describe_expected(leaf: Leaf) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as the command line writes it."""
+    """Return a value in the form of the command line."""
     if isinstance(value, tuple):
         return "[" + ",".join(as_text(item) for item in value) + "]"
     return "null" if value is None else str(value)

@@ -520,7 +520,7 @@ def test_what_can_run_has_no_faults(verdict, command: str):
         ("algorithm.kl_ctrl.kl_coef=0 " + KL_OF_RLOO, None),
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1", "the gradient of kl_loss_type=k1 is 0 on average"),
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1+", None),
-        (f"{JUDGE} algorithm.filter_groups.enable=True", "whether a score is 1 or more, which says little of a reward"),
+        (f"{JUDGE} algorithm.filter_groups.enable=True", "a score is at least 1, which means little for a reward"),
         (f"{JUDGE} reward_model.rule_weight=1 algorithm.filter_groups.enable=True", None),
     ],
 )

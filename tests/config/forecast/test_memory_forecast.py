@@ -299,7 +299,7 @@ def test_of_an_unknown_architecture_nothing_is_predicted(forecast):
     found = forecast(model_type="starcoder2")
     assert found.names == found.phases() == []
     (line,) = short_text(found).splitlines()
-    assert line.startswith("memory: nothing is predicted of actor: ") and "starcoder2" in line
+    assert line.startswith("memory: no prediction for actor: ") and "starcoder2" in line
     assert long_text(found) == line
 
 
@@ -307,7 +307,7 @@ def test_a_model_that_is_not_here_is_named_once(tmp_path: Path):
     composed = compose([f"{MODEL}.path=rlx-tests/nowhere", KL, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"])
     (line,) = short_text(MemoryForecast.of(composed.partial, machine())).splitlines()
     assert line == (
-        "memory: nothing is predicted of actor, critic, ref: the config.json of rlx-tests/nowhere is not on this machine"
+        "memory: no prediction for actor, critic, ref: the config.json of rlx-tests/nowhere is not on this machine"
     )
 
 
@@ -318,7 +318,7 @@ def test_roles_that_are_known_are_predicted_beside_those_that_are_not(forecast, 
     found = forecast("reward_model.enable=True", f"reward_model.model.path={judge}")
     assert "reward" not in found.names and "update_actor" in found.names
     assert found.phase("update_actor") == forecast().phase("update_actor")
-    assert short_text(found).startswith("memory: nothing is predicted of reward: ")
+    assert short_text(found).startswith("memory: no prediction for reward: ")
 
 
 def test_the_memory_of_a_cluster_is_not_known(forecast):
@@ -341,7 +341,7 @@ def test_the_short_text_has_a_row_for_each_phase(forecast):
     longest = {row.split()[0]: row.split()[-1] for row in rows}
     assert longest["update_actor"] == f"{found.longest('update_actor'):,}" and longest["sync"] == "any"
     assert "memory of a device: 0.10 GB" in legend and "sequences of 16 tokens" in legend
-    assert host.startswith("host memory: up to 0.00 of 0.02 GB wait there in 1 process(es)")
+    assert host.startswith("host memory: 1 process(es) of a machine hold up to 0.00 of 0.02 GB")
 
 
 def test_the_long_text_has_the_parts(forecast):
