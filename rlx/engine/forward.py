@@ -210,15 +210,13 @@ class Forward:
             what = "has a bias" if type(head) is nn.Linear else f"is a {type(head).__name__}"
             self._tell("log-probs are computed from logits", f"its head {what}")
             return False
-        given: list[
-            tuple[Tensor, Tensor]
-        ] = []  # results of the head, each with a copy that in-place operations do not reach
-        hook = head.register_forward_hook(lambda module, inputs, output: given.append((output, output.clone())))
+        given: list[Tensor] = []  # copies of the head's results, which in-place operations do not reach
+        hook = head.register_forward_hook(lambda module, inputs, output: given.append(output.clone()))
         returned = self._try({"input_ids": self._tokens([[0, 1]])})
         hook.remove()
-        is_last = (
-            len(given) == 1 and returned is given[0][0] and torch.equal(returned.nan_to_num(), given[0][1].nan_to_num())
-        )
+        # Some models return their logits in fp32, as log-probs are.
+        is_wide = len(given) == 1 and returned.dtype == torch.promote_types(returned.dtype, given[0].dtype)
+        is_last = is_wide and torch.equal(returned.nan_to_num(), given[0].to(returned.dtype).nan_to_num())
         if not is_last:
             self._tell("log-probs are computed from logits", "it changes the result of its head")
         return is_last

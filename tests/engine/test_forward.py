@@ -310,6 +310,22 @@ def test_a_model_whose_head_cannot_be_replaced_is_read_by_its_logits(name, batch
     assert gradient.norm() > 0
 
 
+class Upcasting(hf.Qwen2ForCausalLM):
+    """Returns its logits in fp32, as Mamba does."""
+
+    def forward(self, logits_to_keep=0, **kwargs):
+        output = super().forward(logits_to_keep=logits_to_keep, **kwargs)
+        output.logits = output.logits.float()
+        return output
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_model_that_returns_its_logits_in_fp32_ends_with_its_head(dtype):
+    model = made(lambda: Upcasting(hf.Qwen2Config(**SHAPE))).to(dtype)
+    assert Forward(model, model, torch.device("cpu"), "sdpa")._head_ends_it
+
+
 def test_offloading_answers_packed_attention_in_backward(batch):
     """Whatever the sequences of a micro-batch are, attention is one call of a layer, and is not computed again."""
     register_attention(packed_attention)
