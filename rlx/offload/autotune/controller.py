@@ -97,6 +97,7 @@ class PlanController:
         self._consensus = Consensus()
         self._cache_key: dict[str, Any] | None = None  # None: no pass has been profiled yet
         self._measured: dict[Key, PassProfile] = {}  # profiled since the last report
+        self._unwritten: dict[Key, PassProfile] = {}  # profiles of all ranks that wait for the cache key
         self._warm_up: dict[Key, PassProfile] = {}  # likewise, in the pass that warmed up
         self._reserve_bytes = 0
         self._gradient_bytes: int | None = None  # of all gradients, as a rank holds them between steps
@@ -199,6 +200,8 @@ class PlanController:
         self._is_warm = self._is_warm or bucket.passes > 1
         self._collect(bucket, key)
         call = describe_call(tensors, self._devices[key[0]]) if bucket.plan is None else {}
+        if self._agrees and call:
+            bucket.call = call  # the first rank may follow a plan from its first pass on, and has to know the cache key
         if bucket.plan is None and not self._agrees:
             self._join([self._report()])
             self._check_cached(bucket, key, tensors, call)
@@ -254,11 +257,16 @@ class PlanController:
             bucket = self._buckets.setdefault(key, LengthBucket())
             if key in measured or bucket.profile is None:
                 bucket.profile, bucket.is_cached = profile, key not in measured
-        if self._cache is None or self._cache_key is None or not self._is_first_rank:
+        if self._cache is None or not self._is_first_rank:
+            return
+        self._unwritten |= measured
+        if self._cache_key is None:
             return
         # A length that only other ranks have met counts as called alike.
-        is_alike = {key: not (call := self._buckets[key].call) or call == self._cache_key["call"] for key in measured}
-        new = {k: p for k, p in measured.items() if is_alike[k] and self._consensus.is_new(k, p)}
+        calls = {key: self._buckets[key].call or self._cache_key["call"] for key in self._unwritten}
+        alike = {key: profile for key, profile in self._unwritten.items() if calls[key] == self._cache_key["call"]}
+        new = {key: profile for key, profile in alike.items() if self._consensus.is_new(key, profile)}
+        self._unwritten = {}
         if new:
             self._cache.write(self._cache_key, new, keep_others=not self._consensus.is_refuted)
 

@@ -60,6 +60,11 @@ def report(measured=(), warm_up=(), cached=()):
     return RankReport(dict(measured), dict(warm_up), dict(cached), LIMITS)
 
 
+def test_profiles_wait_for_the_first_rank_to_know_the_cache_key(two_ranks, tmp_path):
+    one, other = two_ranks("auto", "first_rank_comes_late", str(tmp_path / "cache"))
+    assert len(one) == 1 and set(other) <= set(one)
+
+
 @pytest.fixture
 def one(toys, enable):
     """A measurement."""
