@@ -22,10 +22,15 @@ from rlx.offload.tiling.tiling import TiledForward
 
 # Options that change which bytes are copied, or how much of the host's time a copy takes. Budgets are not among them.
 _OPTIONS = ("min_bytes", "pin_memory", "use_streams", "prefetch_layers", "max_inflight_bytes", "tier")
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 # Attributes in which equal layers differ; `training` is noted once for the whole layer.
 _IGNORED = ("layer_idx", "layer_id", "training")
-_KERNELS = {"flash_attn", "flash_attn_interface", "liger_kernel", "triton"}  # packages whose kernels layers may call
+_KERNEL_PACKAGES = {
+    "flash_attn",
+    "flash_attn_interface",
+    "liger_kernel",
+    "triton",
+}  # packages whose kernels layers may call
 
 
 def digest(data: Any) -> str:
@@ -76,7 +81,7 @@ def cache_key(
     """
     cuda: Any = torch.backends.cuda  # these functions carry no types
     sdpa = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.math_sdp_enabled)
-    packages = {layer.partition(".")[0] for layer in layers.values()} | _KERNELS
+    packages = {layer.partition(".")[0] for layer in layers.values()} | _KERNEL_PACKAGES
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in sorted(packages)}
     return {
         "version": PROFILE_VERSION,
@@ -106,9 +111,11 @@ def _class_name(module: nn.Module) -> str:
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:
     """Return plain attributes, the attention settings of transformers' configuration (kernel, for example), and the tile size."""
     names = sorted(name for name in vars(module) if not name.startswith("_") and name not in _IGNORED)
-    plain = [(name, vars(module)[name]) for name in names if type(vars(module)[name]) in _PLAIN]
+    plain = [(name, vars(module)[name]) for name in names if type(vars(module)[name]) in _PLAIN_TYPES]
     config = getattr(getattr(module, "config", None), "__dict__", {})
-    attention = [(k, v) for k, v in sorted(config.items()) if type(v) in _PLAIN and ("attn" in k or "attention" in k)]
+    attention = [
+        (k, v) for k, v in sorted(config.items()) if type(v) in _PLAIN_TYPES and ("attn" in k or "attention" in k)
+    ]
     forward = vars(module).get("forward")
     return plain, attention, forward.positions_per_tile if isinstance(forward, TiledForward) else None
 

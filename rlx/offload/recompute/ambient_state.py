@@ -24,7 +24,7 @@ _SEVERAL_THREADS = (
     "that the numbers cannot be repeated. Let the threads run one after the other, switch dropout off, or use "
     "enable_ckpt=False"
 )
-_KERNELS = (
+_SDPA_BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
@@ -163,7 +163,7 @@ class AmbientState:
             if device != device_now:
                 stack.enter_context(device)
             if kernels != kernels_now:
-                allowed = [kernel for kernel, is_on in zip(_KERNELS, kernels, strict=True) if is_on]
+                allowed = [kernel for kernel, is_on in zip(_SDPA_BACKENDS, kernels, strict=True) if is_on]
                 stack.enter_context(sdpa_kernel(allowed))
             if redraws:
                 stack.enter_context(self._redrawing())

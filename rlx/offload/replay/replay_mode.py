@@ -53,7 +53,7 @@ if hasattr(F, "grouped_mm"):
 _CAST: frozenset[Any] = frozenset({F.linear, torch.addmm, torch.mm, F.scaled_dot_product_attention})
 _WRAPPED: set[type] = set()  # autograd Functions whose `apply` asks for the active OpMode
 # Attention kernels that are an autograd Function and so no torch function, by module: flash-attn 2, 3 and 4.
-_KERNELS = {
+_KERNEL_FUNCTIONS = {
     "flash_attn.flash_attn_interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
     "flash_attn_interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
     "flash_attn.cute.interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
@@ -98,7 +98,7 @@ def register_attention(function: Any) -> None:
 
 def register_known_attention() -> None:
     """Register the kernels of flash-attn that are imported already."""
-    for module, names in _KERNELS.items():
+    for module, names in _KERNEL_FUNCTIONS.items():
         if module in sys.modules:
             for name in names:
                 function = getattr(importlib.import_module(module), name, None)
