@@ -98,8 +98,8 @@ class Consensus:
 def bytes_ratio(own: PassProfile, cached: PassProfile) -> float | None:
     """Return the ratio by which the bytes of a pass exceed those of a cached profile, at least 1; None: they do not agree.
 
-    They agree if both have the same layers with the same operations, and if all bytes differ by at most the ratio of their
-    inputs' lengths times `_ALIKE`. Times are not compared, nor are the operations to plan, which depend on times.
+    They agree if both have the same layers with the same operations, and all bytes are alike. Bytes are alike if they
+    differ by at most the ratio of the inputs' lengths times `_ALIKE`. Times are not compared, nor are the operations to plan, which depend on times.
     """
     layers, others = ([(kind.members, kind.names, kind.flow) for kind in profile.kinds] for profile in (own, cached))
     if layers != others:

@@ -53,9 +53,9 @@ class Inputs(NamedTuple):
     """Sizes of the tensors that a layer is called with [bytes].
 
     Args:
-        own: of the tensors that require a gradient, by id.
-        memory: of the memory of these tensors, by address.
-        shared: of the memory of all other tensors, by address.
+        own: size of each tensor that requires a gradient, by id; without parameters.
+        memory: the same sizes, by address of the storage.
+        shared: size of each tensor that requires no gradient, by address of the storage.
     """
 
     own: dict[int, int]
@@ -262,7 +262,7 @@ class PlanController:
         self._unwritten |= measured
         if self._cache_key is None:
             return
-        # A length that only other ranks have met counts as called alike.
+        # For a length that only other ranks have met, assume the call that the cache key describes.
         calls = {key: self._buckets[key].call or self._cache_key["call"] for key in self._unwritten}
         alike = {key: profile for key, profile in self._unwritten.items() if calls[key] == self._cache_key["call"]}
         new = {key: profile for key, profile in alike.items() if self._consensus.is_new(key, profile)}

@@ -11,9 +11,10 @@ and the gradient of the layer's output. It is not charged with memory of other l
 still being copied to the host, and prefetched inputs.
 
 Note [what FSDP2 holds during a step]
-FSDP2 holds memory that no plan can change, so a budget must cover it. In the backward of a layer it has four parts: the layer's
-gathered parameters, those of the layer before (prefetched), the layer's gradients before they are reduced, and the buffer that
-reduces gradients of the layer after it. With Qwen2-7B in bf16 each of the four is 0.47 GB. The first layer's parameters are
+FSDP2 holds memory that no plan can change, so a budget must cover it. In the backward of a layer it has four parts. Two are
+parameters: the layer's gathered ones, and those of the layer before (prefetched). Two are for gradients: the layer's before
+they are reduced, and the buffer that reduces gradients of the layer after it.
+With Qwen2-7B in bf16 each of the four is 0.47 GB. The first layer's parameters are
 already gathered when that layer begins. They are subtracted from the memory that exists before it, so that gathered parameters
 are charged to all layers. Prefetched parameters exist when backward begins, so they are charged as well.
 The buffer does not exist in the last layer. So each other layer compares the memory when its backward begins with the memory when
@@ -174,7 +175,7 @@ class LayerProfile:
         self._passed: list[tuple[int, Mark, int]] = []  # border, when it was passed, peak memory before it
         self._rest_bytes = 0  # peak memory after the last border
         self._gradient_bytes = gradient_bytes
-        self._had_bytes = 0  # of gradients, when backward came to the layer
+        self._had_bytes = 0  # of the gradients that existed when backward came to the layer
         self._made_bytes = 0  # of gradients made until the last border
         self._sharding_bytes = 0  # memory of FSDP2, in addition to that when backward began
 
@@ -297,7 +298,7 @@ class LayerProfile:
         self.late_bytes = self.held_from(self._middle)
 
     def _segment(self, peak: int) -> int:
-        """Return the peak since the last border, with this layer's inputs; prefetched ones, assumed as large, do not count."""
+        """Return the peak since the last border. This layer's inputs count; prefetched ones, assumed to be as large, do not."""
         is_fetching = any(border <= self._middle for border, _, _ in self._passed)
         return self._charged(peak) + (0 if is_fetching else self.boundary_bytes)
 

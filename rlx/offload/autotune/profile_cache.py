@@ -57,7 +57,7 @@ class ProfileCache:
     @property
     def has_files(self) -> bool:
         """Whether the folder exists. Its profiles may be of other layers: a run describes its layers when they are called."""
-        return os.path.isdir(self._folder)  # which raises nothing for a folder that may not be searched
+        return os.path.isdir(self._folder)  # raises no error for a folder without permission to search
 
     def see(self, layer: Layer, module: nn.Module) -> None:
         """Describe a layer that is called for the first time; with the first layer, also describe the rest of the model."""

@@ -1,8 +1,9 @@
 """Boundary mode: a layer keeps its inputs, offloaded, and is recomputed when backward reaches it.
 
 Rule 1. Forward runs under saved-tensor hooks. Each tensor that autograd saves is replaced by a slot, a number: autograd
-    gets 0 for the first tensor, 1 for the second. The layer's inputs are offloaded; nothing else of it stays in memory.
-Rule 2. Backward asks for a slot. The first request runs the layer's forward again, on the offloaded inputs. The n-th
+    gets 0 for the first tensor, 1 for the second. The layer's inputs are offloaded;
+    those that are small or need no gradient stay on the device. Nothing else of the layer is kept.
+Rule 2. Backward asks for a slot. The first request fetches the inputs and runs the layer's forward again. The n-th
     tensor that autograd saves now is the value of slot n.
 Rule 3. The recomputation stops after the last slot. Example: a layer ends with a linear map `down(h)`, whose backward
     reads `h`. Autograd saves `h` last, so the recomputation stops there and the product itself is not repeated.
@@ -11,15 +12,15 @@ Rule 4. Each value is given away once. If backward asks for a slot again (`retai
 Rule 5. The recomputation must save what forward saved: as many tensors, of the same shapes and dtypes, of the same
     parameters. Otherwise it raises `RecomputeError`.
 
-A `RecomputePolicy` may deviate from this: it may keep results, so that some operations are not repeated, or measure the
-layer. `torch.utils.checkpoint` (non-reentrant) has the same idea of a second forward that fills holders and stops early.
-It does not offload inputs, lets writes to saved tensors pass, and always repeats random state.
+A `RecomputePolicy` may deviate: it may keep results, so that recomputation skips their operations, or profile the layer.
+`torch.utils.checkpoint` (non-reentrant) also runs forward a second time to fill placeholders, and stops early. But it
+does not offload inputs, does not report writes to saved tensors, and always restores the random state.
 
 Note [writes to saved tensors]
 Plain autograd raises an error if a saved tensor is written to before backward reads it. So does this engine. A slot
 compares the version counter of its tensor with the version at the save (Note [who may write to a saved tensor] in
-`saved_slots.py`). Examples that raise: the layer writes to a tensor behind the last slot, where the recomputation does not
-come; a caller writes to the layer's output. A layer that writes to its own input cannot be run twice: it raises at the
+`saved_slots.py`). Two examples raise. The layer writes to a saved tensor after the last slot, where recomputation has
+stopped. A caller writes to the layer's output. A layer that writes to its own input cannot be run twice: it raises at the
 end of its forward. A write to an input after the layer has ended is harmless once the bytes have been offloaded.
 """
 
@@ -83,7 +84,7 @@ def run_recomputed(
 
     Args:
         session: offloads the inputs.
-        layer: the layer's memory.
+        layer: the layer's state that outlasts a call.
         repeatable: the forward.
         args, kwargs: its arguments.
         tensors: the tensors in them.

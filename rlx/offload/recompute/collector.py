@@ -5,9 +5,9 @@ A layer may compute on streams of its own, and wait for them before it uses thei
 the last saved tensor would skip the waits behind it. So a layer that saves a tensor on another stream than the one on
 which its recomputation began is run to its end, in this recomputation and all later ones.
 
-Asking for the current stream takes time. It is asked for every tensor when the layer's saved tensors have new shapes or
-dtypes, and for the last tensor always. Backward may reach a part on a side stream first. The recomputation then begins
-on that stream, on which no other stream shows; so the stream is compared with the one on which forward began.
+Asking for the current stream takes time. The hook asks at every tensor if the layer's saved tensors have new shapes or
+dtypes, otherwise at the last tensor only. Backward may reach a part on a side stream first. The recomputation then begins
+on that stream and sees no other. So this stream is compared with the one on which forward began.
 
 Backward may read the tensors on any of the streams. Each of them first waits for the recomputation.
 """

@@ -19,8 +19,8 @@ Site = tuple[weakref.ref[nn.Module], str]
 class TensorSites:
     """The parameters and buffers of a layer as (module, attribute) pairs, with weak references to the modules.
 
-    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So this class keeps
-    which ones the last forward saved.
+    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So this class
+    remembers which parameters the last forward saved, and `ModuleState` skips these.
 
     Args:
         layer: the whole layer.

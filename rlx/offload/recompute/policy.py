@@ -57,8 +57,8 @@ class RecomputePolicy:
     Attributes:
         offloads_inputs: whether the layer's inputs are offloaded; else they are kept on the device.
         prefetches_early: prefetch the layer before this one when recomputation begins, not below a slot.
-        reuses_results: whether the recomputation may contain results that forward computed. Its graph then holds them,
-            so that saved tensors are detached from it.
+        reuses_results: whether a recomputation may use results of forward. Its graph would hold these results, so the
+            saved tensors are detached from the graph.
     """
 
     offloads_inputs = True
@@ -90,7 +90,7 @@ class RecomputePolicy:
         """The layer has been recomputed; its backward follows."""
 
     def prefetch_below(self, slots: int) -> int:
-        """Return the slot below which backward prefetches the layer before, of `slots` slots.
+        """Return the slot below which backward prefetches the layer before this one; the call has `slots` slots.
 
         Backward asks for slots from the last to the first. Example: of 20 slots, prefetch begins at slot 9.
         """
@@ -101,7 +101,7 @@ class RecomputePolicy:
         return prefetch_below
 
     def pass_border(self, slot: int) -> int:
-        """Backward asks for `slot`, which is below a border. Return the next border, 0 for none."""
+        """Backward has passed a border: it asks for `slot`, which lies below. Return the next border; 0: there is none."""
         return 0
 
 

@@ -4,10 +4,10 @@ Example: `y = x.exp()` saves `y`. The pack hook notes `y` and returns 7, if seve
 has ended, slot 7 keeps of `y` its shape, its dtype and a way to tell whether `y` was written to; the memory is free.
 
 Note [the work of hooks]
-Work in a hook, done for each tensor as autograd saves it, costs several times the same work in a loop, because the
-layer's kernels run between the calls. So the hooks only append tensors to a list. The tensors are
+Autograd calls a hook for each tensor that it saves. Work in a hook costs several times as much as in a loop, because
+the layer's kernels run between the calls. So the hooks only append tensors to a list. The tensors are
 examined when forward, or the recomputation, has ended. Until then a layer's saved tensors stay alive, as they do without
-offloading; in forward this is less than recomputing the layer needs later. The lists are cleared in any case, because
+offloading. This takes less memory than recomputing the layer takes later. The lists are cleared in any case, because
 the graph holds the hooks, the hooks hold the lists, and the tensors hold the graph.
 
 Note [who may write to a saved tensor]
@@ -140,7 +140,7 @@ class SavedSlots:
     def is_rest_worth_skipping(self) -> bool:
         """Whether, on the CPU, the operations after the last slot take longer than the exception that skips them.
 
-        This is known for a product with a parameter, by its size. True for anything else, and with other processes:
+        The size of a product with a parameter decides. The result is True for any other operation, and with several processes:
         sizes differ between ranks, and the rest may contain a collective operation.
         """
         last, shapes = len(self.versions) - 1, self.specs.shapes

@@ -56,7 +56,7 @@ class StashedTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the stashed bytes are the original ones. Bytes that were offloaded before a write are."""
+        """Whether the stashed bytes are still the original ones. A write after the copy to the host does not change them."""
         return self.is_untouched if self._offloaded is None else not self._offloaded.is_torn
 
     def tensor(self) -> Tensor:
@@ -121,7 +121,7 @@ class LayerInputs:
                 if tensor.is_inference():
                     continue
                 if type(tensor) is Tensor:
-                    # If the layer's output is added to the tensor in place, the tensor holds the graph that holds this.
+                    # An alias, because a tensor to which the layer's output is added in place holds the graph, which holds this.
                     alias = kept = by_id[id(tensor)] = tensor.detach()
                 self._constants.append((kept, tensor._version))
             if alias is not None:

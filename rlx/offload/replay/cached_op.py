@@ -18,8 +18,8 @@ from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import VersionProbe, is_plain, size_bytes, span_bytes, storage_address
 
-# Attention that saves more than this many times the bytes of its result, its arguments aside, saves the scores: it is no
-# fused kernel.
+# A fused kernel of attention saves at most this many times the bytes of its result, besides its arguments. Attention that
+# saves more saves its scores, and is not cached.
 _MAX_SAVED_RATIO = 2.0
 
 Stash = Callable[[Tensor], StashedTensor | None]  # stashes a tensor; None if there is no room for it

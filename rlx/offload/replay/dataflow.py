@@ -3,9 +3,9 @@
 Note [how it is known that nobody reads]
 While a layer is profiled, every torch function that it calls is noted, with the results among its arguments; results are
 recognized by their storage. Linear maps and the functions in `_KNOWN` read their arguments and make one result. Any other
-function may do anything: it counts as a reader of its arguments. A view is the exception: it is the same result.
-Autograd reads the tensors that it saves. If an argument has a graph but no noted function made it, something computes
-unseen; then every result counts as read.
+function may do anything, so it counts as a reader of its arguments. Only a function that returns a view counts as no
+reader: a view is the same result. Autograd reads the tensors that it saves. If an argument has a graph but no noted
+function made it, something computes unseen; then the layer has no dead ops.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class DeadOpProof:
             self._is_given, self._verdict = bool(self._verdict.item()), None
             if not self._is_given:
                 logger.info(
-                    "activation offloading: a layer reads results in a way that profiling did not see; all its operations "
-                    "are recomputed, which takes longer than planned"
+                    "activation offloading: a layer reads results in a way that profiling did not see; its dead ops "
+                    "are recomputed too, which takes longer than planned"
                 )
         return self._is_given
 
@@ -177,9 +177,7 @@ def recompute_without_dead_ops(
     except DeadOpNeededError:
         proof.give_up()
     except Exception:  # a layer may raise anything for NaN: it reads the result of a dead op
-        logger.info(
-            "activation offloading: a layer reads the results of all its operations, so all of them are recomputed"
-        )
+        logger.info("activation offloading: a layer reads results of its dead ops, so its dead ops are recomputed too")
     saved = run(complete)
     if poisoned is not None:
         proof.give(poisoned, fingerprints(saved))

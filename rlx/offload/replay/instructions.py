@@ -27,10 +27,10 @@ class LayerInstructions:
         dead_op_reads: the functions that read results of `dead_ops`, in order. If a forward differs from this or from
             `other_names`, its recomputation repeats all of `dead_ops`.
         proof: whether skipping `dead_ops` is known to be right.
-        call_names: names of all calls, from `call_name`. From the first other call on a layer repeats all. None: any.
+        call_names: names of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
         fetch_early: prefetch the layer before when this layer's recomputation begins.
-        fetch_call, fetch_below: else prefetch it when backward reaches this call, or asks for a slot below this one.
-            None: when backward has passed the operations behind attention.
+        fetch_call, fetch_below: if not `fetch_early`, prefetch it when backward reaches this call or asks for a slot below
+            this one. None: when backward has passed the operations after attention.
         saved_bytes: the bytes that autograd saves in the layer, if known.
     """
 

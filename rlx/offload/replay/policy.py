@@ -18,7 +18,6 @@ from rlx.offload.replay.replay_mode import ReplayMode
 class CachedOpPolicy(RecomputePolicy):
     """Cache the results of operations in forward and replay them in recomputation; subclasses choose the recorder."""
 
-    # Also if nothing was cached: torch traces a compiled part of the layer again if the active modes differ from forward's.
     reuses_results = True
 
     def __init__(self) -> None:
@@ -39,6 +38,7 @@ class CachedOpPolicy(RecomputePolicy):
 
     def recompute(self, run: Run) -> list[Tensor]:
         """Recompute the layer without its cached ops."""
+        # In a mode also if nothing was cached: if the modes differ from forward's, torch traces compiled parts again.
         return run(partial(ReplayMode, self._cached_ops, self._call_count))
 
     def prefetch_below(self, slots: int) -> int:

@@ -149,7 +149,7 @@ class Recorder(OpMode):
 class AttentionRecorder(Recorder):
     """`save="attention"`: attention, the linear maps before it, the first one after it and the layer's last one.
 
-    Which linear map is the last one shows at the layer's end only. So the result of each map after attention waits until
+    Only the layer's end shows which linear map is the last one. So the result of each map after attention is held until
     the next map runs; one result is held at a time.
 
     Args:

@@ -231,7 +231,7 @@ class OffloadSession:
         held = sum(tier.held_bytes for tiers in self._tiers.values() for tier in tiers)
         logger.warning(
             "activation offloading: host memory is full: %d bytes held, %d more wanted, max_host_bytes is %s; "
-            "what does not fit stays on the device. Raise max_host_bytes to move it",
+            "what does not fit stays on the device. Raise max_host_bytes if it is set; otherwise the machine or the arena has no more",
             held,
             nbytes,
             self.options.max_host_bytes,
