@@ -220,7 +220,7 @@ class PlanController:
     @property
     def _compares_cache(self) -> bool:
         """Whether the first pass is profiled: there is a cache, or the first rank may have one."""
-        return self._cache is not None and (self._agrees or self._cache.has_files)
+        return self._cache is not None and (self._agrees or self._cache.has_folder)
 
     def _check_cached(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor], call: Mapping[str, Any]) -> None:
         """Drop a cached profile that does not apply to the pass that begins; else note the device memory for that pass."""

@@ -47,7 +47,7 @@ class OpProfile:
     small_bytes: int = 0  # of `nbytes`, in tensors too small to be offloaded
     extra_bytes: int = 0  # of `nbytes`, in tensors that autograd does not save
     summed_bytes: int = 0  # of its input, if its bias requires a gradient
-    can_be_answered: bool = False  # its result can be cached
+    is_cacheable: bool = False  # its result can be cached
     slots: int = -1  # number of tensors that autograd had saved after it
     again: tuple[Mark, Mark] | None = None  # begin and end in recomputation
     storages: dict[int, int] = field(default_factory=dict)  # of its result, during forward: addresses and bytes
@@ -205,17 +205,17 @@ class LayerProfile:
         # has waited for the host, or was busy with the operations just before; the two cases cannot be told apart.
         self.is_starved = self.is_starved or is_passed(self._marks[begin])
 
-    def end_forward(self, saved: Sequence[Tensor], can_be_answered: Sequence[bool], flow: Dataflow | None) -> None:
+    def end_forward(self, saved: Sequence[Tensor], is_cacheable: Sequence[bool], flow: Dataflow | None) -> None:
         """The layer's forward has ended, and its operations were profiled.
 
         Args:
             saved: the tensors that autograd has saved in it.
-            can_be_answered: for each of `calls` whether its result can be cached.
+            is_cacheable: for each of `calls` whether its result can be cached.
             flow: which operation reads which result; None: not known.
         """
         self.pass_forward()
-        for call, can_be in zip(self.calls, can_be_answered, strict=True):
-            call.can_be_answered = can_be
+        for call, can_be in zip(self.calls, is_cacheable, strict=True):
+            call.is_cacheable = can_be
         self.flow = flow
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

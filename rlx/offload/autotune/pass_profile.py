@@ -133,13 +133,13 @@ def _kind(members: Sequence[LayerProfile]) -> LayerKind:
         if len({call.name for call in calls}) > 1:
             break
         names.append(calls[0].name)
-        if all(call.can_be_answered for call in calls):
+        if all(call.is_cacheable for call in calls):
             operations[op] = _operation(timed, op)
     flow = members[0].flow if all(layer.flow == members[0].flow for layer in members) else None
     others: dict[int, Operation] = {}
     if flow is not None and len(names) == len(members[0].calls):
         for index, calls in enumerate(zip(*(layer.others for layer in members), strict=True)):
-            if all(call.can_be_answered and call.again is not None for call in calls):
+            if all(call.is_cacheable and call.again is not None for call in calls):
                 others[-1 - index] = _operation(timed, -1 - index)
     operations, small, saved_s = shortened(flow, operations, others) if others and flow else (operations, (), 0.0)
     forward_s = fmean(layer.forward_s for layer in timed)

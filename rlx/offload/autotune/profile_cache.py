@@ -55,7 +55,7 @@ class ProfileCache:
         self._warned: set[str] = set()
 
     @property
-    def has_files(self) -> bool:
+    def has_folder(self) -> bool:
         """Whether the folder exists. Its profiles may be of other layers: a run describes its layers when they are called."""
         return os.path.isdir(self._folder)  # raises no error for a folder without permission to search
 

@@ -98,8 +98,8 @@ class ProfilingRecorder(PlannedRecorder):
         super().end_forward(outputs)
         self._note_stashed()
         saved = self._recording.saved_since(0)
-        can_be_answered = [self.cached_ops[op] is not None for op in range(len(self._profile.calls))]
-        self._profile.end_forward(saved, can_be_answered, self._dataflow.dataflow(saved))
+        is_cacheable = [self.cached_ops[op] is not None for op in range(len(self._profile.calls))]
+        self._profile.end_forward(saved, is_cacheable, self._dataflow.dataflow(saved))
         self.cached_ops = {}
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
@@ -135,7 +135,7 @@ class ProfilingRecorder(PlannedRecorder):
         may_be_dead = why_not_cacheable((*arguments, *results)) is None and all(map(is_plain, seen))
         may_be_dead = may_be_dead and sources_of(seen, arguments) is not None
         # The graph decides when a result is stashed (Note [when a result is stashed]).
-        call.can_be_answered = may_be_dead and all(tensor.grad_fn is not None for tensor in results)
+        call.is_cacheable = may_be_dead and all(tensor.grad_fn is not None for tensor in results)
         for tensor in results:
             call.nbytes += size_bytes(tensor)
             call.small_bytes += size_bytes(tensor) if size_bytes(tensor) < profile.min_bytes else 0

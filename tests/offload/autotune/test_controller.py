@@ -172,7 +172,7 @@ def test_measured_costs(toys, enable):
         read(model).backward()
     names = ["linear 16x16", "linear 16x8", "linear 16x8", "attention", "linear 16x16", "linear 16x32", "linear 32x16"]
     assert [[call.name for call in sample.calls] for sample in seen] == [names] * 3
-    sizes = {call.name: call.nbytes for call in seen[0].calls if call.can_be_answered}
+    sizes = {call.name: call.nbytes for call in seen[0].calls if call.is_cacheable}
     row = 2 * 6 * 4  # bytes of a column in fp32
     assert (sizes["linear 16x16"], sizes["linear 16x8"], sizes["linear 16x32"]) == (16 * row, 8 * row, 32 * row)
     assert sizes["attention"] == 16 * row + 2 * 4 * 6 * 4  # and the log-sum-exp of four heads
