@@ -52,10 +52,6 @@ def _is(key: str, value: object) -> Callable[[CheckContext], bool]:
     return lambda s: s.value(key) == value
 
 
-def _is_not(key: str, value: object) -> Callable[[CheckContext], bool]:
-    return lambda s: s.value(key) != value
-
-
 def _no_files_of_the_task(s: CheckContext) -> bool:
     return ARITHMETIC not in (*s.config.data.train_files, *s.config.data.val_files)
 

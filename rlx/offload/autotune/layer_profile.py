@@ -104,12 +104,6 @@ class BackwardWindow:
     begin_gradient_bytes: int = 0
     turn: tuple[Mark, Mark] | None = None  # end of the layers' forward, begin of their backward
 
-    def made_bytes(self) -> int:
-        """Return the memory of gradients made since the first layer began."""
-        if self.is_sharded and self.begin_gradient_bytes:
-            return 0  # gradients existed before, and those of layers that are gathered now cannot be counted
-        return self.gradient_bytes() - self.begin_gradient_bytes
-
     @property
     def turnaround_s(self) -> float:
         """Time between forward and backward of the layers, in which the head and the loss run."""
@@ -285,10 +279,6 @@ class LayerProfile:
             self._memory.reset()
             self._borders_left = self._borders_left[len(below) :]
         return self._borders_left[0] if self._borders_left else 0
-
-    def is_late(self, slot: int) -> bool:
-        """Return whether a backward that asks for this slot prefetches the layer before."""
-        return slot < self._middle
 
     def end_backward(self, now: Mark, peak: int) -> None:
         """Backward has come to the layer before."""

@@ -68,11 +68,11 @@ def samples(request):
         assert sample.begin_borders(middle=4) == 6
         sample.end_recompute()
         memory.take(50)
-        assert sample.pass_border(5) == 4 and not sample.is_late(5)
+        assert sample.pass_border(5) == 4
         memory.take(50, -100 - SAVED // 2)  # backward of the MLP
         memory.take(request.param)  # gradients of its weights are made when it is over, where there are none yet
         own[0] += request.param
-        assert sample.pass_border(3) == 2 and sample.is_late(3)
+        assert sample.pass_border(3) == 2
         memory.take(INPUT * (sample.index > 0), 30, -30 - SAVED // 4)  # the next input comes
         assert sample.pass_border(1) == 0
         memory.take(-SAVED // 4)
