@@ -13,13 +13,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from rlx.cluster.errors import ClusterError, one_line
 from rlx.config.schema import PPOConfig
 from rlx.errors import did_you_mean
+from rlx.supervisor.link import tell
 
 _PROBE_S = 10.0
+# By the end of the program's or script's name; the raylet ends when one of its agents does.
+RAY_PROCESSES = {
+    "/gcs_server": "the gcs_server",
+    "/raylet": "the raylet",
+    "ray::DashboardAgent": "the dashboard agent",
+    "ray::RuntimeEnvAgent": "the runtime environment agent",
+    "/dashboard.py": "the dashboard",
+    "/log_monitor.py": "the log monitor",
+    "/monitor.py": "the autoscaler's monitor",
+}
+NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +67,14 @@ def session(config: PPOConfig) -> Iterator[None]:
         else:
             _join(address, {**quiet, **options})
         _take_sigterm_as_ctrl_c()
+        tell(scratch=str(folder) if folder else None, **_parts_of_ray(address))
         yield
     except Exception:
         folder = None  # kept, because its logs may tell more
+        tell(scratch=None)
         raise
     finally:
+        tell(daemons={}, helpers={}, head=None)  # their end is no loss from now on
         with _uninterrupted():
             _shutdown()
             if folder:
@@ -108,6 +124,23 @@ def _join(address: str, options: dict[str, Any]) -> None:
             f"the Ray head at {address} answers, but does not let this process in ({one_line(str(error))}); if the cluster "
             "asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as on its nodes; see docs/cluster.md"
         ) from None
+
+
+def _parts_of_ray(address: str) -> dict[str, Any]:
+    """Return what the supervisor watches: Ray's processes by name if they were started here, else the cluster's head."""
+    if address != "local":
+        return {"head": ray.get_runtime_context().gcs_address}
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            program = [part.strip() for part in process.cmdline()[:3]]
+        except psutil.NoSuchProcess:
+            continue
+        for end, name in RAY_PROCESSES.items():
+            if any(part.endswith(end) for part in program):
+                found[name] = process.pid
+    needed = {name: pid for name, pid in found.items() if name in NEEDED_PROCESSES}
+    return {"daemons": needed, "helpers": {name: pid for name, pid in found.items() if name not in needed}}
 
 
 def _probe(address: str) -> None:

@@ -10,7 +10,9 @@ from rlx.cluster.runtime import accelerator, session
 from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.data.sampler import PromptSampler
-from rlx.trainer.checkpoints import read_driver_state, run_folder
+from rlx.supervisor import link
+from rlx.supervisor.stopping import Stopping
+from rlx.trainer.checkpoints import checkpoints_in, read_driver_state, run_folder
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.report import write_report
@@ -18,6 +20,8 @@ from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import Tracker
 from rlx.trainer.warm_start import warm_start
 from rlx.workers.worker import Worker
+
+ENDING_S = 20.0  # for the end of workers and of Ray
 
 
 def run(config: PPOConfig, yaml: str) -> Path:
@@ -30,6 +34,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
     Raises:
         Exception: the errors of `prepare`; RewardError or WorkerFailure. Each names its remedy.
     """
+    config = continued(config)
     # `prepare` finds mistakes in the command. It comes before the warm start and the folder, so that a mistake costs no time
     # and leaves no folder.
     prepared = prepare(config)
@@ -37,10 +42,21 @@ def run(config: PPOConfig, yaml: str) -> Path:
         return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared)
 
 
+def continued(config: PPOConfig) -> PPOConfig:
+    """Return the configuration of a restart: resume from the run's newest checkpoint, else from where the command says."""
+    folder = link.folder_to_continue()
+    saved = checkpoints_in(Path(folder) / "checkpoints") if folder else []
+    if not saved:
+        return config
+    trainer = replace(config.trainer, resume_mode="resume_path", resume_from_path=str(saved[-1]))
+    return replace(config, trainer=trainer)
+
+
 def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
     checkpoint, tokenizer, train, val, sampler, rewards = prepared
     folder = run_folder(config, checkpoint)
     (folder / "config.yaml").write_text(yaml)
+    link.tell(folder=str(folder))
     step = read_driver_state(checkpoint).step if checkpoint else 0
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
     for notice in prepared.notices(config):
@@ -59,9 +75,11 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint)
-        trainer.fit()
+        with Stopping(config.trainer.save_on_sigterm_s) as stopping:
+            link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
+            trainer.fit(stopping)
     picture = write_report(folder / "metrics.jsonl", folder / "report.png")
-    progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)
+    progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
     return folder
 
 

@@ -36,6 +36,13 @@ class TrainerConfig:
     )
     resume_from_path: str | None = key(None, "Checkpoint folder (`.../global_step_N`) for resume_path.")
     default_local_dir: str | None = key(None, "Folder of run folders; null: outputs/<project_name>/<experiment_name>.")
+    max_restarts: int = key(3, "Restarts from the last checkpoint after something died or hung; 0: end.", minimum=0)
+    hang_timeout_s: float = key(
+        1800.0, "Seconds without progress on any process after which a call counts as hung.", exclusive_minimum=0
+    )
+    save_on_sigterm_s: float = key(
+        0.0, "Seconds after SIGTERM in which the step may end and a checkpoint be written; 0: end at once.", minimum=0
+    )
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
     validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
     log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
