@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,11 @@ import psutil
 import ray
 
 from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
+from rlx.cluster.hang import Standing, standing_of
+from rlx.heartbeat import beat, beats
+
+WATCH = "watch"
+"""Ray's concurrency group of `standing`. Each group has a thread of its own; all other methods share another one."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class WorkerProcess:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker: Any = None
+        self._working: int | None = None  # the thread of the call that runs
         self._reserved: socket.socket | None = None
         self._log = _Collector()
         logger = logging.getLogger("rlx")
@@ -99,9 +106,20 @@ class WorkerProcess:
 
         return self._guarded(work)
 
+    @ray.method(concurrency_group=WATCH)
+    def standing(self) -> Standing:
+        """Return where the call that runs stands, also when it is stuck."""
+        return standing_of(self._working, beats())
+
     def _guarded(self, work: Callable[[], Any]) -> WorkerReply:
+        beat()
+        self._working = threading.get_ident()
         try:
             value, fault = work(), None
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
             value, fault = None, fault_of(self._rank, error)
+        finally:
+            self._working = None
         return WorkerReply(value, fault, self._log.take())

@@ -18,7 +18,7 @@ from rlx.supervisor.policy import End, refusal
 DONE, FAILED, FAULTY = 0, 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TICK_S = 0.3  # between two looks at the driver and at Ray's processes
-ENDING_S = 30.0  # for a driver that failed: to close its loggers
+ENDING_S = 15.0  # for a driver that failed: to close its loggers
 PROBE_EVERY_S, PROBES = 5.0, 4  # the head of a cluster that does not answer so many times in a row is lost
 
 
@@ -70,7 +70,7 @@ class Driver:
     def ask_to_end(self, signum: int) -> None:
         """Pass a signal on; a driver that is not ready for it, or gets another one, is killed."""
         if "grace_s" not in self.facts or self._end_by_s < float("inf"):
-            self._process.kill()
+            family.end_all(self.pid)
             return
         self._process.send_signal(signum)
         self.end_within(self.facts["grace_s"])
@@ -82,7 +82,7 @@ class Driver:
     def enforce(self) -> None:
         """Kill it if its time is over."""
         if time.monotonic() > self._end_by_s:
-            self._process.kill()
+            family.end_all(self.pid)
 
     def lost(self) -> str | None:
         """Return in words which part of Ray has ended or does not answer, or None."""

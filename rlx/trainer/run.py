@@ -1,4 +1,4 @@
-"""One run from a checked configuration to its report; `rlx.main_ppo` calls it."""
+"""One run from a checked configuration to its report; `rlx.driver` calls it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +92,8 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
     together = {role.name: role.together for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
-    return WorkerGroup(placement, Worker, config, roles_of(config), meshes=meshes)
+    roles, limit_s = roles_of(config), trainer.hang_timeout_s
+    return WorkerGroup(placement, Worker, config, roles, meshes=meshes, hang_timeout_s=limit_s)
 
 
 def with_models(config: PPOConfig) -> PPOConfig:
