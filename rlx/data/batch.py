@@ -77,15 +77,11 @@ class BatchError(ValueError):
 class Batch:
     """Tensors with B rows, and lists of length B for everything else.
 
-    Args:
-        tensors: a TensorDict of batch size (B,); keys and shapes as in TENSORS.
-        info: lists of length B; keys as in INFO.
-
     Floating columns may be fp64 in tests that ask for it.
     """
 
-    tensors: TensorDict
-    info: dict[str, list[Any]] = field(default_factory=dict)
+    tensors: TensorDict  # of batch size (B,); keys and shapes as in TENSORS
+    info: dict[str, list[Any]] = field(default_factory=dict)  # lists of length B; keys as in INFO
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], info: dict[str, list[Any]] | None = None) -> "Batch":

@@ -77,21 +77,13 @@ def duration(value: float) -> str:
 
 
 class ProgressColumn(NamedTuple):
-    """One column of the step table.
+    """One column of the step table."""
 
-    Args:
-        title: in the header.
-        metrics: the column shows the first of these that a step has, else "-".
-        width: in characters.
-        form: formats the number.
-        drop: order on narrow terminals; the column with the highest number is dropped first.
-    """
-
-    title: str
-    metrics: tuple[str, ...]
-    width: int
-    form: Callable[[float], str]
-    drop: int
+    title: str  # in the header
+    metrics: tuple[str, ...]  # the column shows the first of these that a step has, else "-"
+    width: int  # in characters
+    form: Callable[[float], str]  # formats the number
+    drop: int  # order on narrow terminals; the column with the highest number is dropped first
 
 
 # KL is the KL to the reference if the run has one, else the KL between the policy before and after the step; mism is the mean
