@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.errors import ExplainedError
-from rlx.trainer.progress import PHASE_LABELS
+from rlx.trainer.progress import PHASE_LABELS, change
 from rlx.trainer.tracking import METRICS_FILE
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -99,17 +99,16 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
 
 def _headline(metrics: Metrics) -> str:
     """Return the change from first to last in one line."""
-    _, accuracy = _series(metrics, "val/accuracy")
-    _, reward = _series(metrics, "reward/mean")
+    (_, accuracy), (_, reward), (_, step_s) = (
+        _series(metrics, name) for name in ("val/accuracy", "reward/mean", "timing_s/step")
+    )
     parts = []
-    if accuracy:
-        change = (
-            f" -> {accuracy[-1]:.1%} ({100 * (accuracy[-1] - accuracy[0]):+.1f} points)" if len(accuracy) > 1 else ""
-        )
-        parts.append(f"held-out accuracy {accuracy[0]:.1%}{change}")
+    if len(accuracy) > 1:
+        parts.append(f"held-out accuracy {change(accuracy[0], accuracy[-1])}")
+    elif accuracy:
+        parts.append(f"held-out accuracy {accuracy[0]:.1%}")
     if reward:
         parts.append(f"sampled reward {reward[0]:.3f} -> {reward[-1]:.3f}")
-    step_s = _series(metrics, "timing_s/step")[1]
     if step_s:
         parts.append(f"{len(step_s)} steps, {sum(step_s) / len(step_s):.1f} s each")
     return "   ·   ".join(parts)
@@ -151,8 +150,8 @@ def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
 
 def _held_out(axes: Axes, series: Series) -> None:
     """Draw the line, and its points if they can be told apart."""
-    marker = "o" if len(series[0]) <= 30 else ""
     if series[0]:
+        marker = "o" if len(series[0]) <= 30 else ""
         axes.plot(*series, color=ORANGE, linewidth=1.8, marker=marker, markersize=5, label="held-out")
 
 
@@ -172,12 +171,10 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 
 
 def _legend(axes: Axes, *others: Axes) -> None:
-    entries = [axes.get_legend_handles_labels(), *(other.get_legend_handles_labels() for other in others)]
-    handles = [handle for found, _ in entries for handle in found]
-    if handles:
-        labels = [label for _, found in entries for label in found]
+    lines = [line for each in (axes, *others) for line in each.get_legend_handles_labels()[0]]
+    if lines:
         axes.legend(
-            handles, labels, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=8.5,
+            handles=lines, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=8.5,
             labelcolor=GREY, borderaxespad=0.2, handlelength=1.4, columnspacing=1.0,
         )  # fmt: skip
     else:
@@ -212,11 +209,9 @@ def _accuracy(axes: Axes, metrics: Metrics) -> None:
 
 def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
     _title(axes, "KL, entropy")
-    to_reference = _series(metrics, "actor/kl_ref")
-    if to_reference[0]:
-        _curve(axes, to_reference, RED, "KL (reference)")
-    else:
-        _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL (step)")
+    has_reference = any("actor/kl_ref" in row for row in metrics.values())
+    name, label = ("actor/kl_ref", "KL (reference)") if has_reference else ("actor/ppo_kl", "KL (step)")
+    _curve(axes, _series(metrics, name), RED, label)
     _curve(axes, _series(metrics, "mismatch/kl_k3"), ORANGE, "KL (sampler)")
     right = _right(axes)
     _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy, right")
@@ -249,10 +244,9 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
         color, label = PHASE_COLORS.get(name, GREY), name.replace("_", " ")
         axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=label)
         bottom = top
-    handles, labels = axes.get_legend_handles_labels()
     axes.set_ylim(0, max(bottom) * (1.15 + 0.08 * math.ceil(len(shown) / 3)) or 1.0)
     axes.legend(
-        handles[::-1], labels[::-1], loc="upper left", ncols=3, frameon=False, fontsize=8.5, labelcolor=GREY,
+        reverse=True, loc="upper left", ncols=3, frameon=False, fontsize=8.5, labelcolor=GREY,
         handlelength=0.9, columnspacing=1.2, borderaxespad=0.1,
     )  # fmt: skip
 
@@ -262,8 +256,8 @@ def _grad_norm(axes: Axes, metrics: Metrics) -> None:
     _curve(axes, _series(metrics, "actor/grad_norm"), BLUE, "actor")
     _curve(axes, _series(metrics, "critic/grad_norm"), ORANGE, "critic")
     skipped = [step for step, row in metrics.items() if row.get("actor/skipped", 0) + row.get("critic/skipped", 0) > 0]
-    for index, step in enumerate(skipped):
-        axes.axvline(step, color=RED, linewidth=1.0, linestyle=":", label="skipped" if index == 0 else None)
+    for step in skipped:
+        axes.axvline(step, color=RED, linewidth=1.0, linestyle=":", label="skipped" if step == skipped[0] else None)
     norms = [v for name in ("actor/grad_norm", "critic/grad_norm") for v in _series(metrics, name)[1] if v > 0]
     if norms and max(norms) / min(norms) > 100 and all(math.isfinite(v) for v in norms):
         axes.set_yscale("log")
