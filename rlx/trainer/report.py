@@ -87,10 +87,10 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 3, left=0.05, right=0.955, top=0.84, bottom=0.075, hspace=0.38, wspace=0.3)
     panels = [figure.add_subplot(grid[row, column]) for row in range(2) for column in range(3)]
-    draw = (_reward, _accuracy, _kl_and_entropy, _phase_times, _grad_norm, _response_length)
-    for axes, panel in zip(panels, draw, strict=True):
+    for axes, (name, draw) in zip(panels, PANELS.items(), strict=True):
         style(axes)
-        panel(axes, metrics)
+        axes.set_title(name, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+        draw(axes, metrics)
     figure.text(0.05, 0.955, title, fontsize=16, fontweight="bold", color=INK, va="center")
     figure.text(0.05, 0.912, _headline(metrics), fontsize=11.5, color=GREY, va="center")
     figure.savefig(out_png, dpi=DPI)
@@ -130,10 +130,6 @@ def style(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.set_xlabel("step", color=GREY, fontsize=9)
-
-
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
 
 
 def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
@@ -183,14 +179,12 @@ def _legend(axes: Axes, *others: Axes) -> None:
 
 
 def _reward(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Reward")
     _curve(axes, _series(metrics, "reward/mean"), BLUE, "sampled")
     _held_out(axes, _series(metrics, "val/reward"))
     _legend(axes)
 
 
 def _accuracy(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Accuracy")
     _curve(axes, _series(metrics, "reward/accuracy"), BLUE, "sampled")
     steps, values = _series(metrics, "val/accuracy")
     _held_out(axes, (steps, values))
@@ -208,7 +202,6 @@ def _accuracy(axes: Axes, metrics: Metrics) -> None:
 
 
 def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "KL, entropy")
     has_reference = any("actor/kl_ref" in row for row in metrics.values())
     name, label = ("actor/kl_ref", "KL (reference)") if has_reference else ("actor/ppo_kl", "KL (step)")
     _curve(axes, _series(metrics, name), RED, label)
@@ -223,7 +216,6 @@ def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
 
 def _phase_times(axes: Axes, metrics: Metrics) -> None:
     """Draw the seconds of each phase, stacked; phases with less than 1 % of the time count as the rest."""
-    _title(axes, "Seconds per step")
     rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
     order = [*(name for name in PHASE_LABELS if name in names), *sorted(names - PHASE_LABELS.keys())]
@@ -252,7 +244,6 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
 
 
 def _grad_norm(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Gradient norm")
     _curve(axes, _series(metrics, "actor/grad_norm"), BLUE, "actor")
     _curve(axes, _series(metrics, "critic/grad_norm"), ORANGE, "critic")
     skipped = [step for step, row in metrics.items() if row.get("actor/skipped", 0) + row.get("critic/skipped", 0) > 0]
@@ -265,7 +256,6 @@ def _grad_norm(axes: Axes, metrics: Metrics) -> None:
 
 
 def _response_length(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Response tokens")
     _curve(axes, _series(metrics, "response_length/mean"), BLUE, "mean")
     steps, cut = _series(metrics, "response_length/clip_ratio")
     others = []
@@ -275,6 +265,16 @@ def _response_length(axes: Axes, metrics: Metrics) -> None:
         right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         right.set_ylim(0, min(1.05, 1.3 * max(cut)))
     _legend(axes, *others)
+
+
+PANELS = {
+    "Reward": _reward,
+    "Accuracy": _accuracy,
+    "KL, entropy": _kl_and_entropy,
+    "Seconds per step": _phase_times,
+    "Gradient norm": _grad_norm,
+    "Response tokens": _response_length,
+}
 
 
 def main() -> None:
