@@ -57,7 +57,8 @@ def _is_collective(frame: FrameType | None) -> bool:
 class HangWatch:
     """Decides whether the ranks of a call are stuck: none of those still at work has made progress for too long.
 
-    A rank that waits for a slow one is not stuck, so the progress of any of them counts for all.
+    Progress is a beat, or another stack than at the last look: imports and the loading of a model give no beats. A rank that
+    waits for a slow one is not stuck, so the progress of any of them counts for all.
 
     Args:
         timeout_s: `trainer.hang_timeout_s` [s].
@@ -66,7 +67,7 @@ class HangWatch:
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
         self._timeout_s, self._since_s = timeout_s, now_s
-        self._beats: dict[int, int] = {}
+        self._seen: dict[int, Standing] = {}
 
     def faults(self, standings: Mapping[int, Standing | None], now_s: float) -> list[RankFault]:
         """Return a fault for each rank if they are stuck, the one that the others probably wait for first; else none.
@@ -75,9 +76,9 @@ class HangWatch:
             standings: of the ranks still at work; None: the rank did not answer.
             now_s: monotonic time.
         """
-        beats = {rank: standing.beats for rank, standing in standings.items() if standing is not None}
-        if any(self._beats.get(rank) != count for rank, count in beats.items()):
-            self._beats |= beats
+        answered = {rank: standing for rank, standing in standings.items() if standing is not None}
+        if any(self._seen.get(rank) != standing for rank, standing in answered.items()):
+            self._seen |= answered
             self._since_s = now_s
         if now_s - self._since_s < self._timeout_s:
             return []

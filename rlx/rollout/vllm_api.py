@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -83,11 +84,11 @@ def lacking_model(architectures: Sequence[str]) -> str | None:
 
 def _beat_at_each(engine: Any) -> None:
     """Let an engine's steps, each of which decodes a token of every running request, count as progress."""
-    step = engine.step
+    step, engine_ref = type(engine).step, weakref.ref(engine)  # a closed engine must not live on in a cycle
 
     def counted() -> Any:
         beat()
-        return step()
+        return step(engine_ref())
 
     engine.step = counted
 

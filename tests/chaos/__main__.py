@@ -55,6 +55,7 @@ class Outcome(NamedTuple):
         restarts: of the driver, by the supervisor.
         commands: times that the command was given.
         wall_s: seconds of all.
+        recovery_s: longest time from the notice of a restart, or from another start of the command, to the next row.
     """
 
     plan: Plan
@@ -63,15 +64,18 @@ class Outcome(NamedTuple):
     restarts: int
     commands: int
     wall_s: float
+    recovery_s: float
 
     def row(self) -> str:
         """Return a line of the table."""
         result = "ok" if not self.wrong else "; ".join(self.wrong)
         seed, fault, moment = self.plan
-        return f"{seed:5} {fault:22} {moment:14} {self.done[:44]:44} {self.restarts:8} {self.commands:8} {self.wall_s:6.0f}  {result}"
+        return f"{seed:5} {fault:22} {moment:14} {self.done[:44]:44} {self.restarts:8} {self.commands:8} {self.recovery_s:5.0f} {self.wall_s:5.0f}  {result}"
 
 
-HEADER = f"{'seed':>5} {'fault':22} {'moment':14} {'done':44} {'restarts':>8} {'commands':>8} {'s':>6}  outcome"
+HEADER = (
+    f"{'seed':>5} {'fault':22} {'moment':14} {'done':44} {'restarts':>8} {'commands':>8} {'lost':>5} {'s':>5}  outcome"
+)
 
 
 def start(folder: Path, log: Path, extra: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -106,16 +110,18 @@ def broken(plan: Plan, expected: Trajectory, folder: Path, extra: Sequence[str])
     process = start(folder, log, extra)
     draw = random.Random(plan.seed)
     run = Run(process.pid, folder, began_s)
+    clock = Clock(folder, log)
     done = "the run was over" if not wait_for(plan.moment, run, draw, STEPS) else FAULTS[plan.fault](run, draw)
-    commands, code = 1, finish(process)
+    commands, code = 1, clock.until_end_of(process)
     may_end = plan.fault in ENDS_THE_COMMAND or "supervisor" in done
     while code != 0 and may_end and commands < COMMANDS:
+        clock.notice()
         commands, process = commands + 1, start(folder, log, extra)
-        code = finish(process)
+        code = clock.until_end_of(process)
     wall_s = time.monotonic() - began_s
     text = log.read_text(errors="replace")
     wrong = [f"exit code {code}"] if code != 0 else differences(expected, of_run(newest(folder)))
-    outcome = Outcome(plan, done, wrong, text.count("rlx restart "), commands, wall_s)
+    outcome = Outcome(plan, done, wrong, text.count("rlx restart "), commands, wall_s, clock.longest_s)
     if on_small_disk:
         subprocess.run(["umount", "-l", str(folder)], check=True)
     if not wrong:
@@ -123,14 +129,48 @@ def broken(plan: Plan, expected: Trajectory, folder: Path, extra: Sequence[str])
     return outcome
 
 
-def finish(process: subprocess.Popen[bytes]) -> int | None:
-    """Wait for the end of a command; None: it had to be killed."""
-    try:
-        return process.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return None
+class Clock:
+    """Measures the time from the notice of a failure to the next row.
+
+    Attributes:
+        longest_s: of all failures so far.
+    """
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self.longest_s = 0.0
+        self._folder, self._log, self._restarts = folder, log, 0
+        self._noticed: float | None = None
+
+    def notice(self) -> None:
+        """A failure is known now."""
+        self._noticed = time.time()
+
+    def until_end_of(self, process: subprocess.Popen[bytes]) -> int | None:
+        """Wait for the end of a command and return its exit code; None: it had to be killed."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.5)
+            self._look()
+        if self._noticed is not None:
+            self.longest_s, self._noticed = max(self.longest_s, time.time() - self._noticed), None
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            return None
+        return process.returncode
+
+    def _look(self) -> None:
+        restarts = self._log.read_text(errors="replace").count("rlx restart ")
+        if restarts > self._restarts:
+            self._restarts = restarts
+            self.notice()
+        if self._noticed is None:
+            return
+        files = sorted(self._folder.glob("*/metrics.jsonl"))
+        lines = files[-1].read_text().splitlines() if files else []
+        last = json.loads(lines[-1])["time"] if lines and lines[-1].endswith("}") else 0.0
+        if last > self._noticed:
+            self.longest_s, self._noticed = max(self.longest_s, last - self._noticed), None
 
 
 def mount(folder: Path) -> bool:
