@@ -174,10 +174,9 @@ class Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Join the rows of all batches in order. Columns, widths and info keys must agree; empty batches are skipped.
+    """Join the rows of all batches in order; empty batches are skipped.
 
-    Raises:
-        BatchError: there is nothing to join, or the batches differ in columns.
+    Raises BatchError if there is nothing to join, or if columns, widths or info keys differ.
     """
     full = [b for b in batches if len(b)] or list(batches[:1])
     if not full:

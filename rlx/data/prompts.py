@@ -187,7 +187,6 @@ class PromptDataset:
             ) from fault
 
     def _tokenise(self, contents: list[Content]) -> list[list[int]]:
-        """Return the token ids of each prompt, uncut."""
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
         ids: Any = (
@@ -249,9 +248,8 @@ def _checked_content(content: Any, key: str) -> Content:
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PromptDataset:
     """Return the data set of a split, of the user's own class if data.custom_cls names one.
 
-    Raises:
-        DataError: a file or a row is not as expected.
-        UserCodeError: the user's class cannot be loaded or lacks part of the interface.
+    Raises DataError for a faulty file or row, and UserCodeError if the user's class cannot be loaded or lacks part of the
+    interface.
     """
     files = {"train": config.train_files, "val": config.val_files}[split]
     custom = config.custom_cls

@@ -57,8 +57,7 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken; the batch size may differ, the order may not.
 
-        Raises:
-            DataError: the state comes from another data set, seed or kind of order.
+        Raises DataError if the state comes from another data set, seed or kind of order.
         """
         saved = {name: state[name] for name in self._identity()}
         if saved != self._identity():

@@ -63,8 +63,7 @@ class Function:
     def load(self) -> Callable[..., Any]:
         """Import the file and return the function.
 
-        Raises:
-            UserCodeError: the file is missing, fails to import, lacks the name, or the name cannot be called as a reward.
+        Raises UserCodeError if the file is missing, fails to import, lacks the name, or the name cannot be called as a reward.
         """
         if not self.is_own:
             module = importlib.import_module(self.source)

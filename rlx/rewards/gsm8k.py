@@ -32,17 +32,10 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     format_score: float = 0.0,
 ) -> float:
-    """Return 1.0 for the right number, `format_score` for another number in the right form, else 0.0.
+    """Return 1.0 for the right number, `format_score` for another number after `####`, else 0.0.
 
-    Args:
-        data_source: not used; part of the signature of all reward functions.
-        solution_str: the response.
-        ground_truth: a number, or text that is one ("1,200", "$18").
-        extra_info: not used.
-        format_score: for `#### <a wrong number>`.
-
-    Raises:
-        ValueError: the ground truth is no number.
+    The ground truth is a number, or text that is one ("1,200", "$18"); anything else raises ValueError. data_source and
+    extra_info are not used.
     """
     want = _WHOLE.fullmatch(str(ground_truth))
     if want is None:

@@ -117,11 +117,7 @@ class RewardManager:
         self._pool.close()
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
-        """Check that each of these data sources has a reward function, before the first sample comes.
-
-        Raises:
-            RewardError: names all that have none.
-        """
+        """Raise RewardError that names all of these data sources without a reward function, before the first sample comes."""
         asks_none = self._model is not None and self._model.rule_weight == 0
         unknown = [] if asks_none or self._all is not None else sorted(set(data_sources) - self._known.keys())
         if unknown:
@@ -183,9 +179,8 @@ class RewardManager:
     def usage(self) -> dict[str, float]:
         """Return the cost of scoring since the last call.
 
-        Returns:
-            reward/errors, reward/timeouts, reward/crashes: samples that scored 0 because their call raised, took too long or
-            ended its process; reward/retries: calls that were sent again; reward/processes: processes that ended in a call.
+        Figures are reward/errors, reward/timeouts, reward/crashes (samples that scored 0 because their call raised, took too
+        long or ended its process), reward/retries (calls sent again) and reward/processes (processes that ended in a call).
         """
         taken, self._taken = self._taken, Counter()
         return {f"reward/{name}": float(taken[name]) for name in POOL_FIGURES}
@@ -205,7 +200,6 @@ class RewardManager:
         )
 
     def _ask(self, samples: list[Sample], functions: list[Function]) -> list[Report]:
-        """Return the report of each sample's function."""
         rows_of: dict[Function, list[int]] = {}
         for row, function in enumerate(functions):
             rows_of.setdefault(function, []).append(row)
@@ -297,7 +291,6 @@ class RewardManager:
 
 
 def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
-    """Divide a list's call in two."""
     middle, found = len(rows) // 2, []
     for part in (slice(None, middle), slice(middle, None)):
         lists = {name: values[part] for name, values in call.arguments.items()}
@@ -306,7 +299,6 @@ def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
 
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:
-    """Return the report of each sample of a call."""
     if outcome.kind:
         is_fixed = function.source == MATHS and function.limit_s == MATH_LIMIT_S
         whose = "math-verify's limit, which reward.timeout_s does not raise" if is_fixed else "reward.timeout_s"

@@ -37,15 +37,9 @@ def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) ->
 def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
     """Return the rows of prompts whose samples differ in `metric`, in order.
 
-    Args:
-        batch: with group_id and scores.
-        scores: of its rows.
-        metric: acc (the reward function's own `acc`, else whether the score is at least 1), score (of the reward function),
-            seq_reward or seq_final_reward (scores of the batch), or a number that reward functions report. A sample without
-            the number differs from no other.
-
-    Raises:
-        SelectionError: no reward function reported such a number.
+    The metric is acc (`Scores.right`), score (of the reward function), seq_reward or seq_final_reward (scores of the batch), or
+    a number that reward functions report. A sample without the number differs from no other. Raises SelectionError if nobody
+    reports such a number.
     """
     named = {"acc": scores.right(), "score": scores.scores}
     named |= dict.fromkeys(("seq_reward", "seq_final_reward"), batch["scores"])
@@ -87,12 +81,9 @@ def _widened(batch: Batch, width: int) -> Batch:
 
 
 class DynamicSampling:
-    """The informative samples that dynamic sampling has found in a step.
+    """The samples that dynamic sampling has found in a step, of prompts whose samples differ in `metric`.
 
-    Args:
-        metric: the number in which a prompt's samples must differ.
-        wanted: number of prompts to find.
-        samples: per prompt.
+    It ends with `wanted` prompts of `samples` samples each.
     """
 
     def __init__(self, metric: str, wanted: int, samples: int):
@@ -123,7 +114,7 @@ class DynamicSampling:
         return take_rows(join(self._kept), range(self._wanted * self._samples))
 
     def metrics(self) -> dict[str, float]:
-        """Return figures over all generations of the step: their number, the share of prompts kept, and the accuracy."""
+        """Return the number of generations of the step, and over all of them the share of prompts kept and the accuracy."""
         return {
             "filter_groups/generations": float(self.generations),
             "filter_groups/kept_share": self.kept / self.prompts,

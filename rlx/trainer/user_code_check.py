@@ -45,13 +45,9 @@ class UserCode(NamedTuple):
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:
     """Import the user's reward function, policy loss and dataset class, and check that rlx can call them.
 
-    A rule of the configuration reports missing files; here they are no fault. If the run uses accelerators and this machine has
-    none, a failed import of a policy loss is only a warning: the workers' machines may have its packages.
-
-    Args:
-        config: the part that could be read.
-        broken: keys that could not be read; code that they configure is not tried.
-        machine: of the driver.
+    A rule of the configuration reports missing files; here they are no fault. Code of `broken` keys, which could not be read,
+    is not tried. If the run uses accelerators and this machine has none, a failed import of a policy loss is only a warning:
+    the workers' machines may have its packages.
     """
     faults, warnings = [], []
     for own in _of(config):

@@ -184,7 +184,6 @@ def folders_can_be_written(s: CheckContext) -> Faults:
 
 
 def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
-    """Yield each folder with the key that names it."""
     trainer = s.config.trainer
     for name in ("rollout_data_dir", "validation_data_dir"):
         if s.value(f"trainer.{name}") is not None:

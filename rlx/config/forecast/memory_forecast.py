@@ -156,13 +156,10 @@ class MemoryForecast:
         return [self.phase(name, is_least=is_least) for name in self.names]
 
     def phase(self, name: str, length: int | None = None, is_least: bool = False) -> Phase:
-        """Return the forecast of one phase.
+        """Return the forecast of one phase for the longest sequences, by default of the configured length [tokens].
 
-        Args:
-            name: of `names`.
-            length: tokens of the longest sequences; None: the configured length.
-            is_least: count only the memory that is certain: one sample of this length if only the number of packed samples is
-                limited, or if transformers decodes several at once.
+        With `is_least` it counts only memory that is certain: one sample of this length if only the number of packed samples is
+        limited, or if transformers decodes several at once.
         """
         own, longest = self._memories[OF_ROLE[name]], self.length if length is None else length
         if name == "rollout":
