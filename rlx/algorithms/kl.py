@@ -84,14 +84,9 @@ class KLController:
         self._type = "fixed" if target is None else "adaptive"
 
     def update(self, kl: float, samples: int) -> None:
-        """Adapt the coefficient, if it has a target.
+        """Adapt the coefficient, if it has a target, to the mean KL of a batch of `samples`.
 
-        Args:
-            kl: mean KL of the batch.
-            samples: samples in the batch.
-
-        Raises:
-            ValueError: kl is not finite; the coefficient is unchanged.
+        Raises ValueError if kl is not finite; the coefficient is then unchanged.
         """
         if self.target is None:
             return
@@ -109,8 +104,7 @@ class KLController:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint; a fixed coefficient stays the configuration's.
 
-        Raises:
-            ValueError: a controller of the other kind wrote it.
+        Raises ValueError if a controller of the other kind wrote it.
         """
         if state["type"] != self._type:
             raise ValueError(

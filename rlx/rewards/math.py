@@ -16,7 +16,7 @@ def compute_score(
     r"""Return 1.0 if the boxed (else the plain) expression equals the reference, else 0.0.
 
     Only boxes on the last line with a box count; several boxes on that line form a set. The ground truth is LaTeX or plain text
-    without `\\boxed`; ValueError if math-verify cannot read it. data_source and extra_info are not used.
+    without `\boxed`; ValueError if math-verify cannot read it. data_source and extra_info are not used.
     """
     gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     if not gold:
