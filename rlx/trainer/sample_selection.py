@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from rlx.algorithms.advantages import overlong_penalty
@@ -74,10 +73,8 @@ def join(parts: Sequence[Part]) -> Part:
 
 
 def _widened(batch: Batch, width: int) -> Batch:
-    def wider(column: Tensor) -> Tensor:
-        return pad(column, (width - column.shape[1], 0))
-
-    return batch.with_(input_ids=wider(batch["input_ids"]), attention_mask=wider(batch["attention_mask"]))
+    columns = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return batch.with_(**{name: pad(column, (width - column.shape[1], 0)) for name, column in columns.items()})
 
 
 class DynamicSampling:
