@@ -165,10 +165,7 @@ class Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Join the rows of all batches in order; empty batches are skipped.
-
-    Raises BatchError if there is nothing to join, or if columns, widths or info keys differ.
-    """
+    """Join the rows of all batches in order, without empty ones. Raises BatchError if they differ in columns or widths."""
     full = [b for b in batches if len(b)] or list(batches[:1])
     if not full:
         raise BatchError("no batch to join")

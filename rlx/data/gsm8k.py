@@ -46,10 +46,7 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def read_official(source: str, split: str) -> list[dict[str, Any]]:
-    """Return the official rows of a split (train or test) from a local JSONL file or the hub.
-
-    Raises DataError if neither can be read.
-    """
+    """Return the official rows of a split (train or test) from a local JSONL file or the hub. Raises DataError."""
     path = Path(source).expanduser()
     if path.suffix == ".jsonl" or path.exists():
         return read_jsonl(path)

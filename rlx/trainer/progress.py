@@ -258,10 +258,7 @@ class Progress:
 
     @contextmanager
     def step(self, number: int) -> Iterator[dict[str, float]]:
-        """Time one step, counted from 1.
-
-        The dict holds after the step the seconds of each phase, `timing_s/<phase>`, and of all, `timing_s/step`.
-        """
+        """Time one step, counted from 1; the dict gets `timing_s/<phase>` and `timing_s/step` [s] at its end."""
         if self._first_step is None:  # the estimate leaves out the start-up and a resumed run's earlier steps
             self._first_step, self._first_step_began = number, time.perf_counter()
             self._bar.reset(self._task, completed=number - 1)

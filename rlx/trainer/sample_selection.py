@@ -78,10 +78,7 @@ def _widened(batch: Batch, width: int) -> Batch:
 
 
 class DynamicSampling:
-    """The samples that dynamic sampling has found in a step, of prompts whose samples differ in `metric`.
-
-    It ends with `wanted` prompts of `samples` samples each.
-    """
+    """Collects samples of prompts whose samples differ in `metric`, until a step has `wanted` prompts of `samples` each."""
 
     def __init__(self, metric: str, wanted: int, samples: int):
         self._metric, self._wanted, self._samples = metric, wanted, samples
