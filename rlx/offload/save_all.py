@@ -19,7 +19,6 @@ from rlx.offload.storage.regions import (
     is_plain,
     modified_in_place,
     size_bytes,
-    span_length,
     storage_address,
 )
 
@@ -100,14 +99,11 @@ class SaveAllCall(LayerCall):
     def begin_unpack(self) -> None:
         """Fetch the calls before this one, when backward enters this call."""
         if self.begin_backward():
-            layers = self.session.options.prefetch_layers
-            self.prefetch(1 if layers is None else layers)
+            self.prefetch()
 
     def _can_offload(self, tensor: Tensor) -> bool:
         # Tangents that are all zeros may have no storage.
-        if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
-            return False
-        return span_length(tensor) >= (self.session.options.min_bytes or 1)
+        return tensor.device.type == self._device_type and is_plain(tensor) and storage_address(tensor) != 0
 
 
 def run_save_all(

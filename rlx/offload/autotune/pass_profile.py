@@ -61,9 +61,9 @@ class LayerKind(NamedTuple):
             on_device=on_device.union(self.small),
             off_device=off_device,
             call_names=self.names,
-            fetch_early=fetch == 0,
-            fetch_call=point.call if point.call >= 0 else None,
-            fetch_below=point.slots if point.call >= 0 else None,
+            prefetch_early=fetch == 0,
+            prefetch_call=point.call if point.call >= 0 else None,
+            prefetch_below=point.slots if point.call >= 0 else None,
             saved_bytes=self.cost.saved_bytes,
         )
         if self.flow is None or layer.keep:

@@ -28,8 +28,8 @@ class LayerInstructions:
             `other_names`, its recomputation repeats all of `dead_ops`.
         proof: whether skipping `dead_ops` is known to be right.
         call_names: names of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
-        fetch_early: prefetch the layer before when this layer's recomputation begins.
-        fetch_call, fetch_below: if not `fetch_early`, prefetch it when backward reaches this call or asks for a slot below
+        prefetch_early: prefetch the layer before when this layer's recomputation begins.
+        prefetch_call, prefetch_below: if not `prefetch_early`, prefetch it when backward reaches this call or asks for a slot below
             this one. None: when backward has passed the operations after attention.
         saved_bytes: the bytes that autograd saves in the layer, if known.
     """
@@ -43,9 +43,9 @@ class LayerInstructions:
     dead_op_reads: tuple[tuple[str, int], ...] = ()
     proof: DeadOpProof | None = None
     call_names: tuple[str, ...] | None = None
-    fetch_early: bool = False
-    fetch_call: int | None = None
-    fetch_below: int | None = None
+    prefetch_early: bool = False
+    prefetch_call: int | None = None
+    prefetch_below: int | None = None
     saved_bytes: int = 0
 
     @property

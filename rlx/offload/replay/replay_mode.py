@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rlx.offload.recompute.policy import Recomputation
+from rlx.offload.recompute.collector import Collector
 from rlx.offload.replay.cached_op import CachedOp, autocast_dtype
 from rlx.offload.replay.dataflow import GETTER, known_name
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
@@ -187,7 +187,7 @@ class ReplayMode(OpMode):
 
     skips_dead_ops = False
 
-    def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Recomputation) -> None:
+    def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Collector) -> None:
         super().__init__()
         self._cached_ops = cached_ops
         self._calls = calls

@@ -13,12 +13,27 @@ from rlx.offload.storage.staging import MIN_STAGING_BYTES, chunk_bytes, staging_
 
 logger = logging.getLogger("rlx.offload")
 
-RECOMPUTING = ("boundary", "attention", "auto")  # values of `save` that recompute layers
+
+class SaveMode(NamedTuple):
+    """What a value of `save` means everywhere."""
+
+    recomputes: bool  # layers are recomputed
+    # For how many layer calls a copy to the host may take before compute waits for it. A layer's inputs are offloaded at its
+    # beginning. Tensors that are offloaded at its end need the next layer's time.
+    copying_calls: int
+
+
+SAVE_MODES = {
+    "boundary": SaveMode(True, 1),
+    "attention": SaveMode(True, 1),
+    "all": SaveMode(False, 2),
+    "auto": SaveMode(True, 2),
+}
 DEFAULT_SAVE = {True: "boundary", False: "all"}  # what `save=None` means with and without recomputation
 _COUNT = {"minimum": 0}
 # The values of each option, in addition to its type. `words` are accepted instead of a number.
 LIMITS: dict[str, dict[str, Any]] = {
-    "save": {"choices": (None, "boundary", "attention", "all", "auto")},
+    "save": {"choices": (None, *SAVE_MODES)},
     "tier": {"choices": ("cpu", "disk")},
     **dict.fromkeys(("prefetch_layers", "max_inflight_bytes", "min_bytes", "max_host_bytes"), _COUNT),
     "max_device_bytes": {**_COUNT, "words": ("auto",)},
@@ -26,19 +41,13 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 
 class OptionFault(NamedTuple):
-    """A combination of options that cannot work.
+    """A combination of options that cannot work; options and values as the caller of `OffloadOptions.faults` writes them."""
 
-    Args:
-        what: the reason.
-        got, expected, remedy: options and values, as the caller of `OffloadOptions.faults` writes them.
-        options: the options involved; the first is the one to change.
-    """
-
-    what: str
+    what: str  # the reason
     got: str
     expected: str
     remedy: str
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # that are involved; the first is the one to change
 
     def __str__(self) -> str:
         return f"{self.what}: got {self.got}, expected {self.expected}; {self.remedy}"
@@ -115,10 +124,8 @@ class OffloadOptions:
                 is_right = value in words or (type(value) is int and value >= limits["minimum"])
                 expected = f"an integer >= {limits['minimum']}" + "".join(f" or {word!r}" for word in words)
             else:
-                is_right, expected = (
-                    value is None or isinstance(value, (str, os.PathLike)),
-                    "the path of a folder or None",
-                )
+                is_right = value is None or isinstance(value, (str, os.PathLike))
+                expected = "the path of a folder or None"
             if not is_right:
                 raise ValueError(f"OffloadOptions.{option.name}: got {value!r}, expected {expected}")
         if faults := self.faults():
@@ -126,11 +133,7 @@ class OffloadOptions:
 
     @classmethod
     def unchecked(cls, **values: Any) -> OffloadOptions:
-        """Return options without checking them. Their types must be right; the caller checks `faults`.
-
-        Args:
-            values: one for every option.
-        """
+        """Return options without checking them. `values` has every option, of the right type; the caller checks `faults`."""
         options = object.__new__(cls)
         vars(options).update(values)
         return options
@@ -171,11 +174,7 @@ class OffloadOptions:
         return self.max_host_bytes - staging_bytes(self.staging_chunk_bytes)
 
     def resolve_save(self, enable_ckpt: bool) -> str:
-        """Return the value of `save` that applies, given whether layers are recomputed.
-
-        Raises:
-            ValueError: if `save` and `enable_ckpt` contradict each other.
-        """
+        """Return the value of `save` that applies; ValueError if `save` and `enable_ckpt` contradict each other."""
         if faults := self.faults(enable_ckpt):
             raise ValueError(str(faults[0]))
         return self.save or DEFAULT_SAVE[enable_ckpt]
@@ -194,7 +193,7 @@ class OffloadOptions:
             assignment: formats an option (or `enable_ckpt`) and its value as the user writes them.
         """
         found = []
-        if self.save is not None and enable_ckpt is not None and (self.save in RECOMPUTING) != enable_ckpt:
+        if self.save is not None and enable_ckpt is not None and SAVE_MODES[self.save].recomputes != enable_ckpt:
             found.append(
                 OptionFault(
                     "boundary, attention and auto recompute layers, all recomputes nothing",
