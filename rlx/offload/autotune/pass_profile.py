@@ -16,7 +16,7 @@ from rlx.offload.replay.instructions import LayerInstructions
 # Part of the cache key, so that a run does not read profiles with another meaning. Raise it when the same layers on the same
 # machine would get other figures (by a change in `layer_profile.py`, `profiler.py` or here), and when the fields of `PassProfile`
 # or of a class inside it change.
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 _SMALL = 256  # results at least this many times smaller than their layer's largest are kept, if other operations are dead then
 _MAX_OPERATIONS = 12  # planned for each layer, the slowest first; more would make the search slow

@@ -38,7 +38,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DeadOp(CachedOp):
     """A cached op whose result nobody reads: its slots are filled, its result is memory without values."""
 
-    __slots__ = ("_device", "_dtype", "_requires_grad", "_shape", "_stride")
+    __slots__ = ("_make_memory", "_requires_grad")
 
     is_dead = True
 
@@ -46,24 +46,20 @@ class DeadOp(CachedOp):
         self, function: Any, first_slot: int, arguments: Sequence[Tensor], saved: list[Source], result: Tensor
     ) -> None:
         super().__init__(function, first_slot, arguments, saved, result)
-        self._shape, self._stride, self._dtype = result.shape, result.stride(), result.dtype
-        self._device, self._requires_grad = result.device, result.requires_grad
+        shape, stride = result.shape, result.stride()
+        self._make_memory = partial(torch.empty_strided, shape, stride, dtype=result.dtype, device=result.device)
+        self._requires_grad = result.requires_grad
 
     def result(self, poison: bool = False) -> Tensor:
         """Return memory of the result's shape, strides and dtype; `poison`: full of NaN."""
-        empty = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+        memory: Tensor = self._make_memory()
         if poison:
-            empty.fill_(torch.nan)
-        return empty.requires_grad_(self._requires_grad)
+            memory.fill_(torch.nan)
+        return memory.requires_grad_(self._requires_grad)
 
 
 class DeadOpRecorder:
-    """Keeps a `DeadOp` for each operation that is to be skipped, and notes who reads their results.
-
-    Args:
-        recording: the layer call.
-        dead_ops: indices of the operations to skip.
-    """
+    """Makes a `DeadOp` of each operation that is to be skipped, by its index, and notes who reads their results."""
 
     def __init__(self, recording: LayerRecording, dead_ops: frozenset[int]) -> None:
         self.reads: list[tuple[str, int]] = []
@@ -116,7 +112,7 @@ class DeadOpProof:
     def __init__(self) -> None:
         self._is_given = False
         self._is_begun = False
-        self._verdict: Tensor | None = None
+        self._verdict: Tensor | None = None  # of the device, until the host has read it
         self._passed: torch.Event | None = None
 
     @property

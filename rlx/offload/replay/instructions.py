@@ -1,9 +1,8 @@
 """Instructions for one layer call: which results it keeps, and where.
 
 Note [op indices]
-Calls of attention and of linear maps are numbered 0, 1, 2, … in the order in which a layer makes them. The other operations
-that `dataflow.py` knows are numbered -1, -2, … in the order in which the layer runs them. Example: a norm, two linear maps
-and their sum have the indices -1 (`pow`), -2 (`mean`), -3 (`mul`), 0, 1, -4 (`add`).
+A layer's calls of attention and of linear maps are numbered 0, 1, 2, … in order, the other operations that `dataflow.py` knows
+-1, -2, … Example: a norm, two linear maps and their sum are -1 (`pow`), -2 (`mean`), -3 (`mul`), 0, 1, -4 (`add`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class LayerInstructions:
             `other_names`, its recomputation repeats all of `dead_ops`.
         proof: whether skipping `dead_ops` is known to be right.
         call_names: names of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
-        prefetch_early: prefetch the layer before when this layer's recomputation begins.
-        prefetch_call, prefetch_below: if not `prefetch_early`, prefetch it when backward reaches this call or asks for a slot below
-            this one. None: when backward has passed the operations after attention.
+        prefetch_early: prefetch the layer before this one when this layer's recomputation begins.
+        prefetch_call, prefetch_below: else prefetch it when backward reaches this call, or asks for a slot below this one.
+            None: when backward has passed the operations after attention.
         saved_bytes: the bytes that autograd saves in the layer, if known.
     """
 

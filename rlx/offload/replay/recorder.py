@@ -39,11 +39,7 @@ _MAX_NODES, _MAX_LEVELS = 96, 12  # of the graph, searched behind a call; levels
 
 
 class Recorder(OpMode):
-    """Makes cached ops while a layer's forward runs; subclasses choose the calls.
-
-    Args:
-        recording: the layer call.
-    """
+    """Makes cached ops while a layer's forward runs, of which it sees a `LayerRecording`; subclasses choose the calls."""
 
     def __init__(self, recording: LayerRecording) -> None:
         super().__init__()
@@ -78,7 +74,6 @@ class Recorder(OpMode):
         return op
 
     def _stash(self, op: int, tensor: Tensor) -> StashedTensor | None:
-        """Stash a tensor for a cached op."""
         return self._recording.stash(tensor)
 
     def _record(
@@ -140,6 +135,11 @@ class Recorder(OpMode):
         if cached_op is not None and not cached_op.stash_result(lambda tensor: self._stash(op, tensor), result):
             self.cached_ops[op] = None
 
+    def _is_reached(self, op: int) -> bool:
+        """Whether an operation is cached, and recomputation does not stop before it, at the end of the layer."""
+        cached_op = self.cached_ops[op]
+        return cached_op is not None and cached_op.next_slot < self._recording.slot_count
+
     def _drop_pending(self) -> None:
         for op in self._pending:
             self.cached_ops[op] = None
@@ -153,7 +153,7 @@ class AttentionRecorder(Recorder):
     the next map runs; one result is held at a time.
 
     Args:
-        recording: the layer call.
+        recording: see `Recorder`.
         expected: the number of attention calls in the layer's previous forward; 0 for the first.
     """
 
@@ -180,19 +180,13 @@ class AttentionRecorder(Recorder):
     def _settle(self, outputs: Any) -> None:
         if self._pending and self.attention_count:
             op, (result, _) = next(reversed(self._pending.items()))
-            cached_op = self.cached_ops[op]
-            if cached_op is not None and cached_op.next_slot < self._recording.slot_count:
+            if self._is_reached(op):
                 self._stash_result(op, result)
                 self._pending.pop(op)
 
 
 class PlannedRecorder(Recorder):
-    """The operations that a plan names, and the dead ops.
-
-    Args:
-        recording: the layer call.
-        instructions: the plan for the layer.
-    """
+    """The operations that a plan names, and the dead ops."""
 
     def __init__(self, recording: LayerRecording, instructions: LayerInstructions) -> None:
         super().__init__(recording)
@@ -212,15 +206,15 @@ class PlannedRecorder(Recorder):
             self._stash_reached(arguments)
         op = self._next_op()
         self._dead_ops.note_reads(CALL, arguments)
-        is_wanted = self._is_wanted(op, function, args, is_attention)
+        is_wanted = self._is_wanted(op, function, args, is_attention)  # also notes whether the layer is off the plan
         if op in self._instructions.dead_ops:
             result = self._run_dead(op, function, args, kwargs, arguments)
-        elif not is_wanted:
-            result = function(*args, **kwargs)
-            self.attention_count += is_attention
-        else:
+        elif is_wanted:
             result, cached_op = self._record(function, args, kwargs, arguments, is_attention, op)
             self._note_cached_op(op, cached_op, result, is_attention)
+        else:
+            result = function(*args, **kwargs)
+            self.attention_count += is_attention
         self._note_call(is_attention)
         return result
 
@@ -274,8 +268,7 @@ class PlannedRecorder(Recorder):
 
     def _settle(self, outputs: Any) -> None:
         for op in tuple(self._pending):
-            cached_op = self.cached_ops[op]
-            if cached_op is None or cached_op.next_slot >= self._recording.slot_count:  # recomputation stops before it
+            if not self._is_reached(op):
                 self._pending.pop(op)
                 self.cached_ops[op] = None
         if self._pending:
@@ -363,7 +356,7 @@ def _reached(tensors: Iterable[Tensor], wanted: Container[Node]) -> dict[Node, b
 def _is_worth_caching(function: Any, args: Sequence[Any]) -> bool:
     """Whether repeating a linear map takes longer than fetching its result, by operations per byte of it."""
     index = 1 if function is torch.addmm else 0  # after the bias
-    if len(args) <= index or not isinstance(args[index], Tensor) or not args[index].dim():
+    tensor = args[index] if len(args) > index else None
+    if not isinstance(tensor, Tensor) or not tensor.dim():
         return False
-    tensor: Tensor = args[index]
     return 2 * tensor.shape[-1] >= MIN_OPERATIONS_PER_BYTE * tensor.element_size()
