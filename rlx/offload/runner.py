@@ -38,7 +38,6 @@ class LayerRunner:
         self._session = session
         self.decide = decide
         self._attention_counts: dict[int, int] = {}  # by layer: attention calls of its latest forward
-        self._has_noted_fallback = False
 
     def run(
         self,
@@ -57,16 +56,14 @@ class LayerRunner:
         outputs = RecomputedCall(self._session, layer, repeatable, args, kwargs, tensors, policy).run(args, kwargs)
         if isinstance(policy, AttentionPolicy):
             self._attention_counts[layer.index] = policy.attention_count
-            if not policy.has_cached_ops:
-                self._note_fallback(
-                    logging.WARNING,
+            if not policy.has_cached_ops and self._session.is_first("save=attention has no effect"):
+                logger.warning(
                     f"activation offloading: save='attention' has no effect in layer {layer.name}, which "
                     f"{policy.refusal or 'calls no fused attention that is known'}: only its inputs are kept, and attention "
                     "is recomputed. Use attn_implementation='sdpa', or register_attention. Said once",
                 )
-        elif isinstance(policy, PlannedPolicy) and policy.is_off_plan:
-            self._note_fallback(
-                logging.INFO,
+        elif isinstance(policy, PlannedPolicy) and policy.is_off_plan and self._session.is_first("off plan"):
+            logger.info(
                 f"activation offloading: layer {layer.name} calls other attention or linear maps than when it was measured: "
                 "from there on it is recomputed. Said once",
             )
@@ -84,8 +81,3 @@ class LayerRunner:
         if isinstance(decided, LayerProfile):
             return ProfilingPolicy(decided)
         return decided if decided.keep else PlannedPolicy(decided)
-
-    def _note_fallback(self, level: int, message: str) -> None:
-        if not self._has_noted_fallback:
-            self._has_noted_fallback = True
-            logger.log(level, message)

@@ -193,7 +193,8 @@ class OffloadOptions:
             assignment: formats an option (or `enable_ckpt`) and its value as the user writes them.
         """
         found = []
-        if self.save is not None and enable_ckpt is not None and SAVE_MODES[self.save].recomputes != enable_ckpt:
+        mode = SAVE_MODES.get(self.save or "")
+        if mode is not None and enable_ckpt is not None and mode.recomputes != enable_ckpt:
             found.append(
                 OptionFault(
                     "boundary, attention and auto recompute layers, all recomputes nothing",

@@ -126,7 +126,7 @@ class OffloadSession:
         self._numbers = itertools.count()
         self._thread = _OfThread()
         self._lock = threading.Lock()
-        self._has_warned_full = False
+        self._noted: set[str] = set()
 
     def begin_call(self, call: LayerCall) -> tuple[int, Callable[[], LayerCall | None]]:
         """Return a layer call's number, and a weak reference to the call before it on this thread in the same forward."""
@@ -160,13 +160,20 @@ class OffloadSession:
         if offloaded is None or not offloaded.has_storage_of(tensor):
             offloaded = offloader.offload(tensor, region, call.number)
             if offloaded is None:
-                self._warn_full(region.nbytes)
+                if self.is_first("host memory is full"):
+                    self._warn_full(region.nbytes)
                 return None
             call.layer.counters.offloaded_bytes += offloaded.nbytes
             if self.options.max_inflight_bytes is not None:
                 offloader.limit_in_flight(self.options.max_inflight_bytes)
         call.offloaded.append(weakref.ref(offloaded))
         return offloaded
+
+    def is_first(self, topic: str) -> bool:
+        """Return whether this is the first call for a topic: some messages are logged only once."""
+        is_first = topic not in self._noted
+        self._noted.add(topic)
+        return is_first
 
     def stats(self, per_layer: bool) -> OffloadStats:
         """Return the figures since the session began. Device times of queued work are not in them yet."""
@@ -217,9 +224,6 @@ class OffloadSession:
         return (HostTier(account), DiskTier(self._file, staging, warning))
 
     def _warn_full(self, nbytes: int) -> None:
-        if self._has_warned_full:
-            return
-        self._has_warned_full = True
         held = sum(tier.held_bytes for tier in self._all_tiers())
         logger.warning(
             f"activation offloading: host memory is full: {held} bytes held, {nbytes} more wanted, max_host_bytes is "
