@@ -49,6 +49,22 @@ class _FromArgument(NamedTuple):
 Source = _FromArgument | StashedTensor  # of a saved tensor
 
 
+class _Layout(NamedTuple):
+    """The layout of a dead op's result."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def memory(self, poison: bool) -> Tensor:
+        memory = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if poison:
+            memory.fill_(torch.nan)
+        return memory.requires_grad_(self.requires_grad)
+
+
 class CachedOp:
     """An operation of forward that recomputation need not run: it fills the operation's slots and hands out its result.
 
@@ -59,8 +75,6 @@ class CachedOp:
         saved: the sources of the tensors that autograd saved in the call, in order.
         result: the function's result.
     """
-
-    is_dead = False  # nobody reads the result
 
     __slots__ = ("_parameters", "_probes", "_result", "_saved", "first_slot", "function", "random_state")
 
@@ -88,6 +102,15 @@ class CachedOp:
         self._result = replace_leaves(result, stashed)
         return None not in stashed.values()
 
+    def forget_result(self, result: Tensor) -> None:
+        """Make this a dead op: nobody reads the result, so that memory without values is handed out."""
+        self._result = _Layout(result.shape, result.stride(), result.dtype, result.device, result.requires_grad)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether `forget_result` was called."""
+        return type(self._result) is _Layout
+
     @property
     def is_result_untouched(self) -> bool:
         """Whether nothing has written to the result."""
@@ -97,7 +120,8 @@ class CachedOp:
     def is_whole(self) -> bool:
         """Whether all stashed bytes are the original ones."""
         leaves: list[Any] = [*self._saved]
-        sort_leaves((self._result,), [], leaves)
+        if not self.is_dead:
+            sort_leaves((self._result,), [], leaves)
         return all(leaf.is_whole for leaf in leaves if isinstance(leaf, StashedTensor))
 
     def saved(self, arguments: Sequence[Tensor]) -> list[Tensor] | None:
@@ -112,8 +136,10 @@ class CachedOp:
             tensors.append(tensor)
         return tensors
 
-    def result(self) -> Any:
-        """Return the result, ready for the current stream."""
+    def result(self, poison: bool = False) -> Any:
+        """Return the result, ready for the current stream; `poison` fills the memory of a dead op with NaN."""
+        if self.is_dead:
+            return self._result.memory(poison)
         return map_leaves(lambda leaf: leaf.tensor() if isinstance(leaf, StashedTensor) else leaf, self._result)
 
 

@@ -25,65 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx.offload.recompute.policy import LayerRecording, Run
-from rlx.offload.replay.cached_op import CachedOp, Source, sources_of, why_not_cacheable
-from rlx.offload.replay.dataflow import Trail
+from rlx.offload.recompute.policy import Run
+from rlx.offload.replay.cached_op import CachedOp
 from rlx.offload.replay.replay_mode import ReplayMode
 from rlx.offload.storage.regions import is_plain
 
 logger = logging.getLogger("rlx.offload")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class DeadOp(CachedOp):
-    """A cached op whose result nobody reads: its slots are filled, its result is memory without values."""
-
-    __slots__ = ("_make_memory", "_requires_grad")
-
-    is_dead = True
-
-    def __init__(
-        self, function: Any, first_slot: int, arguments: Sequence[Tensor], saved: list[Source], result: Tensor
-    ) -> None:
-        super().__init__(function, first_slot, arguments, saved, result)
-        shape, stride = result.shape, result.stride()
-        self._make_memory = partial(torch.empty_strided, shape, stride, dtype=result.dtype, device=result.device)
-        self._requires_grad = result.requires_grad
-
-    def result(self, poison: bool = False) -> Tensor:
-        """Return memory of the result's shape, strides and dtype; `poison`: full of NaN."""
-        memory: Tensor = self._make_memory()
-        if poison:
-            memory.fill_(torch.nan)
-        return memory.requires_grad_(self._requires_grad)
-
-
-class DeadOpRecorder:
-    """Makes a `DeadOp` of each operation that is to be skipped, by its index, and notes who reads their results."""
-
-    def __init__(self, recording: LayerRecording, dead_ops: frozenset[int]) -> None:
-        self.reads: list[tuple[str, int]] = []
-        self._recording = recording
-        self._dead_ops = dead_ops
-        self._results = Trail()
-
-    def note_reads(self, name: str, arguments: Sequence[Tensor]) -> None:
-        """Note that a function is called with these arguments."""
-        if self._dead_ops:
-            for tensor in arguments:
-                op = self._results.of(tensor) if type(tensor) is Tensor else None
-                if op is not None:
-                    self.reads.append((name, op))
-
-    def run(self, op: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> tuple[Any, DeadOp | None]:
-        """Run an operation; return its result, and its dead op or None if it cannot be skipped."""
-        first_slot = self._recording.slot_count
-        result = function(*args, **kwargs)
-        saved = sources_of(self._recording.saved_since(first_slot), arguments)
-        if saved is None or not isinstance(result, Tensor) or why_not_cacheable((*arguments, result)) is not None:
-            return result, None
-        self._results.note(result, op)
-        return result, DeadOp(function, first_slot, arguments, saved, result)
 
 
 class DeadOpNeededError(BaseException):
@@ -100,7 +48,7 @@ class DeadOpReplayMode(ReplayMode):
         self._poisons = poisons
 
     def _result(self, cached_op: CachedOp) -> Any:
-        return cached_op.result(poison=self._poisons) if isinstance(cached_op, DeadOp) else cached_op.result()
+        return cached_op.result(self._poisons)
 
     def _run_again(self, function: Any, args: Any, kwargs: Any) -> Any:
         raise DeadOpNeededError  # its arguments may be results of dead ops

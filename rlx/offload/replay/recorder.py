@@ -24,8 +24,7 @@ from torch.autograd.graph import Node
 from rlx.offload.recompute.policy import LayerRecording
 from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
-from rlx.offload.replay.dataflow import CALL, known_name
-from rlx.offload.replay.dead_ops import DeadOpRecorder
+from rlx.offload.replay.dataflow import CALL, Trail, known_name
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
@@ -196,7 +195,8 @@ class PlannedRecorder(Recorder):
         self.sees_all = bool(instructions.other_names)
         self._other_count = 0
         self._is_same_flow = True  # the other operations are those of the profile, up to now
-        self._dead_ops = DeadOpRecorder(recording, instructions.dead_ops)
+        self._dead_results = Trail()
+        self._dead_op_reads: list[tuple[str, int]] = []
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         arguments = tensors_in((args, kwargs))
@@ -205,7 +205,7 @@ class PlannedRecorder(Recorder):
         elif self._pending and self.attention_count:
             self._stash_reached(arguments)
         op = self._next_op()
-        self._dead_ops.note_reads(CALL, arguments)
+        self._note_reads(CALL, arguments)
         is_wanted = self._is_wanted(op, function, args, is_attention)  # also notes whether the layer is off the plan
         if op in self._instructions.dead_ops:
             result = self._run_dead(op, function, args, kwargs, arguments)
@@ -223,14 +223,14 @@ class PlannedRecorder(Recorder):
         super().end_forward(outputs)
         names, reads = self._instructions.other_names, self._instructions.dead_op_reads
         is_same = self._is_same_flow and not self.is_off_plan and self._other_count == len(names)
-        if not is_same or tuple(self._dead_ops.reads) != reads:
+        if not is_same or tuple(self._dead_op_reads) != reads:
             self.cached_ops = {op: one for op, one in self.cached_ops.items() if one is None or not one.is_dead}
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
         """See `OpMode.run_other`."""
         instructions, arguments = self._instructions, tensors_in((args, kwargs))
         name = known_name(function, kwargs)
-        self._dead_ops.note_reads(getattr(function, "__name__", "") if name is None else name, arguments)
+        self._note_reads(getattr(function, "__name__", "") if name is None else name, arguments)
         if name is None:
             return function(*args, **kwargs)
         self._other_count += 1
@@ -249,12 +249,22 @@ class PlannedRecorder(Recorder):
         return result
 
     def _run_dead(self, op: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
-        result, dead_op = self._dead_ops.run(op, function, args, kwargs, arguments)
-        if dead_op is None:
+        result, cached_op = self._record(function, args, kwargs, arguments, False, op)
+        if cached_op is None or not isinstance(result, Tensor):
             self._is_same_flow = False
         else:
-            self.cached_ops[op] = dead_op
+            cached_op.forget_result(result)
+            self.cached_ops[op] = cached_op
+            self._dead_results.note(result, op)
         return result
+
+    def _note_reads(self, name: str, arguments: list[Tensor]) -> None:
+        """Note that a function is called with these arguments, if results of dead ops are among them."""
+        if self._instructions.dead_ops:
+            for tensor in arguments:
+                op = self._dead_results.of(tensor) if type(tensor) is Tensor else None
+                if op is not None:
+                    self._dead_op_reads.append((name, op))
 
     def _is_wanted(self, op: int, function: Any, args: Any, is_attention: bool) -> bool:
         names = self._instructions.call_names

@@ -71,9 +71,9 @@ class OffloadOptions:
 
     Args:
         save: the tensors to offload. `"boundary"`: the inputs of each layer; the rest is recomputed. `"attention"`: also the
-            results of attention and its projections, which are then not recomputed. `"auto"`: as planned from profiles,
-            which decide which layers and results are kept on the device, offloaded or recomputed. `"all"`: every tensor
-            that autograd saves. None: `"boundary"` with recomputation, `"all"` without.
+            results of attention and its projections, which are then not recomputed. `"auto"`: a plan made from profiles
+            decides which layers and results are kept on the device, offloaded or recomputed. `"all"`: every tensor that
+            autograd saves. None: `"boundary"` with recomputation, `"all"` without.
         tier: `"cpu"`, host memory, or `"disk"`, a file without a name in `directory`.
         directory: folder of that file; it must exist, be writable and have room on the machine that offloads. On the cpu
             tier it takes the bytes that exceed `max_host_bytes`, and has no effect if that is None.
@@ -86,15 +86,14 @@ class OffloadOptions:
         use_streams: copy on separate streams instead of on the compute stream.
         max_host_bytes: hard cap of the host memory that this model or region takes, buffers for the disk included [bytes].
             Other tensors stay on the device, or go to disk if `directory` is set. None: no cap; disk buffers take 384 MiB.
-        max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. Gradients
-            and memory that exists before the layers begin do not count. The working set of a layer, the head and the loss
-            count, and so do the parameters and gradients that FSDP2 gathers and reduces layer by layer. `"auto"`: 95 % of
-            the device, less gradients and memory that exists before the layers begin, such as weights and optimizer states;
-            without an accelerator as little as possible.
+        max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. The working
+            set of a layer, the head, the loss, and the parameters and gradients that FSDP2 gathers and reduces layer by layer
+            count. Gradients do not, nor does memory that exists before the layers begin, such as weights and optimizer
+            states. `"auto"`: 95 % of the device, less these two; without an accelerator as little as possible.
         cache_directory: folder in which `save="auto"` keeps profiles for later runs of the same layers: times and sizes of
-            calls, with a description of layers, device and versions in words and digests; no weights, no data. It is made if
-            it does not exist. If it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in
-            `$XDG_CACHE_HOME`, or in `~/.cache`. None: nothing is read or written.
+            calls, and a description of layers, device and versions; no weights, no data. It is made if it does not exist. If
+            it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in `$XDG_CACHE_HOME`, or in
+            `~/.cache`. None: nothing is read or written.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -189,7 +188,7 @@ class OffloadOptions:
 
         Args:
             enable_ckpt: whether layers are recomputed; None: not known yet.
-            checks_folder: check whether `directory`, on this machine, can be written to.
+            checks_folder: check whether this machine can write to `directory`.
             assignment: formats an option (or `enable_ckpt`) and its value as the user writes them.
         """
         found = []
@@ -258,17 +257,15 @@ class UnreadOptions(NamedTuple):
 UNREAD_OPTIONS = (
     UnreadOptions(
         ("directory",),
-        lambda options, on_accelerator: not options.uses_disk,
+        lambda options, _: not options.uses_disk,
         "tier is cpu, and without max_host_bytes nothing exceeds it",
     ),
     UnreadOptions(
-        ("max_device_bytes", "cache_directory"),
-        lambda options, on_accelerator: options.save != "auto",
-        "save is not auto",
+        ("max_device_bytes", "cache_directory"), lambda options, _: options.save != "auto", "save is not auto"
     ),
     UnreadOptions(
         ("pin_memory", "use_streams", "max_inflight_bytes"),
-        lambda options, on_accelerator: not on_accelerator,
+        lambda _, on_accelerator: not on_accelerator,
         "copies are synchronous",
     ),
 )
