@@ -68,12 +68,9 @@ def unpack(packed: KeptTensor | OffloadedTensor) -> Tensor:
 
 
 class SaveAllCall(LayerCall):
-    """A layer call, or a part of a region, whose saved tensors are offloaded.
+    """A layer call, or a part of a region, whose saved tensors on one type of device are offloaded.
 
-    Args:
-        session, layer: see `LayerCall`.
-        device_type: tensors on other types of device are not offloaded.
-        fixed: addresses of storages that are never offloaded, see Note [tensors that `save="all"` never offloads].
+    Storages at the addresses `fixed` are not, see Note [tensors that `save="all"` never offloads].
     """
 
     def __init__(self, session: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:

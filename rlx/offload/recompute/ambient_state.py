@@ -97,11 +97,7 @@ _sections = _Sections()
 
 
 class AmbientState:
-    """The state at the start of a layer's forward.
-
-    Args:
-        devices: the accelerators of the layer's inputs; the CPU's state is always saved.
-    """
+    """The state at the start of a layer's forward: the CPU's, and that of accelerators."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
@@ -120,11 +116,7 @@ class AmbientState:
         _sections.end(self._section)
 
     def end_forward(self) -> None:
-        """Forward has ended. Note whether it drew random numbers.
-
-        Raises:
-            RuntimeError: if it drew while another thread ran a section.
-        """
+        """Forward has ended. Note whether it drew random numbers; RuntimeError if so while another thread ran a section."""
         try:
             is_same = self._random == self.random_state()
         finally:

@@ -68,9 +68,8 @@ class RecomputedCall(LayerCall):
     """One forward call of a layer that backward will repeat.
 
     Args:
-        session: offloads the inputs.
-        layer: the layer.
-        repeatable: its forward.
+        session, layer: see `LayerCall`.
+        repeatable: the layer's forward.
         args, kwargs: arguments of the forward.
         tensors: the tensors in them.
         policy: of this call.
@@ -112,8 +111,7 @@ class RecomputedCall(LayerCall):
         """Run forward and return its outputs.
 
         Raises:
-            RuntimeError: if the layer wrote to one of its inputs, so that recomputation would read the new value, or drew
-                random numbers that cannot be repeated.
+            RuntimeError: if the layer wrote to one of its inputs, or drew random numbers that cannot be repeated.
         """
         forward, context = self._repeatable.forward, None
         try:

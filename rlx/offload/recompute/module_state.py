@@ -73,11 +73,7 @@ class ModuleState:
                 self._large_buffers.append(buffer)
 
     def end_forward(self, saved: Iterable[Parameter]) -> None:
-        """Note the end of forward, in which autograd has saved the parameters `saved`.
-
-        Raises:
-            RuntimeError: if forward changed a large buffer, of which no copy exists.
-        """
+        """Note which parameters autograd has saved in forward; RuntimeError if forward changed a large buffer."""
         self._saved = list(saved)
         ids = list(map(id, self._saved))
         if ids != self._saved_ids:

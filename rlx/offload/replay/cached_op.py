@@ -69,11 +69,10 @@ class CachedOp:
     """An operation of forward that recomputation need not run: it fills the operation's slots and hands out its result.
 
     Args:
-        function: the function that was called.
+        function: that was called; `arguments` are the tensors among its arguments.
         first_slot: the number of tensors that autograd had saved before.
-        arguments: the tensors among the arguments.
         saved: the sources of the tensors that autograd saved in the call, in order.
-        result: the function's result.
+        result: of the function.
     """
 
     __slots__ = ("_parameters", "_probes", "_result", "_saved", "first_slot", "function", "random_state")

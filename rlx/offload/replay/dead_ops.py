@@ -101,13 +101,7 @@ class DeadOpProof:
 def recompute_without_dead_ops(
     run: Run, cached_ops: Mapping[int, CachedOp | None], calls: int, proof: DeadOpProof
 ) -> list[Tensor]:
-    """Recompute a layer without its dead ops once that is proved; give the proof if nobody has.
-
-    Args:
-        run: see `RecomputePolicy.recompute`.
-        cached_ops, calls: see `ReplayMode`.
-        proof: of the layer's kind.
-    """
+    """Recompute a layer without its dead ops once that is proved for its kind; give the proof if nobody has."""
     complete = partial(ReplayMode, cached_ops, calls)
     if proof.is_given:
         with contextlib.suppress(DeadOpNeededError):

@@ -47,11 +47,7 @@ class CachedOpPolicy(RecomputePolicy):
 
 
 class AttentionPolicy(CachedOpPolicy):
-    """`save="attention"`.
-
-    Args:
-        expected: see `AttentionRecorder`.
-    """
+    """`save="attention"`; for `expected` see `AttentionRecorder`."""
 
     def __init__(self, expected: int) -> None:
         super().__init__()

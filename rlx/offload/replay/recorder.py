@@ -151,9 +151,7 @@ class AttentionRecorder(Recorder):
     Only the layer's end shows which linear map is the last one. So the result of each map after attention is held until
     the next map runs; one result is held at a time.
 
-    Args:
-        recording: see `Recorder`.
-        expected: the number of attention calls in the layer's previous forward; 0 for the first.
+    `expected` is the number of attention calls in the layer's previous forward; 0 for the first.
     """
 
     def __init__(self, recording: LayerRecording, expected: int) -> None:

@@ -54,10 +54,7 @@ class LayerCall:
                 offloaded.fetch()
 
     def begin_backward(self) -> bool:
-        """Note that backward is in this call; True if it has just entered it.
-
-        The call that it has left releases its device copies. With a retained graph nobody else would.
-        """
+        """Note that backward is in this call; True if it has just entered it, and left another, whose copies are evicted."""
         before = self.session.enter_backward(self)
         if before is self:
             return False
@@ -68,8 +65,6 @@ class LayerCall:
 
     def evict(self, needed_by: LayerCall | None = None) -> None:
         """Release the device copies of all that this call has offloaded, except what `needed_by` has offloaded too."""
-        if not self.offloaded:
-            return
         still_used = needed_by.offloaded if needed_by is not None else []
         for reference in self.offloaded:
             offloaded = reference()

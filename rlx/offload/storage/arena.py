@@ -110,11 +110,7 @@ class Account:
 
 
 class HostArena:
-    """Host memory that grows to about the largest amount ever held.
-
-    Args:
-        pinned: reserve page-locked memory; if the system refuses it, pageable memory, with one warning.
-    """
+    """Host memory that grows to about the largest amount ever held; page-locked if `pinned` and if the system allows it."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -132,11 +128,7 @@ class HostArena:
         self._lock = threading.Lock()
 
     def limit(self, max_bytes: int | None) -> None:
-        """Cap the memory that the arena reserves for all accounts together [bytes]; None: no cap. `trim` returns memory above it.
-
-        Raises:
-            ValueError: for a negative number.
-        """
+        """Cap the memory that the arena reserves for all accounts together [bytes]; None: no cap. `trim` returns memory above it."""
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"HostArena.limit: got {max_bytes} bytes, expected a number >= 0 or None")
         self.max_bytes = max_bytes

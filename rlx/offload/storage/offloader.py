@@ -141,13 +141,7 @@ class _Flight(NamedTuple):
 
 
 class Offloader:
-    """Offloads bytes of one device.
-
-    Args:
-        copy_streams: of the device.
-        tiers: in the order in which they are asked for room.
-        counters: sum of offloaded bytes.
-    """
+    """Offloads bytes of one device to tiers, which are asked for room in their order."""
 
     def __init__(self, copy_streams: CopyStreams, tiers: Sequence[Tier], counters: Counters) -> None:
         self.copy_streams = copy_streams
@@ -159,11 +153,7 @@ class Offloader:
         self._counters = counters
 
     def offload(self, tensor: Tensor, region: Region, layer_call: int) -> OffloadedRange | None:
-        """Begin to copy a range of bytes to the first tier with room; return None if no tier has any.
-
-        Raises:
-            DiskError: if the disk is full.
-        """
+        """Begin to copy a range of bytes to the first tier with room; None if no tier has any, DiskError if the disk is full."""
         nbytes = region.nbytes
         with self.lock:
             for tier in self._tiers:

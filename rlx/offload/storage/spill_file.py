@@ -56,11 +56,7 @@ class ExtentFile:
         self._unfinished = PendingTasks()
 
     def allocate(self, nbytes: int) -> list[Extent]:
-        """Return extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`.
-
-        Raises:
-            DiskError: if the file system has no room for them.
-        """
+        """Return extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`; DiskError if the file system has no room for them."""
         self._check_process()
         needed = page_aligned(nbytes)
         with self._lock:
@@ -183,11 +179,7 @@ _FILES_LOCK = threading.Lock()
 
 
 def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
-    """Return this process's file in a directory; create it on the first call.
-
-    Raises:
-        DiskError: if no file can be created there.
-    """
+    """Return this process's file in a directory; DiskError if none can be created there on the first call."""
     with _FILES_LOCK:
         try:
             folder = os.stat(directory)

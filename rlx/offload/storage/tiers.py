@@ -266,13 +266,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class DiskTier:
-    """Disk space.
-
-    Args:
-        file: the file that the extents are in.
-        staging: host memory for the copies.
-        warning: logged when the tier is first used; None: no warning.
-    """
+    """Space in a file. A `warning` is logged when it is first used."""
 
     def __init__(self, file: ExtentFile, staging: StagingBuffers, warning: str | None) -> None:
         self.file = file
