@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
@@ -15,7 +16,7 @@ from rlx.config.faults import numbered
 from rlx.config.forecast.decoders import fetch_configs
 from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.machine import Cluster, inspect_machine
+from rlx.config.machine import Cluster, Machine, inspect_machine
 from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError
 from rlx.supervisor.link import tell
@@ -51,6 +52,7 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
     # The cluster is joined once for both check and run, because joining takes seconds.
     with ExitStack() as until_done:
         machine = inspect_machine(join_cluster(composed.partial, until_done))
+        composed = with_nodes(composed, machine)
         if not only_check:
             fetch_configs(composed.partial)
         checked = check(composed, machine)
@@ -70,6 +72,22 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
         if "console" in trainer.logger and trainer.memory_check != "off":
             print(short_text(MemoryForecast.of(composed.config, machine)), flush=True)
         return _run(composed)
+
+
+def with_nodes(composed: Composed, machine: Machine) -> Composed:
+    """Return the command line for the nodes that are there, if `trainer.min_nodes` lets some stay away."""
+    trainer = composed.partial.trainer
+    least = trainer.min_nodes
+    if least is None or least >= trainer.nnodes or machine.cluster is None or machine.cluster.error:
+        return composed
+    from rlx.cluster.nodes import wait_for_nodes
+
+    nodes = wait_for_nodes(trainer.nnodes, least, 0 if trainer.device == "cpu" else trainer.n_gpus_per_node)
+    if nodes == trainer.nnodes:
+        return composed
+    print(f"warning: the run takes {nodes} of {trainer.nnodes} nodes, because others stay away", file=sys.stderr)
+    partial = replace(composed.partial, trainer=replace(trainer, nnodes=nodes))
+    return replace(composed, partial=partial)
 
 
 def _run(composed: Composed) -> int:

@@ -19,6 +19,9 @@ class TrainerConfig:
     experiment_name: str = key("run", "Second part of the run's folder.")
     logger: tuple[str, ...] = key(("console", "jsonl"), "Where metrics go.", choices=LOGGERS)
     nnodes: int = key(1, "Machines.", minimum=1)
+    min_nodes: int | None = key(
+        None, "Machines with which the run goes on if others stay away for 2 minutes; null: nnodes.", minimum=1
+    )
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
