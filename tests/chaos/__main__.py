@@ -6,7 +6,6 @@ are a table of faults and outcomes; the exit code is the number of runs that end
 
 import argparse
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -17,31 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from faults import ENDS_THE_COMMAND, ENTRY, FAULTS, Plan, Run, plans, wait_for
+from faults import ENDS_THE_COMMAND, FAULTS, Plan, Run, plans, wait_for
+from task import LIMIT_S, STEPS, command_in, newest
 from trajectory import Trajectory, differences, of_run
 
-ROOT = Path(__file__).parents[2]
-STEPS = 12
-TASK = (
-    "experiment=arithmetic",
-    "data.train_batch_size=8",
-    "data.arithmetic.train_size=256",
-    "data.arithmetic.val_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6",
-    "actor_rollout_ref.rollout.n=4",
-    "trainer.n_gpus_per_node=2",
-    "trainer.device=cpu",
-    f"trainer.total_training_steps={STEPS}",
-    "trainer.save_freq=3",
-    "trainer.test_freq=6",
-    "trainer.val_before_train=True",
-    "trainer.logger=[console,jsonl]",
-    "trainer.resume_mode=auto",
-    "trainer.hang_timeout_s=20",
-    "trainer.max_restarts=3",
-)
-LIMIT_S = 600.0
 COMMANDS = 3  # times that the command is given when it is killed
 
 
@@ -80,9 +58,7 @@ HEADER = (
 
 def start(folder: Path, log: Path, extra: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start the command; its output is appended to `log`."""
-    command = [sys.executable, "-m", ENTRY, *TASK, f"trainer.default_local_dir={folder}", *extra]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("RAY_ADDRESS", None)
+    command, environment = command_in(folder, extra)
     with log.open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=folder.parent)
 
@@ -94,11 +70,6 @@ def unbroken(folder: Path, extra: Sequence[str]) -> Trajectory:
     if process.wait(LIMIT_S) != 0:
         raise SystemExit(folder.with_suffix(".log").read_text()[-3000:])
     return of_run(newest(folder))
-
-
-def newest(folder: Path) -> Path:
-    """The folder of the last run."""
-    return max(each.parent for each in folder.glob("*/metrics.jsonl"))
 
 
 def broken(plan: Plan, expected: Trajectory, folder: Path, extra: Sequence[str]) -> Outcome:
