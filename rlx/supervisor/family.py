@@ -32,10 +32,11 @@ def end_with(parent: int) -> None:
 
 def reap_orphans(child: int) -> None:
     """Collect the exit codes of ended orphans, but not that of `child`."""
-    for orphan in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
-            if orphan.pid != child and orphan.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(orphan.pid, os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):  # there are no children at all
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == child:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def is_dead(pid: int) -> bool:
