@@ -9,7 +9,7 @@ from torch import nn
 
 from rlx.offload.benchmark.curve import memory_curve
 from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
-from rlx.offload.benchmark.modes import EnabledMode, Mode
+from rlx.offload.benchmark.modes import Mode
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.benchmark.results import MemoryCurve
 from rlx.offload.storage.stats import OffloadStats
@@ -19,30 +19,27 @@ class Entrant:
     """One mode on its own model, switched on during the whole case."""
 
     def __init__(self, mode: Mode, model: nn.Module, layers: int, ids: torch.Tensor) -> None:
-        self.mode = mode
         self.layers = layers
         self.step_s: list[float] = []
         self.peaks: list[int] = []
         self.curve: MemoryCurve | None = None
         self.held_bytes = 0
         self.before = OffloadStats()
-        self._model = model
-        self._ids = ids
-        self.prepared: EnabledMode = mode.prepare(model)
+        self._model, self._ids, self._kind = model, ids, mode.kind
+        self.prepared = mode.prepare(model)
 
     @property
     def is_measuring(self) -> bool:
         """Whether `auto` still measures layers, so that its steps are not yet typical."""
         handle = self.prepared.handle
-        return self.mode.kind == "auto" and handle is not None and handle.plan() is None
+        return self._kind == "auto" and handle is not None and handle.plan() is None
 
-    def step(self, at_end_of_forward: Callable[[], None] | None = None) -> None:
+    def step(self, at_end_of_forward: Callable[[], None] = lambda: None) -> None:
         """Run forward and backward; gradients are added to the existing ones."""
         with self.prepared.around_step():
             with self.prepared.around_forward():
                 output = self._model(input_ids=self._ids).last_hidden_state
-            if at_end_of_forward is not None:
-                at_end_of_forward()
+            at_end_of_forward()
             output.backward(torch.ones_like(output))
 
     def timed_step(self, ranks: Ranks) -> None:

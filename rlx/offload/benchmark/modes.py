@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -86,21 +87,17 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
         tile = 0 if value == "auto" else int(value)
     if kind in PEERS:
         if pairs:
-            raise ValueError(
-                f"mode {text!r}: only {', '.join(OWN_MODES)} take options other than tile, which comes last"
-            )
+            own = ", ".join(OWN_MODES)
+            raise ValueError(f"mode {text!r}: only {own} take options other than tile, which comes last")
         return Mode(text, kind, None, tile)
-    chosen = {}
+    # Modes other than auto log that a cache directory has no effect.
+    chosen = {name: value for name, value in defaults.items() if kind == "auto" or name != "cache_directory"}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:
             raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
         chosen[name] = _value(value)
-    if kind != "auto":
-        defaults = {
-            name: value for name, value in defaults.items() if name != "cache_directory"
-        }  # other modes log that it has no effect
-    return Mode(text, kind, OffloadOptions(**{**defaults, **chosen}, save=kind), tile)
+    return Mode(text, kind, OffloadOptions(**{**chosen, "save": kind}), tile)
 
 
 def _value(text: str) -> Any:
@@ -118,15 +115,10 @@ def _checkpointing(model: nn.Module, **options: Any) -> EnabledMode:
     # transformers 5.17 knows the old name only, 5.23 warns of it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     assert callable(enable)
-    missing = [name for name in options if name not in inspect.signature(enable).parameters]
-    if missing:
-        raise NotInstalledError(f"this transformers has no checkpointing with {missing[0]}=")
+    if missing := options.keys() - inspect.signature(enable).parameters:
+        raise NotInstalledError(f"this transformers has no checkpointing with {min(missing)}=")
     enable({"use_reentrant": False}, **options)
     return EnabledMode()
-
-
-def _transformers_offload(model: nn.Module) -> EnabledMode:
-    return _checkpointing(model, offload=True)
 
 
 def _save_on_cpu(model: nn.Module) -> EnabledMode:
@@ -148,15 +140,13 @@ def _trl_all(model: nn.Module) -> EnabledMode:
 
     offload = OffloadActivations()
     offload.update_model_params(model)
-    # As in TRL's trainers, around forward and backward.
-    return EnabledMode(around_step=lambda: offload)
+    return EnabledMode(around_step=lambda: offload)  # around forward and backward, as in TRL's trainers
 
 
-OWN_MODES = ("boundary", "attention", "auto", "all")
 PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "plain": _plain,
     "checkpointing": _checkpointing,
-    "transformers-offload": _transformers_offload,
+    "transformers-offload": functools.partial(_checkpointing, offload=True),
     "save-on-cpu": _save_on_cpu,
     "trl": _trl,
     "trl-all": _trl_all,
@@ -173,3 +163,4 @@ MODE_DESCRIPTIONS = {
     "trl": "transformers' checkpointing inside TRL's OffloadActivations",
     "trl-all": "TRL's OffloadActivations without checkpointing",
 }
+OWN_MODES = tuple(name for name in MODE_DESCRIPTIONS if name not in PEERS)

@@ -1,11 +1,14 @@
-"""The results of a benchmark, all of which go to the JSON file."""
+"""The results of a benchmark: all of them go to a JSON file, most of them into a table for the terminal."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from rlx.offload.plan.text_table import GB, aligned
 from rlx.offload.storage.stats import OffloadStats
 
 
@@ -100,3 +103,47 @@ def engine_figures(stats: OffloadStats, steps: int, step_s: float) -> dict[str, 
         "overlap": stats.overlap,
         "recomputed_ms_per_step": stats.recomputed_ms / steps,
     }
+
+
+# Heading, field of `Row`, format, unit.
+_COLUMNS = (
+    ("step s", "median_s", ".4f", 1),
+    ("min", "min_s", ".4f", 1),
+    ("max", "max_s", ".4f", 1),
+    ("x plain", "ratio_to_plain", ".3f", 1),
+    ("x ckpt", "ratio_to_checkpointing", ".4f", 1),
+    ("peak GB", "peak_bytes", ".4g", GB),
+    ("off GB", "offloaded_bytes_per_step", ".4g", GB),
+    ("GB/s", "copy_gb_per_s", ".1f", 1),
+    ("disk GB/s", "disk_gb_per_s", ".2f", 1),
+    ("stall ms", "stall_ms_per_step", ".2f", 1),
+    ("stall %", "stall_share", ".2f", 0.01),
+    ("overlap", "overlap", ".3f", 1),
+    ("predicted s", "predicted_s", ".4f", 1),
+    ("predicted GB", "predicted_peak_bytes", ".4g", GB),
+)
+
+
+def table(result: CaseResult) -> str:
+    """Return a case as text: one line per mode with the measured columns, then notes and host memory."""
+    measured = [row for row in result.rows if row.median_s is not None]
+    cells = [["mode", *(row.mode for row in measured)]]
+    for heading, field, digits, unit in _COLUMNS:
+        values = [getattr(row, field) for row in measured]
+        if any(value is not None for value in values):
+            cells.append([heading, *("-" if value is None else f"{value / unit:{digits}}" for value in values)])
+    lines = aligned(list(zip(*cells, strict=True))) if measured else []
+    lines += [f"{row.mode}: {row.note}" for row in result.rows if row.note is not None]
+    host = result.host
+    if host.largest_held_bytes:
+        on_disk = f" and {host.disk_reserved_bytes / GB:.4g} GB on disk" if host.disk_reserved_bytes else ""
+        lines.append(
+            f"host memory: {host.reserved_bytes / GB:.4g} GB{on_disk} reserved, {host.largest_held_bytes / GB:.4g} GB held "
+            f"at most, quotient {host.reserved_to_held:.3f}; allocations after warm-up: {host.allocations_after_warm_up}"
+        )
+    return "\n".join(lines)
+
+
+def write_json(path: Path, about: dict[str, Any], results: Sequence[CaseResult]) -> None:
+    """Write all results, and `about`, to a JSON file."""
+    path.write_text(json.dumps({**about, "cases": [asdict(result) for result in results]}) + "\n")
