@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from rlx.offload.autotune.layer_profile import BackwardWindow, LayerProfile
+from rlx.offload.autotune.layer_profile import LayerProfile, PassState
 from rlx.offload.autotune.pass_profile import PassProfile, measured
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
@@ -27,7 +27,8 @@ Key = tuple[int, int]  # of a bucket: index of the device among those in use, an
 class LengthBucket:
     """The passes of one length, their profile and the plan made from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Key) -> None:
+        self.key = key
         self.plan: Plan | None = None
         self.instructions: dict[int, LayerInstructions] = {}
         self.profile: PassProfile | None = None
@@ -38,8 +39,8 @@ class LengthBucket:
         self.is_measuring = False
         # The next seven describe the pass that was profiled last.
         self.call: Mapping[str, Any] = {}  # how its layers were called
-        self.is_first = False  # it is the pass that warms up
-        self.backward = BackwardWindow()
+        self.is_warm_up = False  # kernels were chosen and memory was allocated in it, so its times do not count
+        self.state = PassState()
         self.coming_bytes = 0  # of states that did not exist in it
         self.called: set[int] = set()  # its layers
         self.begun: weakref.WeakValueDictionary[int, LayerProfile] = weakref.WeakValueDictionary()
@@ -52,34 +53,34 @@ class LengthBucket:
         """Return whether this pass profiles the operations of a layer."""
         return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
 
-    def begin_measuring(
-        self, window: BackwardWindow, coming_bytes: int, call: Mapping[str, Any], is_first: bool
-    ) -> None:
+    def begin_measuring(self, state: PassState, coming_bytes: int, call: Mapping[str, Any], is_warm_up: bool) -> None:
         """Begin to profile a pass, unless the graph of a profiled pass is alive or the device has not finished that pass."""
         is_alive = any(index not in self.done for index in self.begun)
-        self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
+        self.is_measuring = not is_alive and not self._is_complete
         if self.is_measuring:
-            self.backward, self.coming_bytes = window, coming_bytes
-            self.call, self.is_first = call, is_first
-            self.called, self.done = set(), {}
-            self.begun.clear()
+            self.state, self.coming_bytes, self.call, self.is_warm_up = state, coming_bytes, call, is_warm_up
+            self._clear()
 
     def finish(self, layer: LayerProfile) -> None:
         """Note that a layer has been recomputed."""
         if self.begun.get(layer.index) is layer:
             self.done[layer.index] = layer
 
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all layers of the profiled pass were recomputed."""
+        return bool(self.called) and self.done.keys() == self.called
+
     def take(self) -> PassProfile | None:
         """Return the profile of a pass, once, after all its layers were recomputed and the device has finished them."""
-        if self.profile is not None or not self.called or self.done.keys() != self.called:
+        if self.profile is not None or not self._is_complete:
             return None
         if not all(layer.is_known for layer in self.done.values()):
             return None
-        found, backward = self.done, self.backward
-        self.done, self.called, self.is_measuring = {}, set(), False
-        self.begun.clear()
+        found, self.is_measuring = self.done, False
+        self._clear()
         starved = sum(layer.is_starved for layer in found.values())
-        if self._spread_passes is None and not self.is_first and 2 * starved > len(found):
+        if self._spread_passes is None and not self.is_warm_up and 2 * starved > len(found):
             self._spread_passes = 0
             return None
         if self._spread_passes is not None:
@@ -89,12 +90,20 @@ class LengthBucket:
                 return None
             found, self._spread_layers, self._spread_passes = self._spread_layers, {}, None
         layers = [found[index] for index in sorted(found)]
-        return measured(layers, backward.outside_bytes, backward.turnaround_s)
+        return measured(layers, self.state.outside_bytes, self.state.turnaround_s)
 
     def drop(self) -> None:
-        """Discard a profile that the device has not finished."""
-        self.called.clear()
-        self.done.clear()
+        """Discard the profile of a pass whose layers were all recomputed, though the device has not finished them."""
+        if self._is_complete:
+            self._clear()
+
+    def _clear(self) -> None:
+        self.called, self.done = set(), {}
+        self.begun.clear()
+
+    def forget(self) -> None:
+        """Discard the profile, which comes from an earlier run."""
+        self.profile, self.is_cached = None, False
 
     def replan(self) -> None:
         """Discard the plan and keep the profile."""

@@ -99,7 +99,7 @@ def measured(layers: Sequence[LayerProfile], outside_bytes: int, turnaround_s: f
     for layer in layers:
         # Equal calls count once: the router decides how many experts a layer calls.
         calls = tuple(dict.fromkeys((call.name, call.variant) for call in layer.calls))
-        groups.setdefault((layer.boundary_bytes, calls), []).append(layer)
+        groups.setdefault((layer.inputs.boundary_bytes, calls), []).append(layer)
     return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turnaround_s)
 
 
@@ -139,13 +139,13 @@ def _kind(members: Sequence[LayerProfile]) -> LayerKind:
     others: dict[int, Operation] = {}
     if flow is not None and len(names) == len(members[0].calls):
         for index, calls in enumerate(zip(*(layer.others for layer in members), strict=True)):
-            if all(call.is_cacheable and call.again is not None for call in calls):
+            if all(call.is_cacheable and call.recomputed is not None for call in calls):
                 others[-1 - index] = _operation(timed, -1 - index)
     operations, small, saved_s = shortened(flow, operations, others) if others and flow else (operations, (), 0.0)
     forward_s = fmean(layer.forward_s for layer in timed)
     middles = [layer.late_at for layer in timed if layer.late_at is not None]
     backwards = [layer.backward_s for layer in timed if layer.backward_s is not None]
-    boundary = members[0].boundary_bytes
+    boundary = members[0].inputs.boundary_bytes
     saved = round(fmean(layer.saved_bytes for layer in members))
     working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
     late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
@@ -176,7 +176,7 @@ def _operation(members: Sequence[LayerProfile], op: int) -> Operation:
     return Operation(
         name=calls[0].name,
         at=fmean(layer.ends_at(call) for layer, call in zip(members, calls, strict=True)),
-        seconds=fmean(call.again_s for call in calls),
+        seconds=fmean(call.recompute_s for call in calls),
         nbytes=round(fmean(call.nbytes for call in calls)),
         offload_at=fmean(layer.stored_at(call) for layer, call in zip(members, calls, strict=True)),
         small_bytes=round(fmean(call.small_bytes for call in calls)),

@@ -60,7 +60,9 @@ class MeasuredCosts(NamedTuple):
         if uses_link and link is not None:
             budget = replace(budget, out_bytes_per_s=link, in_bytes_per_s=link)
         plan = make_plan(costs, budget)
-        rows = [("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB")]
+        rows: list[tuple[str, ...]] = [
+            ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB")
+        ]
         for index in sorted({costs.index(cost) for cost in self.costs}):
             rows += [_row(index, "measured", costs[index]), _row(index, "computed", computed[index])]
         rate = "" if link is None else f", copies to and from the host at {link / GB:.1f} GB/s"

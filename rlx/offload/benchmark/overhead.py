@@ -49,7 +49,7 @@ class _TinyModel:
         """Return a forward of a new copy of the model in a mode."""
         model = share(self._plain)
         parse_mode(mode, {}).prepare(model)
-        return lambda: model(input_ids=self._ids).last_hidden_state  # type: ignore[no-any-return]
+        return lambda: model(input_ids=self._ids).last_hidden_state
 
     def step(self, mode: str) -> Callable[[], None]:
         """Return a forward and backward, likewise."""

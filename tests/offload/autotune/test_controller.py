@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.autotune import controller as controller
+from rlx.offload.autotune import step_limits
 from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.pass_profile import measured
 
@@ -74,7 +74,7 @@ def test_host_memory_is_a_limit(toys, auto):
 
 @pytest.mark.parametrize(("tier", "host"), [("disk", None), ("cpu", 24 * 4096 * 4 + 1500)])
 def test_what_the_host_has_no_room_for_goes_to_disk(toys, auto, tmp_path, monkeypatch, tier, host):
-    monkeypatch.setattr(controller, "DISK_BYTES_PER_S", 1e12)
+    monkeypatch.setattr(step_limits, "DISK_BYTES_PER_S", 1e12)
     model = toys.decoder(4, dropout=0.2)
     expected = toys.grade(copy.deepcopy(model), lambda model: read(model, 800))
     handle = auto(model, 0, tier=tier, directory=str(tmp_path), max_host_bytes=host)
@@ -177,12 +177,12 @@ def test_measured_costs(toys, enable):
     assert (sizes["linear 16x16"], sizes["linear 16x8"], sizes["linear 16x32"]) == (16 * row, 8 * row, 32 * row)
     assert sizes["attention"] == 16 * row + 2 * 4 * 6 * 4  # and the log-sum-exp of four heads
     for sample in seen:
-        assert sample.boundary_bytes == 16 * row
+        assert sample.inputs.boundary_bytes == 16 * row
         assert 0 < sum(call.seconds for call in sample.calls) < sample.forward_s
         assert sample.recompute_s > 0
-        again = [call.again for call in sample.calls]
+        again = [call.recomputed for call in sample.calls]
         assert None not in again[:-1] and again[-1] is None  # recomputation ends in the last one
-        assert 0 < sum(call.again_s for call in sample.calls[:-1]) < sample.recompute_s
+        assert 0 < sum(call.recompute_s for call in sample.calls[:-1]) < sample.recompute_s
         assert sample.borders == sorted({call.slots for call in sample.calls}, reverse=True)
         assert sample.extra_bytes == 0
         assert sample.saved_bytes > 100 * row

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlx.offload.autotune.layer_profile import BackwardWindow, DeviceMemoryProbe, LayerProfile, OpProfile
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, Inputs, LayerProfile, OpProfile, PassState
 from rlx.offload.autotune.pass_profile import measured, slowest
 from rlx.offload.plan import Budget, LayerPlan, predict
 
@@ -37,13 +37,13 @@ class Memory(DeviceMemoryProbe):
 def samples(request):
     """Three layers of a pass, and what they share: the head holds 40 more for a moment, and makes some gradients."""
     memory, made, own = Memory(), [0], [0]
-    backward, found = BackwardWindow(lambda: made[0]), []
+    backward, found = PassState(lambda: made[0]), []
     memory.take(TABLE_BYTES, INPUT)
     for index in range(3):
         saved = [torch.zeros(SAVED, dtype=torch.uint8), TABLE]
-        shared = {TABLE.untyped_storage().data_ptr(): TABLE_BYTES}
+        inputs = Inputs(INPUT, {}, {TABLE.untyped_storage().data_ptr(): TABLE_BYTES})
         sample = LayerProfile(
-            index, CPU, INPUT, backward, lambda sample: None, shared, memory=memory, gradient_bytes=lambda: own[0]
+            index, CPU, inputs, backward, lambda sample: None, memory=memory, gradient_bytes=lambda: own[0]
         )
         if index > 1:
             memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
@@ -126,10 +126,10 @@ GATHERED, REDUCED, SHARD = (
 def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
     """Parameters of two layers are gathered in backward, and gradients are reduced while the next layer is at work."""
     memory, made, highest = Memory(), [SHARD * are_gradients_there], [0]
-    window, found = BackwardWindow(lambda: made[0], is_sharded=True, gathered_bytes=GATHERED), []
+    window, found = PassState(lambda: made[0], is_sharded=True, gathered_bytes=GATHERED), []
     memory.take(INPUT, GATHERED)
     for index in range(3):
-        sample = LayerProfile(index, CPU, INPUT, window, lambda sample: None, memory=memory)
+        sample = LayerProfile(index, CPU, Inputs(INPUT, {}, {}), window, lambda sample: None, memory=memory)
         sample.calls = [OpProfile(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("am", 1)]
         sample.begin_forward()
         memory.take(SAVED, INPUT)

@@ -361,3 +361,14 @@ def test_graphs_dropped_in_the_first_pass_and_kept_over_the_second(run):
     loss.backward()
     other.backward()
     assert kept.passes(2)[-1] == (0, True)
+
+
+def test_a_first_pass_that_the_device_is_behind_with_is_measured_again(run, tmp_path, monkeypatch):
+    """The cache has profiles, but none of these layers: nobody waits for the first pass."""
+    (tmp_path / "files").mkdir()
+    late, is_known = run(), LayerProfile.is_known
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerProfile, "is_known", False)
+        assert late.passes(2) == [(4, False), (4, False)]
+    assert LayerProfile.is_known is is_known
+    assert late.passes(2) == [(0, True), (0, True)]
