@@ -30,18 +30,11 @@ _BYTES = [field.name for field in fields(LayerCost) if field.name.endswith("byte
 
 
 class RankReport(NamedTuple):
-    """The profiles and limits that one rank has found since its last report.
-
-    Args:
-        measured: profiles of measured passes.
-        warm_up: profiles of the pass that warmed up; only their bytes are used.
-        cached: profiles from the cache; the first rank reads them for all ranks.
-        limits: resources of the rank.
-    """
+    """The profiles and limits that one rank has found since its last report."""
 
     measured: Mapping[Key, PassProfile]
-    warm_up: Mapping[Key, PassProfile]
-    cached: Mapping[Key, PassProfile]
+    warm_up: Mapping[Key, PassProfile]  # of the pass that warmed up; only their bytes are used
+    cached: Mapping[Key, PassProfile]  # the first rank reads them for all ranks
     limits: Limits
 
 
@@ -56,11 +49,7 @@ class Consensus:
         self._ratio = 1.0
 
     def join(self, reports: Sequence[RankReport]) -> dict[Key, PassProfile]:
-        """Compare new profiles with the cache, and return the slowest measured profile of each length.
-
-        Args:
-            reports: of all ranks, in the same order on each.
-        """
+        """Compare new profiles of all ranks with the cache, and return the slowest measured profile of each length."""
         if not self.is_refuted:
             self.cached |= reports[0].cached
         for rank, report in enumerate(reports):

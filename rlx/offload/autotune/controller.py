@@ -48,13 +48,7 @@ BUCKET_RATIO = 1.25  # the longest over the shortest length that share a plan
 
 
 class PlanController:
-    """Gives each layer call its policy.
-
-    Args:
-        session: of the handle.
-        parameters: returns the model's parameters.
-        cache: profiles of earlier runs; None: nothing is read or written.
-    """
+    """Gives each layer call its policy. `cache` holds profiles of earlier runs; None: nothing is read or written."""
 
     def __init__(
         self,

@@ -65,17 +65,11 @@ class OpProfile:
 
 
 class Inputs(NamedTuple):
-    """Sizes of the tensors that a layer is called with [bytes].
+    """Sizes of the tensors that a layer is called with [bytes]."""
 
-    Args:
-        boundary_bytes: of all that require a gradient; without parameters.
-        memory: of the same tensors, by address of the storage.
-        shared: of the others, by address of the storage: all layers are called with them, so no layer is charged with them.
-    """
-
-    boundary_bytes: int
-    memory: dict[int, int]
-    shared: dict[int, int]
+    boundary_bytes: int  # of all that require a gradient, without parameters
+    memory: dict[int, int]  # of the same tensors, by address of the storage
+    shared: dict[int, int]  # of the others, likewise: all layers are called with them, so no layer is charged with them
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Inputs:
@@ -108,17 +102,11 @@ class DeviceMemoryProbe:
 
 @dataclass
 class PassState:
-    """Figures that the layers of one pass share: the layer whose backward runs, and memory outside of layers.
+    """Figures that the layers of one pass share: the layer whose backward runs, and memory outside of layers."""
 
-    Args:
-        gradient_bytes: returns the memory of all existing gradients that outlast the pass.
-        is_sharded: FSDP2 gathers and frees parameters during the pass (Note [what FSDP2 holds during a step]).
-        gathered_bytes: memory of the parameters that FSDP2 has gathered when the first layer begins.
-    """
-
-    gradient_bytes: Callable[[], int] = lambda: 0
-    is_sharded: bool = False
-    gathered_bytes: int = 0
+    gradient_bytes: Callable[[], int] = lambda: 0  # returns the memory of all existing gradients that outlast the pass
+    is_sharded: bool = False  # FSDP2 gathers and frees parameters in the pass (Note [what FSDP2 holds during a step])
+    gathered_bytes: int = 0  # memory of the parameters that FSDP2 has gathered when the first layer begins
     in_backward: LayerProfile | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False  # backward

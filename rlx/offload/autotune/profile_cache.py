@@ -30,14 +30,7 @@ logger = logging.getLogger("rlx.offload")
 
 
 class ProfileCache:
-    """The cached profiles of one handle.
-
-    Args:
-        folder: of the files; made when the first one is written.
-        options: of the handle.
-        model: returns the model; None once it is gone.
-        layers: returns the names of its layers.
-    """
+    """The cached profiles of one handle, in the files of a folder; `layers` returns the names of the model's layers."""
 
     def __init__(
         self,

@@ -25,11 +25,7 @@ from rlx.offload.storage.stats import Mark
 
 
 class ProfilingPolicy(CachedOpPolicy):
-    """Measures one layer call. Only the layer's inputs are kept, as in boundary mode.
-
-    Args:
-        profile: receives the figures; its `sees_calls` decides whether operations are measured.
-    """
+    """Measures one layer call. Only the layer's inputs are kept, as in boundary mode."""
 
     def __init__(self, profile: LayerProfile) -> None:
         super().__init__()

@@ -32,12 +32,7 @@ class Limits(NamedTuple):
 
 
 class StepLimits:
-    """Finds the resources of this rank.
-
-    Args:
-        session: of the handle.
-        parameters: returns the model's parameters.
-    """
+    """Finds the resources of this rank, from the statistics of the session, the model's parameters and the device."""
 
     def __init__(self, session: OffloadSession, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         self.room_bytes: int | None = None  # device memory for a step, the least found so far; None: not measured yet
@@ -69,13 +64,7 @@ class StepLimits:
         return PassState(self._made_gradient_bytes, any(map(_is_sharded, self._parameters())), self.gathered_bytes())
 
     def note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
-        """Note how much memory a device has for the step.
-
-        Args:
-            device: on which the layers compute.
-            begin_bytes: memory allocated when the layers begin.
-            coming_bytes: see the method of that name.
-        """
+        """Note how much memory a device has for the step, if `begin_bytes` were allocated when its layers began."""
         if device.type != "cpu":
             free, total = torch.get_device_module(device.type).mem_get_info(device)
             usable = free + torch.accelerator.memory_reserved(device)

@@ -28,21 +28,13 @@ _PASSES = 10  # at most: one warms up, mostly one is measured, and the next find
 
 
 class MeasuredCosts(NamedTuple):
-    """Costs of layers as measured on a device.
-
-    Args:
-        device: its name.
-        layers: number of layers that were built.
-        costs: of each layer of the whole model.
-        link_bytes_per_s: rate between device and host; None: too few bytes were copied to know it.
-        figures: everything as JSON can hold it.
-    """
+    """Costs of layers as measured on a device."""
 
     device: str
-    layers: int
-    costs: tuple[LayerCost, ...]
-    link_bytes_per_s: float | None
-    figures: Mapping[str, Any]
+    layers: int  # number of layers that were built
+    costs: tuple[LayerCost, ...]  # of each layer of the whole model
+    link_bytes_per_s: float | None  # between device and host; None: too few bytes were copied to know it
+    figures: Mapping[str, Any]  # everything as JSON can hold it
 
     def plan(self, scenario: Scenario, tokens: int, uses_link: bool) -> tuple[Plan, str]:
         """Plan the layers, with the head as the formulas have it.

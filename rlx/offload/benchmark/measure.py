@@ -25,38 +25,22 @@ _MORE_PASSES = 8  # at most, for a mode that measures layers in several passes
 
 
 class Benchmark(NamedTuple):
-    """A benchmark as the user asked for it.
+    """A benchmark as the user asked for it."""
 
-    Args:
-        shape: configuration of the model.
-        modes: in the order of the table.
-        cases: measured one after the other.
-        device: of this process.
-        dtype: of the weights.
-        rounds: largest number of timed steps per mode.
-        seconds: no further round of a case begins after this time; None: all rounds run.
-        warm_up: steps of each mode before timing; None: as many as the mode needs to reach its steady state.
-        plain_layers: number of layers with which plain is measured and then scaled; None: all, or two if all do not fit.
-        with_picture: record memory over a step and draw it.
-        title: of the pictures.
-        about: further content of the JSON file.
-        folder: an existing folder for the files.
-        shard: shards each model over several processes; None: one process, in which the modes share one set of weights.
-    """
-
-    shape: dict[str, Any]
-    modes: Sequence[Mode]
-    cases: Sequence[Case]
-    device: torch.device
-    dtype: torch.dtype
-    rounds: int
-    seconds: float | None
-    warm_up: int | None
-    plain_layers: int | None
-    with_picture: bool
-    title: str
-    about: dict[str, Any]
-    folder: Path
+    shape: dict[str, Any]  # configuration of the model
+    modes: Sequence[Mode]  # in the order of the table
+    cases: Sequence[Case]  # measured one after the other
+    device: torch.device  # of this process
+    dtype: torch.dtype  # of the weights
+    rounds: int  # largest number of timed steps per mode
+    seconds: float | None  # no further round of a case begins after this time; None: all rounds run
+    warm_up: int | None  # steps of each mode before timing; None: as many as it needs to reach its steady state
+    plain_layers: int | None  # number with which plain is measured and then scaled; None: all, or two if all do not fit
+    with_picture: bool  # record memory over a step and draw it
+    title: str  # of the pictures
+    about: dict[str, Any]  # further content of the JSON file
+    folder: Path  # an existing one, for the files
+    # Shards each model over several processes; None: one process, in which the modes share one set of weights.
     shard: Callable[[nn.Module], nn.Module] | None = None
 
     def run(self, ranks: Ranks) -> bool:

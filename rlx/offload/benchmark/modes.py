@@ -34,19 +34,12 @@ class EnabledMode(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """A mode as the user asked for it.
+    """A mode as the user asked for it."""
 
-    Args:
-        name: for the table.
-        kind: a key of `MODE_DESCRIPTIONS`.
-        options: for rlx's own modes.
-        tile: tokens per tile of MLPs and norms; 0: chosen by length and width; None: no tiles.
-    """
-
-    name: str
-    kind: str
-    options: OffloadOptions | None
-    tile: int | None = None
+    name: str  # for the table
+    kind: str  # a key of `MODE_DESCRIPTIONS`
+    options: OffloadOptions | None  # for rlx's own modes
+    tile: int | None = None  # tokens per tile of MLPs and norms; 0: chosen by length and width; None: no tiles
 
     @property
     def warm_up(self) -> int:

@@ -25,18 +25,13 @@ _REPEATS = 5
 
 
 class Overhead(NamedTuple):
-    """The overhead of a mode.
+    """The overhead of a mode, in CPU time."""
 
-    Args:
-        us_per_layer: CPU time of a step minus that of a plain step and, if layers are recomputed, of one forward. It is the
-            median of the differences within a round, because the speed of a shared machine changes [us].
-        us_per_layer_of_minima: the same from the shortest times.
-        no_grad_ratio: CPU time of a forward under `no_grad` divided by that of a model that is not enabled, as the median of the
-            quotients within a round; None for a peer.
-    """
-
+    # A step minus a plain step and, if layers are recomputed, one forward: the median of the differences within a round, because
+    # the speed of a shared machine changes [us].
     us_per_layer: float
-    us_per_layer_of_minima: float
+    us_per_layer_of_minima: float  # the same from the shortest times
+    # A forward under `no_grad` over that of a model that is not enabled, the median within a round; None for a peer.
     no_grad_ratio: float | None
 
 
@@ -63,13 +58,7 @@ class _TinyModel:
 
 
 def run_overhead(rounds: int, folder: Path, about: dict[str, Any]) -> None:
-    """Measure, print, and write `overhead.json`.
-
-    Args:
-        rounds: number of rounds, each of which runs every step and forward.
-        folder: for the file.
-        about: further content of the file.
-    """
+    """Measure in so many rounds, print, and write `overhead.json` to a folder; `about` goes into the file as well."""
     torch.set_num_threads(1)
     model = _TinyModel()
     steps = {name: model.step(name) for name in ("plain", *_MODES)}

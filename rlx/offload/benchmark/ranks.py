@@ -8,11 +8,7 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """The processes that run the same steps.
-
-    Args:
-        group: a process group with a backend for host memory; None: this process alone.
-    """
+    """The processes that run the same steps: of a group with a backend for host memory, or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

@@ -15,10 +15,10 @@ class Operation:
         at: when in the layer's forward it ends, as a share of forward's time, in [0, 1].
         seconds: time to run it again.
         nbytes: size of its result and of the other tensors that its backward reads, without its arguments.
-        offload_at: when in the layer's forward these bytes may be offloaded, as a share; None: at `at`. A result that the layer
-            may still write to waits for a later operation.
+        offload_at: when these bytes may be offloaded, likewise; None: at `at`. A result that the layer may still write to waits.
         small_bytes: of `nbytes`, tensors that are too small to be offloaded.
         extra_bytes: of `nbytes`, tensors that autograd does not save.
+        op: for profiled layers: its op index (Note [op indices] in `rlx.offload.replay.instructions`).
     """
 
     name: str
@@ -28,6 +28,7 @@ class Operation:
     offload_at: float | None = None
     small_bytes: int = 0
     extra_bytes: int = 0
+    op: int = 0
 
 
 class Point(NamedTuple):

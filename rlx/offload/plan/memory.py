@@ -51,18 +51,14 @@ class LayerBytes(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Memory of a model on one accelerator, activations aside [bytes].
+    """Memory of a model on one accelerator, activations aside [bytes]."""
 
-    Args:
-        weights, gradients, optimizer: of its shard; the optimizer has two states (Adam).
-        gathered: by FSDP: weights outside the layers and of two layers, in the dtype of computation, and the gradient of one
-            layer, in the dtype of its sum.
-    """
-
-    weights: float
+    weights: float  # of its shard, as the next two
     gradients: float
-    optimizer: float
-    gathered: float
+    optimizer: float  # two states (Adam)
+    gathered: (
+        float  # by FSDP: weights outside the layers and of two layers, and the gradient of one layer as it is summed
+    )
 
 
 def tile_tokens(tokens: int, width: int, widest: int) -> int:

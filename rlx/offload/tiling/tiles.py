@@ -33,19 +33,12 @@ class _TileRecomputedError(BaseException):
 
 
 class TiledModule(NamedTuple):
-    """A module that is computed in tiles.
+    """A module that is computed in tiles."""
 
-    Args:
-        module: position-wise: it maps (..., width) to the same shape, each position independently.
-        forward: the module's forward, bound.
-        names: of its parameters.
-        lock: held while the module runs with other weights than its own.
-    """
-
-    module: nn.Module
-    forward: Callable[[Tensor], Tensor]
-    names: tuple[str, ...]
-    lock: threading.RLock
+    module: nn.Module  # position-wise: it maps (..., width) to the same shape, each position independently
+    forward: Callable[[Tensor], Tensor]  # the module's forward, bound
+    names: tuple[str, ...]  # of its parameters
+    lock: threading.RLock  # held while the module runs with other weights than its own
 
     def weights(self) -> list[Tensor]:
         """Return its present parameters; under FSDP1 they are views of gathered ones."""
@@ -146,13 +139,7 @@ class _WeightGradient:
 
 
 class TiledCall:
-    """One call that backward repeats tile by tile.
-
-    Args:
-        tiled: the module that is called.
-        hidden: its argument, contiguous, (..., width).
-        length: positions of a tile.
-    """
+    """One call of a module on `hidden`, contiguous, (..., width), that backward repeats in tiles of `length` positions."""
 
     def __init__(self, tiled: TiledModule, hidden: Tensor, length: int) -> None:
         self._tiled = tiled
