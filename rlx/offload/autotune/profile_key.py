@@ -103,7 +103,7 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
     about_attention = sorted(name for name in config if "attn" in name or "attention" in name)
     attention = [(name, config[name]) for name in about_attention if type(config[name]) in _PLAIN_TYPES]
     forward = vars(module).get("forward")
-    return plain, attention, forward.positions_per_tile if isinstance(forward, TiledForward) else None
+    return plain, attention, forward.tiling.positions_per_tile if isinstance(forward, TiledForward) else None
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[Any, ...]]:
