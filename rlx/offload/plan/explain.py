@@ -44,11 +44,11 @@ def _row(cost: LayerCost, layer: LayerPlan, members: Sequence[int]) -> tuple[str
     )
 
 
-def _ranges(numbers: Sequence[int], longest: int = 4) -> str:
-    """Return `0-2, 5` for 0, 1, 2, 5; if there are more than `longest` runs, leave out the middle ones."""
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return `0-2, 5` for 0, 1, 2, 5; of more than four runs leave out the middle ones."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return ", ".join(texts if len(texts) <= longest else [*texts[: longest - 1], "...", texts[-1]])
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]])
 
 
 def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable[str]:

@@ -33,26 +33,6 @@ class Hardware:
     link_both_bytes_per_s: float  # of each direction with both at once; plans do not use it
     host_bytes: float  # host memory per accelerator in a usual machine
 
-    @property
-    def matmul_flops(self) -> float:
-        """Rate of linear maps [1/s]."""
-        return self.peak_flops * MATMUL_SHARE
-
-    @property
-    def attention_flops(self) -> float:
-        """Rate of attention's forward [1/s]."""
-        return self.peak_flops * ATTENTION_SHARE
-
-    @property
-    def attention_backward_flops(self) -> float:
-        """Rate of attention's backward [1/s]."""
-        return self.peak_flops * ATTENTION_BACKWARD_SHARE
-
-    @property
-    def elementwise_bytes_per_s(self) -> float:
-        """Rate at which elementwise kernels read and write memory."""
-        return self.memory_bytes_per_s * MEMORY_SHARE
-
 
 def _on_pcie(pcie: float, name: str, tflops: float, tb_per_s: float, device_gb: float, host_gb: float) -> Hardware:
     link, both = pcie * LINK_SHARE, pcie * LINK_BOTH_SHARE

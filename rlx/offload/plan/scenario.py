@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -152,8 +153,4 @@ def _last(holds: Callable[[int], bool]) -> int:
     above = 1
     while holds(above):
         above *= 2
-    below = above // 2
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if holds(middle) else (below, middle)
-    return below
+    return bisect_left(range(above), True, lo=above // 2 + 1, key=lambda number: not holds(number)) - 1

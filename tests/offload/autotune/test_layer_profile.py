@@ -190,20 +190,11 @@ def test_a_layer_that_is_kept_holds_an_input_until_the_gradient_of_a_bias_is_sum
     assert again == cost.working_bytes + INPUT, "with that of the layer before, which has come back"
 
 
-def test_a_bias_that_wants_a_gradient_is_seen(toys, enable):
+def test_a_bias_that_wants_a_gradient_is_seen(toys, enable, decided):
     """Queries, keys, values and the MLP have one, the map behind attention has none; of what goes in 2 x 6 x 16 floats."""
     model = toys.decoder()
     model.layers[1].q.bias.requires_grad_(False)
-    handle, found = enable(model, True, save="auto", max_device_bytes=0), {}
-    follow = handle.runner.decide
-
-    def note(layer, module, tensors):
-        orders = follow(layer, module, tensors)
-        if isinstance(orders, LayerProfile):
-            found[layer.index] = orders
-        return orders
-
-    handle.runner.decide = note
+    found = decided(enable(model, True, save="auto", max_device_bytes=0), LayerProfile)
     for _ in range(2):
         toys.read(model).backward()
     size = 2 * 6 * 16 * 4
