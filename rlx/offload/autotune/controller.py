@@ -181,15 +181,13 @@ class PlanController:
             budget = bucket.budget if self._agrees else self.limits.budget([self.limits.own()])
             if budget is not None:
                 self._make_plan(bucket, bucket.profile, budget)
-        elif self._is_warm or self._compares_cache:
+            return
+        # The first pass is profiled to compare it with the cache, if there is one or the first rank may have one.
+        compares_cache = self._cache is not None and (self._agrees or self._cache.has_folder)
+        if self._is_warm or compares_cache:
             if bucket.is_warm_up and self._is_warm and bucket.key not in self._consensus.cached:
                 bucket.drop()  # no cached profile to compare it with, so do not wait until the device has passed it
             bucket.begin_measuring(self.limits.new_pass(), self.limits.coming_bytes(), call, not self._is_warm)
-
-    @property
-    def _compares_cache(self) -> bool:
-        """Whether the first pass is profiled: there is a cache, or the first rank may have one."""
-        return self._cache is not None and (self._agrees or self._cache.has_folder)
 
     def _check_cached(self, bucket: LengthBucket, tensors: Sequence[Tensor], call: Mapping[str, Any]) -> None:
         """Drop a cached profile that does not apply to the pass that begins; else note the device memory for that pass."""

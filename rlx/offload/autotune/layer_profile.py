@@ -208,13 +208,7 @@ class LayerProfile:
         self.is_starved = self.is_starved or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], is_cacheable: Sequence[bool], flow: Dataflow | None) -> None:
-        """The layer's forward has ended, and its operations were profiled.
-
-        Args:
-            saved: the tensors that autograd has saved in it.
-            is_cacheable: for each of `calls` whether its result can be cached.
-            flow: which operation reads which result; None: not known.
-        """
+        """The layer's forward has ended: autograd has `saved` tensors, and the results of some `calls` can be cached."""
         self.pass_forward()
         for call, can_be in zip(self.calls, is_cacheable, strict=True):
             call.is_cacheable = can_be

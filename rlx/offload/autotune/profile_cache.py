@@ -79,13 +79,7 @@ class ProfileCache:
         return found
 
     def write(self, key: Mapping[str, Any], profiles: Mapping[Key, PassProfile], keep_others: bool) -> None:
-        """Add profiles to the file of a key. A folder that cannot be written causes one warning.
-
-        Args:
-            key: as `key` returns it.
-            profiles: by device and length.
-            keep_others: keep profiles of other runs in the file; else it holds those of this run only.
-        """
+        """Add profiles to the file of a key, or replace those of other runs. A folder that cannot be written causes one warning."""
         self._written |= profiles
         merged = {**(self.read(key) if keep_others else {}), **self._written}
         data = {f"{device}.{length}": to_json(profile) for (device, length), profile in merged.items()}

@@ -25,13 +25,8 @@ _NOTHING_MEASURED = 3
 def run_on(world_size: int, benchmark: Benchmark) -> bool:
     """Run a benchmark in `world_size` processes, each on an accelerator of its own if there are any.
 
-    Times are those of the slowest process, peaks the largest; other figures are the first process's.
-
-    Returns:
-        Whether at least one mode was measured in each case.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: if a process fails outside a mode.
+    Times are those of the slowest process, peaks the largest; other figures are the first process's. Returns as `Benchmark.run`
+    does; a process that fails outside a mode raises torch's ProcessRaisedException.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

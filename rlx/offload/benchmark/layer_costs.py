@@ -37,12 +37,7 @@ class MeasuredCosts(NamedTuple):
     figures: Mapping[str, Any]  # everything as JSON can hold it
 
     def plan(self, scenario: Scenario, tokens: int, uses_link: bool) -> tuple[Plan, str]:
-        """Plan the layers, with the head as the formulas have it.
-
-        Args:
-            scenario: the budget, and the cost of the head.
-            tokens: number of tokens that the layers were measured with.
-            uses_link: use the measured rate of the link instead of the scenario's.
+        """Plan the layers, with the scenario's budget and head; `uses_link`: at the measured rate of the link.
 
         Returns:
             The plan; and as text the costs of one layer of each kind, measured and computed, and the plan.

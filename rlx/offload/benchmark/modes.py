@@ -47,11 +47,7 @@ class Mode(NamedTuple):
         return 3 if self.kind == "auto" else 1
 
     def prepare(self, model: nn.Module) -> EnabledMode:
-        """Switch the mode on for a model.
-
-        Raises:
-            NotInstalledError: if it is a peer that is not installed.
-        """
+        """Switch the mode on for a model. Raises NotInstalledError if it is a peer that is not installed."""
         if self.tile is not None:
             enable_tiling(model, self.tile or None)
         if self.options is not None:
@@ -62,9 +58,7 @@ class Mode(NamedTuple):
 def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
     """Parse `NAME`, `NAME:tile=auto`, `NAME:tile=TOKENS` or, for rlx's own modes, `NAME:option=value:...`.
 
-    Args:
-        text: as the user wrote it.
-        defaults: options of rlx's own modes that the text does not set.
+    Options that the text does not set are those of `defaults`.
 
     Raises:
         ValueError: for an unknown name, an option that does not exist or a value that is refused.

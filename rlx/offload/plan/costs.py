@@ -32,22 +32,15 @@ class Operation:
 
 
 class Point(NamedTuple):
-    """A fetch point: a moment in a layer's backward at which the bytes of the layer before may be fetched.
+    """A fetch point: a moment in a layer's backward at which the bytes of the layer before may be fetched."""
 
-    Args:
-        at: time since backward began, without recomputation, as a share of backward's time, in [0, 1].
-        nbytes: peak memory of backward from then on, if the layer was recomputed.
-        name: the operation whose backward begins at that moment, for people.
-        call, slots: for profiled layers: index of that operation's call, and number of tensors that autograd has saved up to it.
-        forward_at: when in the layer's forward that operation ends, as a share, in [0, 1]; None: not known. By then backward has
-            used the results of operations that end then or later, so `nbytes` does not count them.
-    """
-
-    at: float
-    nbytes: int
-    name: str = ""
-    call: int = -1
-    slots: int = -1
+    at: float  # time since backward began, without recomputation, as a share of backward's time, in [0, 1]
+    nbytes: int  # peak memory of backward from then on, if the layer was recomputed
+    name: str = ""  # the operation whose backward begins at that moment, for people
+    call: int = -1  # for profiled layers: index of that operation's call
+    slots: int = -1  # likewise: number of tensors that autograd has saved up to it
+    # When in the layer's forward that operation ends, as a share, in [0, 1]; None: not known. By then backward has used the
+    # results of operations that end then or later, so `nbytes` does not count them.
     forward_at: float | None = None
 
 

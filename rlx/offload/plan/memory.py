@@ -59,9 +59,7 @@ class StateBytes(NamedTuple):
 def tile_tokens(tokens: int, width: int, widest: int) -> int:
     """Return the tokens of a tile if the user does not choose; at least those of the input if tiles would save little.
 
-    Args:
-        tokens, width: of the input.
-        widest: width of the widest intermediate result.
+    `tokens` and `width` are those of the input, `widest` is the width of the widest intermediate result.
     """
     widest = max(widest, width)
     number = max(1, round(tokens * widest / TILE_ELEMENTS))

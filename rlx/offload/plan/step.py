@@ -44,21 +44,12 @@ class Peaks(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One simulated step.
-
-    Args:
-        step_s: time of the step.
-        stall_s: the part of `step_s` in which compute waits for the link or the disk.
-        peak_bytes: peak memory above weights and gradients.
-        host_bytes, disk_bytes: offloaded bytes by tier.
-        forward_s: time of forward.
-        peaks: peak memory by phase.
-    """
+    """One simulated step."""
 
     step_s: float
-    stall_s: float
-    peak_bytes: int
-    host_bytes: int
+    stall_s: float  # the part of `step_s` in which compute waits for the link or the disk
+    peak_bytes: int  # peak memory above weights and gradients
+    host_bytes: int  # offloaded bytes by tier
     disk_bytes: int
     forward_s: float
     peaks: Peaks
