@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from rlx.offload.api import ActivationOffloading, enable_activation_offloading
-from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions
 from rlx.offload.tiling.tiling import enable_tiling
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -51,7 +51,7 @@ class Mode(NamedTuple):
         if self.tile is not None:
             enable_tiling(model, self.tile or None)
         if self.options is not None:
-            return EnabledMode(enable_activation_offloading(model, self.kind != "all", self.options))
+            return EnabledMode(enable_activation_offloading(model, SAVE_MODES[self.kind].recomputes, self.options))
         return PEERS[self.kind](model)
 
 
