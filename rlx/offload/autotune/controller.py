@@ -97,22 +97,20 @@ class PlanController:
         bucket.last_index = layer.index
         if bucket.plan is not None:
             return bucket.instructions.get(layer.index)
-        if not bucket.is_measuring or layer.index in bucket.called:
+        if not bucket.is_measuring or layer.index in bucket.state.called:
             return None
         # Gradients of parameters that FSDP2 has gathered are freed within the pass, so none of them is counted.
         parameters = () if bucket.state.is_sharded else tuple(module.parameters())
-        bucket.called.add(layer.index)
         profile = LayerProfile(
             layer.index,
             device,
             Inputs.of(tensors),
             bucket.state,
-            bucket.finish,
             self._session.options.min_bytes,
             gradient_bytes=partial(made_gradient_bytes, parameters),
             sees_calls=bucket.sees_calls(layer.index),
         )
-        bucket.begun[layer.index] = profile
+        bucket.state.begin(profile)
         return profile
 
     def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
@@ -185,9 +183,9 @@ class PlanController:
         # The first pass is profiled to compare it with the cache, if there is one or the first rank may have one.
         compares_cache = self._cache is not None and (self._agrees or self._cache.has_folder)
         if self._is_warm or compares_cache:
-            if bucket.is_warm_up and self._is_warm and bucket.key not in self._consensus.cached:
+            if bucket.state.is_warm_up and self._is_warm and bucket.key not in self._consensus.cached:
                 bucket.drop()  # no cached profile to compare it with, so do not wait until the device has passed it
-            bucket.begin_measuring(self.limits.new_pass(), self.limits.coming_bytes(), call, not self._is_warm)
+            bucket.begin_measuring(self.limits.new_pass(is_warm_up=not self._is_warm), call)
 
     def _check_cached(self, bucket: LengthBucket, tensors: Sequence[Tensor], call: Mapping[str, Any]) -> None:
         """Drop a cached profile that does not apply to the pass that begins; else note the device memory for that pass."""
@@ -243,8 +241,8 @@ class PlanController:
         profile = bucket.take()
         if profile is None:
             return
-        self.limits.note_room(self._devices[bucket.key[0]], bucket.state.begin_bytes, bucket.coming_bytes)
-        if bucket.is_warm_up:
+        self.limits.note_room(self._devices[bucket.key[0]], bucket.state.begin_bytes, bucket.state.coming_bytes)
+        if bucket.state.is_warm_up:
             self._warm_up[bucket.key] = profile
         else:
             bucket.profile = self._measured[bucket.key] = profile

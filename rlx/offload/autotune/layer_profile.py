@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -107,6 +108,11 @@ class PassState:
     gradient_bytes: Callable[[], int] = lambda: 0  # returns the memory of all existing gradients that outlast the pass
     is_sharded: bool = False  # FSDP2 gathers and frees parameters in the pass (Note [what FSDP2 holds during a step])
     gathered_bytes: int = 0  # memory of the parameters that FSDP2 has gathered when the first layer begins
+    coming_bytes: int = 0  # of states that do not exist in the pass
+    is_warm_up: bool = False  # kernels are chosen and memory is allocated in it, so its times do not count
+    begun: WeakValueDictionary[int, LayerProfile] = field(default_factory=WeakValueDictionary)  # by index
+    called: set[int] = field(default_factory=set)  # indices of the layers that have begun
+    done: dict[int, LayerProfile] = field(default_factory=dict)  # those that were recomputed
     in_backward: LayerProfile | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False  # backward
@@ -121,6 +127,27 @@ class PassState:
         """Time between forward and backward of the layers, in which the head and the loss run."""
         return 0.0 if self.turn is None else seconds(*self.turn)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers that have begun were recomputed."""
+        return bool(self.called) and self.done.keys() == self.called
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the graph of a layer that was not recomputed is alive."""
+        return any(index not in self.done for index in self.begun)
+
+    def begin(self, layer: LayerProfile) -> None:
+        """Note that the profile of a layer has begun."""
+        self.called.add(layer.index)
+        self.begun[layer.index] = layer
+
+    def clear(self) -> None:
+        """Forget the layers."""
+        self.called.clear()
+        self.begun.clear()
+        self.done.clear()
+
     def made_bytes(self) -> int:
         """Return the memory of gradients that this pass has made so far."""
         return self.gradient_bytes() - self.begin_gradient_bytes
@@ -134,7 +161,6 @@ class LayerProfile:
         device: where it computes.
         inputs: sizes of the tensors that it is called with.
         state: shared by the layers of a pass.
-        finished: called when the layer has been recomputed.
         min_bytes: smaller tensors are not offloaded.
         memory: reads the device's memory; None: from torch.
         gradient_bytes: returns the memory of the existing gradients of the layer's parameters that outlast the pass.
@@ -147,7 +173,6 @@ class LayerProfile:
         device: torch.device,
         inputs: Inputs,
         state: PassState,
-        finished: Callable[[LayerProfile], None],
         min_bytes: int = 1,
         memory: DeviceMemoryProbe | None = None,
         gradient_bytes: Callable[[], int] = lambda: 0,
@@ -165,7 +190,7 @@ class LayerProfile:
         self.extra_bytes = 0  # of the inputs that autograd does not save
         self.working_bytes: int | None = None
         self.late_bytes: int | None = None
-        self._device, self._state, self._finished = device, state, finished
+        self._device, self._state = device, state
         self._memory = memory or DeviceMemoryProbe(device)
         self._marks: dict[str, Mark] = {}
         self._base_bytes = self._offloading_bytes = 0
@@ -256,7 +281,8 @@ class LayerProfile:
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
             self._note_starvation("recompute")
-            self._finished(self)
+            if self.index in self._state.begun:  # else nobody waits for the pass any more
+                self._state.done[self.index] = self
 
     def begin_borders(self, middle: int) -> int:
         """Begin to note borders in backward, which fetches once it is below `middle`. Return the first border."""

@@ -31,9 +31,7 @@ class LayerKind(NamedTuple):
     names: tuple[str, ...]  # of the calls that all of them make, up to the first that differs
     cost: LayerCost  # mean of the layers; its operations are those whose results can be cached
     flow: Dataflow | None = None  # which operation reads which result; None: not known
-    small: tuple[
-        int, ...
-    ] = ()  # op indices of small results, always kept on the device: that makes other operations dead
+    small: tuple[int, ...] = ()  # op indices of small results that are kept on the device to make other operations dead
 
     def instructions(
         self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]

@@ -59,9 +59,10 @@ class StepLimits:
         parameters = list(self._parameters())
         return sum(map(_own_bytes, filterfalse(_is_sharded, parameters))) if any(map(_is_sharded, parameters)) else 0
 
-    def new_pass(self) -> PassState:
+    def new_pass(self, is_warm_up: bool) -> PassState:
         """Return the state of a pass that begins."""
-        return PassState(self._made_gradient_bytes, any(map(_is_sharded, self._parameters())), self.gathered_bytes())
+        is_sharded, gathered_bytes = any(map(_is_sharded, self._parameters())), self.gathered_bytes()
+        return PassState(self._made_gradient_bytes, is_sharded, gathered_bytes, self.coming_bytes(), is_warm_up)
 
     def note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
         """Note how much memory a device has for the step, if `begin_bytes` were allocated when its layers began."""

@@ -42,9 +42,7 @@ def samples(request):
     for index in range(3):
         saved = [torch.zeros(SAVED, dtype=torch.uint8), TABLE]
         inputs = Inputs(INPUT, {}, {TABLE.untyped_storage().data_ptr(): TABLE_BYTES})
-        sample = LayerProfile(
-            index, CPU, inputs, backward, lambda sample: None, memory=memory, gradient_bytes=lambda: own[0]
-        )
+        sample = LayerProfile(index, CPU, inputs, backward, memory=memory, gradient_bytes=lambda: own[0])
         if index > 1:
             memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
             memory.take(INPUT * (index == 2))
@@ -129,7 +127,7 @@ def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
     window, found = PassState(lambda: made[0], is_sharded=True, gathered_bytes=GATHERED), []
     memory.take(INPUT, GATHERED)
     for index in range(3):
-        sample = LayerProfile(index, CPU, Inputs(INPUT, {}, {}), window, lambda sample: None, memory=memory)
+        sample = LayerProfile(index, CPU, Inputs(INPUT, {}, {}), window, memory=memory)
         sample.calls = [OpProfile(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("am", 1)]
         sample.begin_forward()
         memory.take(SAVED, INPUT)
