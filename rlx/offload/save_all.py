@@ -58,7 +58,8 @@ class OffloadedTensor:
         layout = self._layout
         if not layout.is_untouched:
             raise modified_in_place(layout.shape, layout.dtype, layout.version, "but was written to after that")
-        self._call.begin_unpack()
+        if self._call.begin_backward():
+            self._call.prefetch()
         return layout.restore(*self._offloaded.on_device())
 
 
@@ -92,11 +93,6 @@ class SaveAllCall(LayerCall):
         self.layer.counters.kept_bytes += size_bytes(tensor)
         return KeptTensor(tensor)
 
-    def begin_unpack(self) -> None:
-        """Fetch the calls before this one, when backward enters this call."""
-        if self.begin_backward():
-            self.prefetch()
-
 
 def run_save_all(
     session: OffloadSession, layer: Layer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -109,7 +105,7 @@ def run_save_all(
     by storage, so that it also holds for views. A storage that an argument with a gradient uses as well is offloaded:
     `layer(x, x.detach())` does not keep `x`.
     """
-    own, arguments = (*module.parameters(), *module.buffers()), list(tensors_in((args, kwargs)))
+    own, arguments = (*module.parameters(), *module.buffers()), tensors_in((args, kwargs))
     accelerators = {tensor.device.type for tensor in (*own, *arguments)} - {"cpu", "meta"}
     constant = {storage_address(tensor) for tensor in arguments if not tensor.requires_grad}
     constant -= {storage_address(tensor) for tensor in arguments if tensor.requires_grad}
