@@ -37,9 +37,9 @@ class KeptTensor:
 
     def restore(self) -> Tensor:
         """Return the tensor; RuntimeError if it was written to since."""
-        tensor, version = self._tensor, self._version
-        if tensor._version != version:
-            raise modified_in_place(tensor.shape, tensor.dtype, version, f"but is at version {tensor._version}")
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise modified_in_place(tensor.shape, tensor.dtype, self._version, f"but is at version {tensor._version}")
         return tensor
 
 
@@ -82,10 +82,10 @@ class SaveAllCall(LayerCall):
 
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         """The pack hook."""
-        if is_parameter(tensor) or storage_address(tensor) in self._fixed:
+        if is_parameter(tensor) or (address := storage_address(tensor)) in self._fixed:
             return KeptTensor(tensor)
         # Tangents that are all zeros may have no storage.
-        if tensor.device.type == self._device_type and is_plain(tensor) and storage_address(tensor):
+        if address and tensor.device.type == self._device_type and is_plain(tensor):
             offloaded = self.session.offload(tensor, self)
             if offloaded is not None:
                 self.offloaded_bytes += offloaded.nbytes
