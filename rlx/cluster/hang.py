@@ -30,9 +30,9 @@ class Standing(NamedTuple):
     stack: str
 
 
-def standing_of(thread: int | None, beats: int) -> Standing:
+def standing_of(thread: int, beats: int) -> Standing:
     """Return where a thread of this process stands."""
-    frame = sys._current_frames().get(thread or 0)
+    frame = sys._current_frames().get(thread)
     if frame is None:
         return Standing(beats, "between two calls", False, "")
     stack = traceback.extract_stack(frame)

@@ -62,14 +62,15 @@ class WorkerProcess:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker: Any = None
-        self._working: int | None = None  # the thread of the call that runs
+        self._thread = 0  # of all calls but `standing`
         self._log = _Collector()
         logger = logging.getLogger("rlx")
         logger.addHandler(self._log)
         logger.setLevel(logging.INFO)
 
     def location(self) -> WorkerLocation:
-        """Return the node and process of this worker."""
+        """Return the node and process of this worker; the first call."""
+        self._thread = threading.get_ident()
         context = ray.get_runtime_context()
         log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else None
         return WorkerLocation(self._rank, context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), log)
@@ -120,19 +121,16 @@ class WorkerProcess:
     @ray.method(concurrency_group=WATCH)
     def standing(self) -> Standing:
         """Return where the call that runs stands, also when it is stuck."""
-        return standing_of(self._working, beats())
+        return standing_of(self._thread, beats())
 
     def _guarded(self, work: Callable[[], Any]) -> WorkerReply:
         beat()
-        self._working = threading.get_ident()
         try:
             value, fault = work(), None
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # torch's CheckpointException is no Exception
             value, fault = None, fault_of(self._rank, error)
-        finally:
-            self._working = None
         return WorkerReply(value, fault, self._log.take())
 
 
