@@ -2,7 +2,6 @@ import errno
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,6 @@ def test_names_that_look_alike_come_first_and_the_rest_where_there_is_none():
     assert did_you_mean("num_cpu", known, "remove it") == "did you mean num_cpus?"
     assert did_you_mean("num_cpu", known, "remove it", most=3) == "did you mean num_cpus or num_gpus?"
     assert did_you_mean("xyz", known, "remove it") == "remove it"
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_is_named_with_its_path_and_space(tiny_disk: Path):
