@@ -52,11 +52,10 @@ class Function:
     source: str  # path of a user's Python file, or a module of rlx
     name: str  # of the function in it
     limit_s: float  # longest call [seconds]
-    cpu_limit_s: float = (
-        0  # the process itself interrupts a longer call, and goes on [seconds of the processor]; 0: never
-    )
     batched: bool = False  # one call scores a list of samples
     options: dict[str, Any] = field(default_factory=dict)  # further arguments by name
+    # The process itself interrupts a longer call, and goes on [seconds of the processor]; 0: never
+    cpu_limit_s: float = 0
 
     @property
     def is_own(self) -> bool:
