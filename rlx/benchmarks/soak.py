@@ -83,12 +83,15 @@ def name_of(process: psutil.Process, driver: int) -> str:
     return f"{command.split('/')[-1].split()[0] if command else process.name()} {process.pid}"[:26]
 
 
-def watch(run: subprocess.Popen[bytes], folder: Path, pause_s: float) -> dict[str, list[Sample]]:
-    """Sample the memory of the run's processes until it ends."""
+def watch(run: subprocess.Popen[bytes], folder: Path, steps: int, pause_s: float) -> dict[str, list[Sample]]:
+    """Sample the memory of the run's processes until the last step; the report that follows needs memory of its own."""
     samples: dict[str, list[Sample]] = {}
     while run.poll() is None:
         time.sleep(pause_s)
         step = last_step(folder)
+        if step >= steps:
+            run.wait()
+            break
         with contextlib.suppress(psutil.Error):
             for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)):
                 with contextlib.suppress(psutil.Error, IndexError):
@@ -124,6 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--from-step", type=int, default=500, help="growth counts from here (default 500)")
     parser.add_argument("--limit-mb", type=float, default=4.0, help="allowed growth of a process (default 4)")
     parser.add_argument("--pause-s", type=float, default=2.0, help="seconds between samples (default 2)")
+    parser.add_argument("--json", type=Path, help="file to write all samples to: process -> [[step, bytes], ...]")
     parser.add_argument("overrides", nargs="*", help="further key=value of the run")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made:
@@ -140,11 +144,13 @@ def main(arguments: Sequence[str]) -> int:
                 command, stdout=opened, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ}
             ) as run,
         ):
-            samples = watch(run, folder, options.pause_s)
+            samples = watch(run, folder, options.steps, options.pause_s)
         if run.returncode:
             print("\n".join(output.read_text().splitlines()[-20:]))
         found = {name: each for name, of in samples.items() if (each := growth(name, of, options.from_step))}
     print(table(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(samples))
     tall = [name for name, each in found.items() if name.split()[0] in WATCHED and each.mb > options.limit_mb]
     if run.returncode or tall or not found:
         print(f"exit code of the run: {run.returncode}; grew by more than {options.limit_mb:g} MB: {tall or 'none'}")
