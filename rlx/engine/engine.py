@@ -22,11 +22,11 @@ from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
-from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
+from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.sequence_group import SequenceGroup
-from rlx.engine.sharding import precision_of, shard
+from rlx.engine.sharding import local, precision_of, shard
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
@@ -286,7 +286,7 @@ class Engine:
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
-        norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
+        norm = clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
             if self._state_on_host is None:
