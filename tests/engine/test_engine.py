@@ -154,7 +154,11 @@ def test_two_processes_train_like_one_however_they_share_the_model(
 ):
     for metrics, _, weights, _ in two_ranks("engine", "trained", model_folder, strategy, 2, fsdp):
         close(plain_training[2], weights)
-        assert metrics == [pytest.approx(figures, rel=1e-9, abs=1e-12) for figures in plain_training[0]]
+        for figures, expected in zip(metrics, plain_training[0], strict=True):
+            # Each process samples its own shard, so another division samples other weights.
+            assert figures.pop("update_length") == pytest.approx(expected["update_length"], rel=0.3)
+            expected = {name: figure for name, figure in expected.items() if name != "update_length"}
+            assert figures == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
