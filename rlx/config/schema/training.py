@@ -23,6 +23,9 @@ class OptimConfig:
     master_weights: bool = key(
         True, "With model_dtype=bf16: keep fp32 copies of the weights and fp32 moments, which small updates need."
     )
+    allow_lossy_updates: bool = key(
+        False, "Train bf16 weights without masters although rounding hides most updates; watch actor/update_share."
+    )
 
 
 DTYPES = ("bf16", "fp32", "fp64")  # no fp16: nothing scales the loss
