@@ -353,17 +353,12 @@ def test_the_short_text_has_a_row_for_each_phase(forecast):
 def test_the_long_text_has_the_parts(forecast):
     found = forecast(on=machine(device_gb=1))
     lines = long_text(found).splitlines()
-    assert lines[0].split()[:8] == [
-        "GB",
-        "others",
-        "weights",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "working",
-        "sampler",
-    ]
-    assert lines[3].split()[0] == "update_actor" and lines[3].split()[-1] == "backward"
+    parts = ["others", "weights", "gradients", "optimizer", "gathered", "working", "sampler"]
+    assert lines[0].split() == ["parts", "in", "GB", *parts] and max(map(len, lines[: lines.index("")])) <= 100
+    assert lines[3].split()[0] == "update_actor" and lines[3].split()[5] != "-"
+    peaks = lines[lines.index("") + 1 :]
+    assert peaks[0].split()[-2:] == ["peak", "in"] and peaks[3].split()[0] == "update_actor"
+    assert peaks[3].split()[-1] == "backward"
 
 
 def test_without_an_accelerator_one_line_speaks_of_the_host(forecast):
