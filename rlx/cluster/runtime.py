@@ -18,7 +18,7 @@ import ray
 
 from rlx.cluster.errors import ClusterError, one_line
 from rlx.config.schema import PPOConfig
-from rlx.errors import did_you_mean, storing
+from rlx.errors import StorageError, did_you_mean, storing
 
 _PROBE_S = 10.0
 
@@ -59,6 +59,8 @@ def session(config: PPOConfig) -> Iterator[None]:
             _join(address, {**quiet, **options})
         _take_sigterm_as_ctrl_c()
         yield
+    except StorageError:
+        raise
     except Exception:
         folder = None  # kept, because its logs may tell more
         raise
