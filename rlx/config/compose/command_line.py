@@ -217,8 +217,10 @@ def _resolved(tree: DictConfig, prefix: str, faults: list[Fault], from_environme
             remedy = "name a key of the tree, or a resolver of OmegaConf such as ${oc.env:NAME}"
             faults.append(Fault(f"{key} cannot be resolved", reason, "a value", remedy, (key,)))
         else:
-            is_section = isinstance(value, DictConfig)
-            plain[name] = _resolved(value, f"{key}.", faults, from_environment) if is_section else value
-            if not is_section and "${oc.env:" in str(raw[name]):
+            if isinstance(value, DictConfig):
+                plain[name] = _resolved(value, f"{key}.", faults, from_environment)
+                continue
+            plain[name] = value
+            if "${oc.env:" in str(raw[name]):
                 from_environment[key] = raw[name]
     return plain
