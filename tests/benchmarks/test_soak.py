@@ -18,7 +18,9 @@ def test_growth_compares_medians_of_both_ends():
 
 
 def test_a_process_is_known_by_its_command():
-    with subprocess.Popen([sys.executable, "-c", "input()", "rlx.driver"], stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "print('up', flush=True); input()", "rlx.driver"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
         assert name_of(psutil.Process(process.pid)) == f"driver {process.pid}"
 
 
