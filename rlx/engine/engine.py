@@ -25,8 +25,10 @@ from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
+from rlx.engine.saving import Saves
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import precision_of, shard
+from rlx.errors import storing
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
@@ -119,6 +121,7 @@ class Engine:
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
         self._offloaded_parameters = TensorOffload(arena, f"{name}_parameters")
+        self.saves = Saves(arena, name, device)
         self._state_on_host = None
         if self.optimizer is not None and fsdp.optimizer_offload:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
@@ -286,6 +289,7 @@ class Engine:
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
+        self.saves.before_step()
         norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
@@ -312,41 +316,49 @@ class Engine:
                 yield from merged_weights(unit.tensors(), self.adapters, gather)
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
-        """Write a checkpoint, which replaces the folder when it is complete.
+        """Write a checkpoint, which replaces the folder when it is complete. Arguments: see `begin_save`."""
+        self.begin_save(folder, contents)
+        self.saves.finish()
+
+    def begin_save(self, folder: str | Path, contents: tuple[str, ...], in_background: bool = False) -> None:
+        """Start to write a checkpoint, which appears when `saves.finish` has been called.
 
         Args:
             folder: on a file system that all processes share.
             contents: as CheckpointConfig.save_contents.
+            in_background: return before the tensors are on the disk, see `rlx/engine/saving.py`. The engine can be used meanwhile.
         """
-        self.to_device()
+        if not self.sharded.state_dict_shares_storages:
+            self.to_device()
         description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
-        with checkpoint.replacing(Path(folder)) as partial:
-            checkpoint.write(partial, description, self.sharded, self.optimizer)
+        parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
+        offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
+        partial = self.saves.begin(Path(folder), parts, offloads, in_background)
+        weights = self.weights() if "hf_model" in contents else ()
+        with storing(partial):
             if dist.get_rank() == 0:
+                description.write(partial)
                 self.card.write(partial / "card")
-            if "hf_model" in contents:
-                self._write_hf_folder(partial / "hf_model")
+            whole = {name: tensor.cpu() for name, tensor in weights if dist.get_rank() == 0}
+            if whole:
+                self.card.write_with_weights(partial / "hf_model", whole, self.model_config.trust_remote_code)
         self.to_host(parameters=False)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, trusted: bool = False) -> None:
         """Continue from a checkpoint that any number of processes and either strategy may have written.
+
+        Args:
+            folder: as `save` wrote it; `require_undamaged` checks it.
+            trusted: allow a checkpoint of an earlier version, which can run code.
 
         Raises:
             CheckpointError: this engine cannot continue from it.
         """
+        self.saves.finish()
         self.to_device()
-        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer)
+        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted)
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
-
-    def _write_hf_folder(self, folder: Path) -> None:
-        first = dist.get_rank() == 0
-        weights = {}
-        for name, tensor in self.weights():
-            if first:
-                weights[name] = tensor.cpu()
-        if first:
-            self.card.write_with_weights(folder, weights, self.model_config.trust_remote_code)
 
     # Memory -------------------------------------------------------------------------------------------------------
 
