@@ -10,11 +10,12 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -27,6 +28,8 @@ from torch.optim import AdamW
 from rlx.checkpoint.loading import load, load_all
 from rlx.checkpoint.manifest import FORMAT, CheckpointError, damage, damaged_chunks, read_json
 from rlx.engine.sharding import Sharded
+from rlx.errors import storing
+from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import Adapter, merged_weights
 
 PICKLED_FORMAT = 1
@@ -54,10 +57,6 @@ class Description:
     adapters: dict[str, Adapter]
     format: int = FORMAT
 
-    def write(self, folder: Path) -> None:
-        """Write checkpoint.json."""
-        (folder / "checkpoint.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
-
 
 def parts_of(description: Description, sharded: Sharded, optimizer: AdamW | None) -> dict[str, dict[str, Tensor]]:
     """Return the sharded state to save, by the name of its folder; all processes join. The storages are the engine's own."""
@@ -81,6 +80,30 @@ def _flat(sharded: Sharded) -> Any:
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Leave out numbers such as learning rates, which come from the configuration."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def write_beside(
+    partial: Path,
+    description: Description,
+    card: ModelCard,
+    weights: Iterable[tuple[str, Tensor]] | None,
+    trust_remote_code: bool,
+) -> None:
+    """Write everything but the sharded state on rank 0: the description, the card and, from full weights, hf_model.
+
+    All processes iterate over the weights.
+
+    Raises:
+        StorageError: the system refused to write.
+    """
+    first = dist.get_rank() == 0
+    with storing(partial):
+        if first:
+            (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
+            card.write(partial / "card")
+        whole = {name: tensor.cpu() for name, tensor in weights or () if first}
+        if whole:
+            card.write_with_weights(partial / "hf_model", whole, trust_remote_code)
 
 
 def read_description(folder: Path, trusted: bool = False) -> Description:

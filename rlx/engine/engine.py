@@ -26,9 +26,8 @@ from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, lea
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
-from rlx.engine.sequence_group import SequenceGroup
+from rlx.engine.sequence_group import SequenceGroup, require_packing
 from rlx.engine.sharding import precision_of, shard
-from rlx.errors import storing
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
@@ -126,18 +125,9 @@ class Engine:
         if self.optimizer is not None and fsdp.optimizer_offload:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
         if together is not None:
-            self._require_packing(sequence_parallel)
-
-    def _require_packing(self, sequence_parallel: int) -> None:
-        packs = self.model_config.attn_implementation == "sdpa" and self._forward.packs
-        self.sharded.reshard()
-        if not packs:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={sequence_parallel}: got use_remove_padding="
-                f"{self.model_config.use_remove_padding}, attn_implementation={self.model_config.attn_implementation} and a "
-                f"{type(self.root).__name__}; expected use_remove_padding=True, sdpa and a model whose sequences can be packed "
-                "(the log tells why a model's cannot)"
-            )
+            packs = model.attn_implementation == "sdpa" and self._forward.packs  # which may gather parameters
+            self.sharded.reshard()
+            require_packing(sequence_parallel, model, packs, self.root)
 
     # Outputs of the model -----------------------------------------------------------------------------------------
 
@@ -289,10 +279,10 @@ class Engine:
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
-        self.saves.before_step()
         norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
+            self.saves.before_step()
             if self._state_on_host is None:
                 step_in_parts(optimizer)
             else:
@@ -326,33 +316,32 @@ class Engine:
         Args:
             folder: on a file system that all processes share.
             contents: as CheckpointConfig.save_contents.
-            in_background: return before the tensors are on the disk, see `rlx/engine/saving.py`. The engine can be used meanwhile.
+            in_background: return before the tensors are on the disk; the engine can be used meanwhile.
         """
-        if not self.sharded.state_dict_shares_storages:
+        in_place = self.saves_in_place(contents)
+        if not in_place:
             self.to_device()
         description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
         partial = self.saves.begin(Path(folder), parts, offloads, in_background)
-        weights = self.weights() if "hf_model" in contents else ()
-        with storing(partial):
-            if dist.get_rank() == 0:
-                description.write(partial)
-                self.card.write(partial / "card")
-            whole = {name: tensor.cpu() for name, tensor in weights if dist.get_rank() == 0}
-            if whole:
-                self.card.write_with_weights(partial / "hf_model", whole, self.model_config.trust_remote_code)
-        self.to_host(parameters=False)
+        weights = self.weights() if "hf_model" in contents else None
+        checkpoint.write_beside(partial, description, self.card, weights, self.model_config.trust_remote_code)
+        if not in_place:
+            self.to_host(parameters=False)
+
+    def saves_in_place(self, contents: tuple[str, ...]) -> bool:
+        """Whether `begin_save` reads the state where it is and needs no device memory."""
+        return self.sharded.state_dict_shares_storages and "hf_model" not in contents
 
     def load(self, folder: str | Path, trusted: bool = False) -> None:
         """Continue from a checkpoint that any number of processes and either strategy may have written.
 
         Args:
-            folder: as `save` wrote it; `require_undamaged` checks it.
+            folder: as `save` wrote it; its digests are not checked.
             trusted: allow a checkpoint of an earlier version, which can run code.
 
-        Raises:
-            CheckpointError: this engine cannot continue from it.
+        Raises CheckpointError if this engine cannot continue from it.
         """
         self.saves.finish()
         self.to_device()

@@ -13,7 +13,7 @@ CALLS = {
     "update_actor": ("actor.update",),
     "sync": ("rollout.sync",),
     "validate": ("rollout.generate",),
-    "checkpoint": ("actor.save", "critic.save"),
+    "checkpoint": ("actor.begin_save", "critic.begin_save"),
 }
 OF_STEP = ("rollout", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync")
 

@@ -38,7 +38,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
 
 
 def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
-    checkpoint, tokenizer, train, val, sampler, rewards = prepared
+    (checkpoint, _), tokenizer, train, val, sampler, rewards = prepared
     folder = run_folder(config, checkpoint)
     (folder / "config.yaml").write_text(yaml)
     step = read_driver_state(checkpoint).step if checkpoint else 0
@@ -58,7 +58,7 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
     ):
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
-            trainer.load(checkpoint)
+            trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto")
         trainer.fit()
     picture = write_report(folder / "metrics.jsonl", folder / "report.png")
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)

@@ -18,7 +18,7 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
-from rlx.trainer.checkpoints import read_driver_state, require_parts, starting_checkpoint
+from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, starting_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,14 +36,14 @@ class Prepared(NamedTuple):
     """The parts of the driver, if there are no faults.
 
     Args:
-        checkpoint: the run continues from it; None: it starts anew.
+        checkpoint: the run continues from it, or starts anew.
         tokenizer: of the policy.
         train, val: the prompts.
         sampler: chooses the next prompts of `train`.
         rewards: scores responses; a context.
     """
 
-    checkpoint: Path | None
+    checkpoint: Choice
     tokenizer: "PreTrainedTokenizerBase"
     train: PromptDataset
     val: PromptDataset
@@ -51,8 +51,9 @@ class Prepared(NamedTuple):
     rewards: RewardManager
 
     def notices(self, config: PPOConfig) -> list[str]:
-        """Return notices about dropped or cut prompts and about reward functions that no prompt uses."""
-        found = [report for report in (self.train.report, self.val.report) if report]
+        """Return notices about checkpoints passed over, dropped or cut prompts, and reward functions that no prompt uses."""
+        found = [*self.checkpoint.passed_over]
+        found += [report for report in (self.train.report, self.val.report) if report]
         sources = _sources(self.train, self.val)
         unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
         if unused:
@@ -99,7 +100,7 @@ def prepare(config: PPOConfig) -> Prepared:
     """
     trial = _Trials()
     trial(check_options, config)
-    checkpoint = trial(_checkpoint, config)
+    checkpoint = trial(_checkpoint, config) or Choice(None, [])
     trial.faults += map(ModelError, _faults_of_models(config))
     tokenizer = trial(policy_tokenizer, config)
     train = val = sampler = rewards = None
@@ -108,7 +109,7 @@ def prepare(config: PPOConfig) -> Prepared:
             train, val = (trial(load_prompts, config.data, tokenizer, split) for split in ("train", "val"))
             rewards = trial(_rewards, config, tokenizer)
         if train is not None:
-            sampler = trial(_sampler, config, len(train), checkpoint)
+            sampler = trial(_sampler, config, len(train), checkpoint.checkpoint)
         if rewards is not None:
             until_it_fails.enter_context(rewards)
             trial(rewards.check_sources, _sources(train, val) or ())
@@ -146,11 +147,11 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardMana
     return RewardManager(config.reward, config.custom_reward_function, judge)
 
 
-def _checkpoint(config: PPOConfig) -> Path | None:
-    checkpoint = starting_checkpoint(config)
-    if checkpoint is not None:
-        require_parts(config, checkpoint)
-    return checkpoint
+def _checkpoint(config: PPOConfig) -> Choice:
+    choice = starting_checkpoint(config)
+    if choice.checkpoint is not None:
+        require_parts(config, choice.checkpoint)
+    return choice
 
 
 def _faults_of_models(config: PPOConfig) -> Iterator[str]:

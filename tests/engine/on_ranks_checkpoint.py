@@ -1,13 +1,11 @@
 """Saving and loading."""
 
 import logging
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rank_tools import ROWS, build, make_batch, own_share, policy, value, weights_of
 
-from rlx.engine.checkpoint import replacing
 from rlx.models.loading import load_tokenizer
 
 ALL = ("model", "optimizer", "extra")
@@ -80,13 +78,3 @@ def refusal(folder, out, head="lm"):
         engine.load(out)
     except ValueError as error:
         return str(error)
-
-
-def crash(out):
-    """A process that fails while it writes."""
-    try:
-        with replacing(Path(out)) as partial:
-            (partial / "half").write_text("half")
-            raise RuntimeError
-    except RuntimeError:
-        return None

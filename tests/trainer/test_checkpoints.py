@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlx.checkpoint.manifest import seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig
 from rlx.trainer import checkpoints as ck
 
@@ -29,6 +30,7 @@ def make(run, step, *roles):
     for role in roles:
         (folder / role).mkdir(parents=True)
     ck.write_driver_state(folder, replace(STATE, step=step))
+    seal(folder, {})
     return folder
 
 

@@ -207,9 +207,12 @@ UNUSED_KEYS = (
         "resume_mode is not resume_path",
     ),
     UnusedKey(
-        ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.save_contents"),
-        lambda s: s.config.trainer.save_freq <= 0,
-        "trainer.save_freq is not set: nothing is saved",
+        ("trainer.trust_checkpoint",), lambda s: s.config.trainer.resume_mode == "disable", "resume_mode is disable"
+    ),
+    UnusedKey(
+        ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.*"),
+        lambda s: s.config.trainer.save_freq <= 0 and s.config.trainer.save_every_minutes is None,
+        "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
     ),
     UnusedKey(
         (
