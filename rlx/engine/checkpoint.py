@@ -97,11 +97,11 @@ def write_beside(
         StorageError: the system refused to write.
     """
     first = dist.get_rank() == 0
+    whole = {name: tensor.cpu() for name, tensor in weights or () if first}
     with storing(partial):
         if first:
             (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
             card.write(partial / "card")
-        whole = {name: tensor.cpu() for name, tensor in weights or () if first}
         if whole:
             card.write_with_weights(partial / "hf_model", whole, trust_remote_code)
 

@@ -306,7 +306,7 @@ class Engine:
                 yield from merged_weights(unit.tensors(), self.adapters, gather)
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
-        """Write a checkpoint, which replaces the folder when it is complete. Arguments: see `begin_save`."""
+        """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""
         self.begin_save(folder, contents)
         self.saves.finish()
 
@@ -318,15 +318,15 @@ class Engine:
             contents: as CheckpointConfig.save_contents.
             in_background: return before the tensors are on the disk; the engine can be used meanwhile.
         """
-        in_place = self.saves_in_place(contents)
-        if not in_place:
+        if not (in_place := self.saves_in_place(contents)):
             self.to_device()
         description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
         partial = self.saves.begin(Path(folder), parts, offloads, in_background)
         weights = self.weights() if "hf_model" in contents else None
-        checkpoint.write_beside(partial, description, self.card, weights, self.model_config.trust_remote_code)
+        with self.saves.failing_together():
+            checkpoint.write_beside(partial, description, self.card, weights, self.model_config.trust_remote_code)
         if not in_place:
             self.to_host(parameters=False)
 

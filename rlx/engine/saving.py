@@ -10,8 +10,9 @@ staging, `begin` writes before it returns, one tensor at a time.
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ class Saves:
         self._account = arena.account(name=f"{name}_checkpoint")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-checkpoint")
         self._save: _Save | None = None
+        self._fault: ExplainedError | None = None  # of this process, besides those of the jobs
 
     def begin(self, folder: Path, parts: Parts, offloads: Sequence[TensorOffload], in_background: bool) -> Path:
         """Start to write a role's folder, and return the folder to write other files into before `finish`.
@@ -104,6 +106,14 @@ class Saves:
         self._save = _Save(folder, write_live, write_rest)
         return partial
 
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Keep an error until `finish`, which raises it on all processes; on one alone it would leave the others waiting."""
+        try:
+            yield
+        except ExplainedError as error:
+            self._fault = error
+
     @property
     def is_written(self) -> bool:
         """Whether `finish` would not wait for this process's disk."""
@@ -127,7 +137,8 @@ class Saves:
         """
         if self._save is None:
             return
-        (folder, live, rest), self._save = self._save, None
+        (folder, live, rest), fault = self._save, self._fault
+        self._save = self._fault = None
         wait([live, rest])
         entries: Entries = {}
 
@@ -135,7 +146,7 @@ class Saves:
             seal(folders.partial_of(folder), entries)
             folders.commit(folder)
 
-        _together(folder, fault=live.exception() or rest.exception())
+        _together(folder, fault=fault or live.exception() or rest.exception())
         for each in _gather({**live.result(), **rest.result()}):
             entries |= each
         _together(folder, seal_all)
@@ -206,11 +217,15 @@ def _make_folders(folder: Path, parts: Sequence[str], needed_bytes: int) -> None
     free_bytes = shutil.disk_usage(partial).free
     if needed_bytes > free_bytes:
         raise StorageError(
-            f"{folder}: this checkpoint needs {needed_bytes / 1e9:.3f} GB, {free_bytes / 1e9:.3f} GB are free; free some space, "
+            f"{folder}: this checkpoint needs {_size(needed_bytes)}, {_size(free_bytes)} are free; free some space, "
             "keep fewer (trainer.max_actor_ckpt_to_keep) or set trainer.default_local_dir, then resume the run"
         )
     for part in parts:
         (partial / part).mkdir()
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _at_once(work: Callable[..., Entries], *arguments: Any) -> Future[Entries]:
