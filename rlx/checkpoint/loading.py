@@ -15,19 +15,28 @@ from rlx.checkpoint.manifest import CheckpointError
 MOST_NAMED = 3
 
 
-def load(state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False) -> None:
+def load(
+    state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, groups_may_lack: bool = False
+) -> None:
     """Fill the tensors of a sharded state in place; all processes join. Any number of processes may have written the folder.
 
     Args:
         state: by name; DTensors, or plain tensors.
         folder: checked against its manifest before.
         trusted_pickle: the folder is DCP's own format of rlx's earlier checkpoints. Reading it runs code that it holds.
+        groups_may_lack: tensors are set to zero if the folder has none of those that share all but the last part of the name.
 
     Raises:
         CheckpointError: names, shapes, types or numbers of elements differ, or the files cannot be read.
     """
     reader = _reader(folder, trusted_pickle)
-    _require_same(state, _metadata(reader, folder), folder)
+    metadata = _metadata(reader, folder)
+    if groups_may_lack:
+        held = {_group(name) for name in metadata.state_dict_metadata}
+        for tensor in (tensor for name, tensor in state.items() if _group(name) not in held):
+            tensor.zero_()
+        state = {name: tensor for name, tensor in state.items() if _group(name) in held}
+    _require_same(state, metadata, folder)
     try:
         dcp.load(dict(state), storage_reader=reader)
     except CheckpointException as error:
@@ -49,6 +58,10 @@ def load_all(folder: Path, trusted_pickle: bool = False) -> dict[str, Tensor]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
         dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+def _group(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _reader(folder: Path, trusted_pickle: bool) -> dcp.StorageReader:

@@ -163,7 +163,8 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, tru
         optimizer.state.clear()
         if (folder / "optimizer").is_dir():
             state = _optimizer_state(sharded, optimizer)
-            load(_tensors(state), folder / "optimizer", pickled)
+            # A parameter that never had a gradient has no state in the checkpoint, and zeros are what it would begin with.
+            load(_tensors(state), folder / "optimizer", pickled, groups_may_lack=True)
             set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
         elif description.steps:
             logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
