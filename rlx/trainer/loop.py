@@ -114,7 +114,7 @@ class Trainer:
             metrics["perf/stall_share"] = metrics["perf/stall_ms"] / 1e3 / seconds
             self.report(metrics)
             self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
-        self.saver.finish()
+        self.saver.close()
 
     def step(self, step: int) -> Metrics:
         """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""

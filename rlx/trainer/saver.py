@@ -15,7 +15,9 @@ from rlx.errors import storing
 from rlx.trainer.checkpoints import (
     DriverState,
     ResumeError,
+    checkpoints_in,
     few,
+    is_finished,
     is_pickled,
     keep_newest,
     newest_whole,
@@ -24,6 +26,7 @@ from rlx.trainer.checkpoints import (
     step_of,
     write_driver_state,
 )
+from rlx.trainer.remote_runs import RemoteRun
 
 POLL_S = 0.05
 
@@ -48,6 +51,7 @@ class Saver:
     ):
         self._config, self._workers, self._folder, self._clock = config, workers, folder, clock
         self._roles = [role.name for role in trained_roles(config)]
+        self._remote = RemoteRun.of(config, folder.parent)
         self._begun: Path | None = None
         self._last_s = clock()
         for leftover in folder.glob(".global_step_*.partial"):  # of a run that was killed
@@ -130,9 +134,18 @@ class Saver:
             with storing(checkpoint):
                 seal(folders.partial_of(checkpoint), {})
                 folders.commit(checkpoint)
-        limits = self._config.trainer
+        limits, before = self._config.trainer, checkpoints_in(self._folder)
         for role, keep in (("actor", limits.max_actor_ckpt_to_keep), ("critic", limits.max_critic_ckpt_to_keep)):
             keep_newest(self._folder, role, keep)
+        if self._remote is not None:
+            self._remote.send(checkpoint, [each.name for each in before if not is_finished(each)])
+
+    def close(self) -> None:
+        """Finish the save, and wait for copies to object storage; call this at the end of the run."""
+        self.finish()
+        if self._remote is not None:
+            self._remote.send(None, [])
+            self._remote.wait()
 
     def save_now(self, state: DriverState, within_s: float) -> Path | None:
         """Save at once, for a run that is about to be ended. Call this between steps, after the row of the last one.

@@ -7,37 +7,16 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from checkpoint_tools import STATE, make
 
 from rlx.checkpoint.manifest import seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig
 from rlx.trainer import checkpoints as ck
 
-STATE = ck.DriverState(
-    step=3,
-    seed=1,
-    policy_version=4,
-    sampler={"epoch": 0, "position": 6},
-    kl_controller={"coef": 0.1},
-    skipped_steps=0,
-    first_validation={"val/accuracy": 0.25},
-)
-
 
 def config_in(folder, **trainer):
     base = PPOConfig()
     return replace(base, trainer=replace(base.trainer, default_local_dir=str(folder), **trainer))
-
-
-def make(run, step, *roles):
-    folder = run / "checkpoints" / f"global_step_{step}"
-    folder.mkdir(parents=True)
-    for role in roles:
-        (folder / role).mkdir()
-        (folder / role / "weights").write_bytes(bytes(range(256)))
-        seal(folder / role, {})
-    ck.write_driver_state(folder, replace(STATE, step=step))
-    seal(folder, {})
-    return folder
 
 
 def test_state_comes_back_as_written(tmp_path):

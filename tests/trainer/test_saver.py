@@ -2,44 +2,12 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from checkpoint_tools import STATE, Disk, saver_of
 
-from rlx.checkpoint.manifest import damage, seal
-from rlx.config.schema import AlgorithmConfig, PPOConfig
+from rlx.checkpoint.manifest import damage
 from rlx.errors import StorageError
-from rlx.trainer.checkpoints import DriverState
-from rlx.trainer.saver import Saver
-
-STATE = DriverState(3, 1, 4, {}, {}, 0, {})
-
-
-class Disk:
-    """Workers of one process with an actor: `busy` polls pass before the file is written, or the disk fails."""
-
-    def __init__(self, busy=0, fails=None):
-        self.busy, self.fails, self.calls = busy, fails, []
-
-    def broadcast(self, role, method, *arguments):
-        self.calls.append(method)
-        if method == self.fails:
-            raise StorageError("the disk is full")
-        if method == "begin_save":
-            self.folder = Path(arguments[0])
-            self.folder.mkdir()
-            (self.folder / "weights").write_text("weights")
-        if method == "finish_save":
-            seal(self.folder, {})
-        if method == "is_written":
-            self.busy -= 1
-            return [self.busy < 0]
-        return [None]
-
-
-def saver_of(folder, workers, clock=lambda: 0.0, **trainer):
-    base = PPOConfig(algorithm=AlgorithmConfig(adv_estimator="grpo"))
-    return Saver(replace(base, trainer=replace(base.trainer, **trainer)), workers, folder, clock)
 
 
 def test_a_checkpoint_appears_when_all_is_written_and_is_whole(tmp_path):

@@ -37,9 +37,12 @@ class TrainerConfig:
         "disable: start anew; auto: newest whole checkpoint of the experiment's newest run; resume_path: one named.",
         choices=RESUME,
     )
-    resume_from_path: str | None = key(None, "Checkpoint folder (`.../global_step_N`) for resume_path.")
+    resume_from_path: str | None = key(None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.")
     trust_checkpoint: bool = key(False, "Read checkpoints of earlier versions too, which are pickles and can run code.")
-    default_local_dir: str | None = key(None, "Folder of run folders; null: outputs/<project_name>/<experiment_name>.")
+    default_local_dir: str | None = key(
+        None,
+        "Folder of run folders; null: outputs/<project_name>/<experiment_name>; a URL (s3://…): copies of checkpoints go there.",
+    )
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
     validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
     log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
