@@ -93,6 +93,8 @@ class Saves:
         block = None
         if in_background:
             found, block = self._stage(found)
+        if self._device.type != "cpu":  # copies to host memory, of these and of an offload before, may still run
+            torch.accelerator.current_stream(self._device).synchronize()
         in_background = in_background and all(f.on_host is not None for each in found.values() for f in each)
         submit: Callable[..., Future[Entries]] = self._thread.submit if in_background else _at_once
         live = {part: each for part, each in found.items() if any(f.is_live for f in each)}
@@ -175,8 +177,6 @@ class Saves:
             for here in staged[id(piece)]:
                 here.copy_(left[: here.numel()], non_blocking=True)
                 left = left[here.numel() :]
-        if self._device.type != "cpu":
-            torch.accelerator.current_stream(self._device).synchronize()
         filled = {
             part: [f._replace(on_host=staged.get(id(f.piece), f.on_host)) for f in each] for part, each in found.items()
         }
