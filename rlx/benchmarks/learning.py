@@ -62,11 +62,7 @@ Curves = Mapping[tuple[int, str], Sequence[Curve]]
 
 
 def train(folder: Path, overrides: Sequence[str]) -> None:
-    """Do one run in a process of its own, unless it has finished before.
-
-    Raises:
-        RuntimeError: the run failed; its output is in the folder.
-    """
+    """Do one run in a process of its own, unless it has finished before. Raises RuntimeError if it fails."""
     if (folder / "report.png").exists():  # drawn last
         return
     shutil.rmtree(folder, ignore_errors=True)

@@ -27,15 +27,9 @@ def make_tensors(nbytes: int, device: torch.device) -> list[Tensor]:
 
 
 def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Measure seconds and rates of each way to host memory and back.
+    """Measure seconds and rates of each way to host memory and back, `rounds` times after a first one.
 
-    Args:
-        nbytes: amount to move; the device needs as much memory.
-        rounds: repetitions after a first one.
-        device: the device.
-
-    Returns:
-        bytes, tensors, host_reserved_bytes, freed_bytes (of the device, None on CPU) and by row its seconds and gb_per_s.
+    Return bytes, tensors, host_reserved_bytes, freed_bytes (of the device, None on CPU) and by row its seconds and gb_per_s.
     """
     tensors = make_tensors(nbytes, device)
     moved = sum(tensor.nbytes for tensor in tensors)
@@ -71,17 +65,11 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: int) -> dict[str, Any]:
-    """Measure AdamW's step with its state on the device, fetched as a whole, and fetched in pieces.
+    """Measure AdamW's step with `nbytes` of bf16 state on the device, fetched as a whole, and fetched in pieces.
 
-    Args:
-        nbytes: of the state, in bf16; parameters and gradients take as much again.
-        rounds: repetitions after a first one.
-        device: the device.
-        piece_bytes: state to fetch at a time.
-
-    Returns:
-        state_bytes, and by row the seconds, the rate of fetching and offloading the state together (gb_per_s, None if it stays
-        on the device), and the largest device memory beyond parameters and gradients (peak_bytes, None on CPU).
+    Parameters and gradients take as much again. Return state_bytes, and by row the seconds, the rate of fetching and offloading
+    the state together (gb_per_s, None if it stays on the device), and the largest device memory beyond parameters and gradients
+    (peak_bytes, None on CPU).
     """
     elements = max(1, min(LARGE_BYTES, nbytes // 16) // 2)
     parameters = [

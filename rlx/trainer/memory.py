@@ -44,10 +44,6 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
 
 
 def on_host(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return offloaded bytes in the host memory of the largest process: memory/host_<user>_gb and memory/host_reserved_gb.
-
-    Args:
-        usage: of each process, as `Worker.usage` names it.
-    """
+    """Return memory/host_<user>_gb and memory/host_reserved_gb, offloaded bytes in host memory, of the largest process."""
     names = [name for name in usage[0] if name.startswith("memory/host_")]
     return {name: max(each[name] for each in usage) for name in names}

@@ -258,10 +258,7 @@ class Progress:
 
     @contextmanager
     def step(self, number: int) -> Iterator[dict[str, float]]:
-        """Time one step, counted from 1.
-
-        Yields a dict that after the step holds seconds: `timing_s/<phase>` of each phase and `timing_s/step` of all.
-        """
+        """Time one step, counted from 1; the dict gets `timing_s/<phase>` and `timing_s/step` [s] at its end."""
         if self._first_step is None:  # the estimate leaves out the start-up and a resumed run's earlier steps
             self._first_step, self._first_step_began = number, time.perf_counter()
             self._bar.reset(self._task, completed=number - 1)
@@ -290,10 +287,8 @@ class Progress:
     def row(self, metrics: Mapping[str, float], step: int) -> None:
         """Show one row of the table, and a line of held-out results if `metrics` has them.
 
-        Args:
-            metrics: names as in PROGRESS_COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`,
-                `val/accuracy`, `val/reward`.
-            step: number of the step; 0 for a validation before training.
+        Metrics are those of PROGRESS_COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`, `val/accuracy`
+        and `val/reward`. A validation before training is step 0.
         """
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
@@ -334,13 +329,9 @@ class Progress:
     def summary(
         self, first_validation: Mapping[str, float], last_validation: Mapping[str, float], folder: Path, picture: Path
     ) -> None:
-        """Show the closing panel: results, duration and folders.
+        """Show the closing panel: results, duration, and the folders of run and report.
 
-        Args:
-            first_validation, last_validation: metrics with `val/accuracy`; one object after a single validation, empty after
-                none.
-            folder: of the run.
-            picture: the report.
+        Validations are metrics with `val/accuracy`; one object after a single validation, empty after none.
         """
         facts: dict[str, str] = {}
         if last_validation:

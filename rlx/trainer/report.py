@@ -49,10 +49,8 @@ class ReportError(ExplainedError, ValueError):
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Return metrics by step, in order, without nulls and without a last line that is still being written.
 
-    If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps.
-
-    Raises:
-        ReportError: a line is no JSON object with a `step`.
+    If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps. Raises
+    ReportError if a line is no JSON object with a `step`.
     """
     by_step: dict[int, dict[str, float]] = {}
     text = path.read_text(encoding="utf-8")
@@ -71,15 +69,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -> Path:
-    """Draw the picture of a run and return `out_png`. Panels without numbers say so.
+    """Draw the picture of a run and return `out_png`, which is replaced if it exists. Panels without numbers say so.
 
-    Args:
-        metrics_jsonl: the file of the JSONL logger.
-        out_png: the picture; replaced if it exists.
-        title: first line; None: the last two parts of the run's folder.
-
-    Raises:
-        ReportError: a line of the file is no metrics.
+    The title is by default the last two parts of the run's folder. Raises ReportError if a line of the file is no metrics.
     """
     metrics = read_metrics(metrics_jsonl)
     title = title or " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
@@ -98,7 +90,6 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
 
 
 def _headline(metrics: Metrics) -> str:
-    """Return the change from first to last in one line."""
     (_, accuracy), (_, reward), (_, step_s) = (
         _series(metrics, name) for name in ("val/accuracy", "reward/mean", "timing_s/step")
     )
@@ -152,7 +143,6 @@ def _held_out(axes: Axes, series: Series) -> None:
 
 
 def _right(axes: Axes) -> Axes:
-    """Return a second vertical axis."""
     right = axes.twinx()
     style(right)
     right.grid(visible=False)
