@@ -51,8 +51,10 @@ class _Found(NamedTuple):
 
     def source(self) -> Source:
         """Return the source to write from; bytes on the device are copied when they are read."""
-        parts = self.on_host
-        return Source(self.piece, (lambda: [_bytes(self.piece.tensor).cpu()]) if parts is None else lambda: parts)
+        if (parts := self.on_host) is not None:
+            return Source(self.piece, lambda: parts)
+        # A copy on the CPU too, because a tensor that numpy has seen cannot be resized, and so not be offloaded, any more.
+        return Source(self.piece, lambda: [_bytes(self.piece.tensor).to("cpu", copy=True)])
 
 
 class Saves:
