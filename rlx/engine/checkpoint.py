@@ -10,12 +10,11 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import AdamW
 
 from rlx.checkpoint.loading import load, load_all
-from rlx.checkpoint.manifest import FORMAT, CheckpointError, damage, damaged_chunks, read_json
+from rlx.checkpoint.manifest import FORMAT, CheckpointError, FileEntry, damage, damaged_chunks, read_json
 from rlx.engine.sharding import Sharded
 from rlx.errors import storing
 from rlx.models.hf_folder import ModelCard
@@ -83,27 +82,22 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def write_beside(
-    partial: Path,
-    description: Description,
-    card: ModelCard,
-    weights: Iterable[tuple[str, Tensor]] | None,
-    trust_remote_code: bool,
-) -> None:
-    """Write everything but the sharded state on rank 0: the description, the card and, from full weights, hf_model.
+    partial: Path, description: Description, card: ModelCard, weights: dict[str, Tensor], trust_remote_code: bool
+) -> dict[str, FileEntry]:
+    """Write everything but the sharded state: the description, the card and, if there are full weights, hf_model.
 
-    All processes iterate over the weights.
+    Returns:
+        No entries, because these files are read for their digests.
 
     Raises:
         StorageError: the system refused to write.
     """
-    first = dist.get_rank() == 0
-    whole = {name: tensor.cpu() for name, tensor in weights or () if first}
     with storing(partial):
-        if first:
-            (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
-            card.write(partial / "card")
-        if whole:
-            card.write_with_weights(partial / "hf_model", whole, trust_remote_code)
+        (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
+        card.write(partial / "card")
+        if weights:
+            card.write_with_weights(partial / "hf_model", weights, trust_remote_code)
+    return {}
 
 
 def read_description(folder: Path, trusted: bool = False) -> Description:

@@ -324,9 +324,11 @@ class Engine:
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
         partial = self.saves.begin(Path(folder), parts, offloads, in_background)
-        weights = self.weights() if "hf_model" in contents else None
-        with self.saves.failing_together():
-            checkpoint.write_beside(partial, description, self.card, weights, self.model_config.trust_remote_code)
+        streamed = self.weights() if "hf_model" in contents else ()
+        weights = {name: tensor.cpu() for name, tensor in streamed if dist.get_rank() == 0}
+        if dist.get_rank() == 0:
+            beside = partial, description, self.card, weights, self.model_config.trust_remote_code
+            self.saves.beside(lambda: checkpoint.write_beside(*beside))
         if not in_place:
             self.to_host(parameters=False)
 
@@ -335,13 +337,11 @@ class Engine:
         return self.sharded.state_dict_shares_storages and "hf_model" not in contents
 
     def load(self, folder: str | Path, trusted: bool = False) -> None:
-        """Continue from a checkpoint that any number of processes and either strategy may have written.
+        """Continue from a checkpoint of any number of processes and either strategy. Raises CheckpointError if it cannot.
 
         Args:
             folder: as `save` wrote it; its digests are not checked.
             trusted: allow a checkpoint of an earlier version, which can run code.
-
-        Raises CheckpointError if this engine cannot continue from it.
         """
         self.saves.finish()
         self.to_device()

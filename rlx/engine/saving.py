@@ -10,9 +10,8 @@ staging, `begin` writes before it returns, one tensor at a time.
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
-    """A save on its way: its folder, the job that writes parts with live bytes, and the job that writes the others."""
+    """A save on its way: its folder, the job that writes parts with live bytes, all jobs, and how to start another one."""
 
     folder: Path
     live: Future[Entries]
-    rest: Future[Entries]
+    jobs: list[Future[Entries]]
+    submit: Callable[..., Future[Entries]]
 
 
 class _Found(NamedTuple):
@@ -71,7 +71,6 @@ class Saves:
         self._account = arena.account(name=f"{name}_checkpoint")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-checkpoint")
         self._save: _Save | None = None
-        self._fault: ExplainedError | None = None  # of this process, besides those of the jobs
 
     def begin(self, folder: Path, parts: Parts, offloads: Sequence[TensorOffload], in_background: bool) -> Path:
         """Start to write a role's folder, and return the folder to write other files into before `finish`.
@@ -107,21 +106,18 @@ class Saves:
         write_rest = submit(_write, partial, {part: each for part, each in found.items() if part not in live})
         if block is not None:
             write_rest.add_done_callback(lambda _: self._account.free(block))
-        self._save = _Save(folder, write_live, write_rest)
+        self._save = _Save(folder, write_live, [write_live, write_rest], submit)
         return partial
 
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Keep an error until `finish`, which raises it on all processes; on one alone it would leave the others waiting."""
-        try:
-            yield
-        except ExplainedError as error:
-            self._fault = error
+    def beside(self, write: Callable[[], Entries]) -> None:
+        """Let this process write other files of the save too, in the background if that is; `finish` raises its errors."""
+        assert self._save is not None
+        self._save.jobs.append(self._save.submit(write))
 
     @property
     def is_written(self) -> bool:
         """Whether `finish` would not wait for this process's disk."""
-        return self._save is None or (self._save.live.done() and self._save.rest.done())
+        return self._save is None or all(job.done() for job in self._save.jobs)
 
     def before_step(self) -> None:
         """Wait until no live byte has to be written any more, because the optimizer will change them."""
@@ -141,17 +137,17 @@ class Saves:
         """
         if self._save is None:
             return
-        (folder, live, rest), fault = self._save, self._fault
-        self._save = self._fault = None
-        wait([live, rest])
+        folder, jobs = self._save.folder, self._save.jobs
+        self._save = None
+        wait(jobs)
         entries: Entries = {}
 
         def seal_all() -> None:
             seal(folders.partial_of(folder), entries)
             folders.commit(folder)
 
-        _together(folder, fault=fault or live.exception() or rest.exception())
-        for each in _gather({**live.result(), **rest.result()}):
+        _together(folder, fault=next(filter(None, (job.exception() for job in jobs)), None))
+        for each in _gather({name: entry for job in jobs for name, entry in job.result().items()}):
             entries |= each
         _together(folder, seal_all)
 

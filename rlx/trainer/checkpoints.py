@@ -86,20 +86,21 @@ def faults_of(checkpoint: Path, trusted: bool) -> list[str]:
         checkpoint: the folder.
         trusted: whether one of an earlier version may be read.
     """
-    if not is_pickled(checkpoint):
-        faults = damage(checkpoint)
-    elif trusted:
-        faults = []
-    else:
+    pickled = is_pickled(checkpoint)
+    if pickled and not trusted:
         return [
             f"{checkpoint}: is of an earlier version, whose tensors are pickles; reading them runs the code that they hold. If you "
             "trust whoever could write to this folder, set trainer.trust_checkpoint=True"
         ]
     try:
+        if not pickled and (faults := damage(checkpoint)):
+            return faults
         read_driver_state(checkpoint)
     except CheckpointError as error:
-        faults = faults or [str(error)]
-    return faults
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename}: cannot be read ({error.strerror})"]
+    return []
 
 
 def newest_whole(folder: Path, trusted: bool = False, before: int | None = None) -> Choice:

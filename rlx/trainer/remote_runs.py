@@ -5,6 +5,7 @@
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.checkpoint.manifest import MANIFEST
@@ -57,6 +58,24 @@ class RemoteRun:
             self._remote.upload(checkpoint, f"{run}/checkpoints/{checkpoint.name}")
         for name in removed:
             self._remote.remove(f"{run}/checkpoints/{name}")
+
+
+def fetch(config: PPOConfig) -> PPOConfig:
+    """Download the checkpoint to resume from, if it is in object storage; return the configuration with its local path.
+
+    Raises:
+        StorageError: a URL cannot be used.
+        ResumeError: a URL does not end in <run>/checkpoints/global_step_N.
+    """
+    trainer = config.trainer
+    named, runs = trainer.resume_from_path, trainer.default_local_dir
+    if runs is not None and is_url(runs):
+        RemoteFolder(runs)  # so that a missing package shows now
+        if trainer.resume_mode == "auto":
+            fetch_newest(config, runs)
+    if trainer.resume_mode == "resume_path" and named is not None and is_url(named):
+        return replace(config, trainer=replace(trainer, resume_from_path=str(fetch_named(config, named))))
+    return config
 
 
 def fetch_named(config: PPOConfig, url: str) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlx.cluster.runtime import check_options
-from rlx.config.check.folders import is_url
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import TINY, has_reward_model, is_tiny, sharded_roles
@@ -20,7 +19,7 @@ from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
 from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, starting_checkpoint
-from rlx.trainer.remote_runs import fetch_named, fetch_newest
+from rlx.trainer.remote_runs import fetch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,12 +149,7 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardMana
 
 
 def _checkpoint(config: PPOConfig) -> Choice:
-    trainer = config.trainer
-    if trainer.resume_mode == "resume_path" and is_url(trainer.resume_from_path):
-        local = fetch_named(config, trainer.resume_from_path or "")
-        config = replace(config, trainer=replace(trainer, resume_from_path=str(local)))
-    elif trainer.resume_mode == "auto" and is_url(trainer.default_local_dir):
-        fetch_newest(config, trainer.default_local_dir or "")
+    config = fetch(config)
     choice = starting_checkpoint(config)
     if choice.checkpoint is not None:
         require_parts(config, choice.checkpoint)

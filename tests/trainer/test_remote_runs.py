@@ -14,7 +14,7 @@ from rlx.checkpoint.remote import RemoteFolder
 from rlx.config.schema import PPOConfig
 from rlx.errors import StorageError
 from rlx.trainer import checkpoints as ck
-from rlx.trainer.remote_runs import fetch_named, fetch_newest
+from rlx.trainer.remote_runs import fetch
 
 
 @pytest.fixture
@@ -45,9 +45,17 @@ def test_checkpoints_and_the_runs_files_are_copied_and_removed_ones_are_removed_
     assert remote.names() == ["2026-01-02"] and remote.names("2026-01-02") == ["checkpoints", "metrics.jsonl"]
     assert remote.names("2026-01-02/checkpoints") == ["global_step_4"]
     shutil.rmtree(run)
-    fetched = fetch_named(with_trainer(), f"{url}/2026-01-02/checkpoints/global_step_4")
+    named = f"{url}/2026-01-02/checkpoints/global_step_4"
+    fetched = Path(fetch(with_trainer(resume_mode="resume_path", resume_from_path=named)).trainer.resume_from_path)
     assert fetched == run / "checkpoints/global_step_4" and damage(fetched) == []
     assert (run / "metrics.jsonl").read_text() == "1 2"
+
+
+def test_a_url_that_cannot_be_used_stops_the_run_before_it_starts(tmp_path):
+    with pytest.raises(StorageError, match="nonsense://runs"):
+        fetch(with_trainer(default_local_dir="nonsense://runs"))
+    with pytest.raises(ck.ResumeError, match="global_step_N"):
+        fetch(with_trainer(resume_mode="resume_path", resume_from_path="memory://runs/a/b/c"))
 
 
 def test_a_copy_that_fails_ends_the_run_at_the_next_save(tmp_path, monkeypatch):
@@ -70,11 +78,11 @@ def test_auto_fetches_the_newest_whole_one_of_the_newest_run(url, tmp_path):
     remote.remove("b/checkpoints/global_step_14")
     remote.put(elsewhere / "b/checkpoints/global_step_2/driver.json", "b/checkpoints/global_step_14/driver.json")
     config = with_trainer(default_local_dir=url, resume_mode="auto")
-    fetch_newest(config, url)
+    assert fetch(config) == config
     choice = ck.starting_checkpoint(config)
     assert choice.checkpoint == tmp_path / LOCAL / "b/checkpoints/global_step_10"
     assert "passed over global_step_12" in choice.passed_over[0], "its weights are others"
     assert sorted(os.listdir(choice.checkpoint.parent)) == ["global_step_10", "global_step_12"]
     make(tmp_path / LOCAL / "c", 1, "actor")
-    fetch_newest(config, url)
+    fetch(config)
     assert ck.starting_checkpoint(config).checkpoint.parent.parent.name == "c", "a newer local run"
