@@ -4,6 +4,8 @@ python -m rlx.benchmarks.optimizer_offload --gb 8 --json hand_over.json
 """
 
 import statistics
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,26 +36,27 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
     tensors = make_tensors(nbytes, device)
     moved = sum(tensor.nbytes for tensor in tensors)
     arena = HostArena(pinned=device.type != "cpu")
-    offload, seconds, freed = TensorOffload(arena, "benchmark"), dict[str, list[float]](), None
+    offload, freed = TensorOffload(arena, "benchmark"), None
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def time(name: str, work: Callable[[], Any]) -> None:
+        seconds[name].append(seconds_of(work, device))
+
     for turn in range(rounds + 1):
         before = _free_bytes(device)
-        name = "offload" if turn else "offload, first time"
-        seconds.setdefault(name, []).append(seconds_of(lambda: offload.offload(tensors), device))
+        time("offload" if turn else "offload, first time", lambda: offload.offload(tensors))
         if device.type != "cpu":
             torch.accelerator.empty_cache()
             freed = _free_bytes(device) - before
-        seconds.setdefault("fetch", []).append(seconds_of(offload.fetch, device))
+        time("fetch", offload.fetch)
     if any(int(tensor[position]) != i % 251 for i, tensor in enumerate(tensors) for position in (0, -1)):
         raise RuntimeError("got other bytes back than were offloaded")
+    on_host: list[Tensor] = []
     for _ in range(rounds):
-        on_host: list[Tensor] = []
-        seconds.setdefault('tensor.to("cpu")', []).append(
-            seconds_of(lambda here=on_host: here.extend(t.to("cpu", copy=True) for t in tensors), device)
-        )
+        on_host.clear()
+        time('tensor.to("cpu")', lambda: on_host.extend(t.to("cpu", copy=True) for t in tensors))
         tensors.clear()
-        seconds.setdefault("tensor.to(device)", []).append(
-            seconds_of(lambda here=on_host: tensors.extend(t.to(device, copy=True) for t in here), device)
-        )
+        time("tensor.to(device)", lambda: tensors.extend(t.to(device, copy=True) for t in on_host))
     rows = {name: statistics.median(each) for name, each in seconds.items()}
     return {
         "bytes": moved,

@@ -2,21 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# The workers' calls of each phase, in their order.
-CALLS = {
-    "rollout": ("rollout.generate",),
-    "reward": ("reward.scores",),
-    "old_log_prob": ("actor.log_probs",),
-    "ref": ("ref.log_probs",),
-    "values": ("critic.values",),
-    "update_critic": ("critic.update",),
-    "update_actor": ("actor.update",),
-    "sync": ("rollout.sync",),
-    "validate": ("rollout.generate",),
-    "checkpoint": ("actor.begin_save", "critic.begin_save"),
-}
-OF_STEP = ("rollout", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync")
+from rlx.trainer.phases import PHASES
 
+OF_STEP = tuple(name for name in PHASES if name not in ("validate", "checkpoint"))
 MEMORY_FIGURES = ("gb", "allocated_gb")
 
 
@@ -34,7 +22,7 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
     """
     found = {}
     for phase in phases:
-        noted = [call for call in CALLS[phase] if f"memory/{call}_after_gb" in usage[0]]
+        noted = [call for call in PHASES[phase].calls if f"memory/{call}_after_gb" in usage[0]]
         for moment, call in [("before", noted[0]), ("after", noted[-1])] if noted else []:
             for figure in MEMORY_FIGURES:
                 name = f"memory/{call}_{moment}_{figure}"

@@ -16,24 +16,12 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.errors import ExplainedError
-from rlx.trainer.progress import PHASE_LABELS, change
+from rlx.trainer.phases import PHASES
+from rlx.trainer.progress import change
 from rlx.trainer.tracking import METRICS_FILE
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea7317", "#16966b", "#c8324a"
-PHASE_COLORS = {
-    "rollout": "#2563eb",
-    "reward": "#93b4f5",
-    "old_log_prob": "#f4b942",
-    "ref": "#ea7317",
-    "values": "#a78bda",
-    "advantages": "#cbd2d9",
-    "update_critic": "#6d3fb0",
-    "update_actor": "#16966b",
-    "sync": "#8fd3bb",
-    "validate": "#c8324a",
-    "checkpoint": "#52606d",
-}
 SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line adds nothing to the points
 MOST_BARS = 120  # with more steps bars cannot be told apart, so means are drawn
 DPI = 130
@@ -208,7 +196,7 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
     """Draw the seconds of each phase, stacked; phases with less than 1 % of the time count as the rest."""
     rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
-    order = [*(name for name in PHASE_LABELS if name in names), *sorted(names - PHASE_LABELS.keys())]
+    order = [*(name for name in PHASES if name in names), *sorted(names - PHASES.keys())]
     smooth = _running_mean if len(rows) > MOST_BARS else list
     spent = {name: smooth([row.get(f"timing_s/{name}", 0.0) for row in rows.values()]) for name in order}
     totals = smooth([row["timing_s/step"] for row in rows.values()])
@@ -223,7 +211,7 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
     bottom = [0.0] * len(rows)
     for name, values in shown.items():
         top = [low + value for low, value in zip(bottom, values, strict=True)]
-        color, label = PHASE_COLORS.get(name, GREY), name.replace("_", " ")
+        color, label = PHASES[name].color if name in PHASES else GREY, name.replace("_", " ")
         axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=label)
         bottom = top
     axes.set_ylim(0, max(bottom) * (1.15 + 0.08 * math.ceil(len(shown) / 3)) or 1.0)
