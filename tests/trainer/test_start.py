@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlx.checkpoint.manifest import seal
 from rlx.config.compose.command_line import compose
 from rlx.data.files import DataError
 from rlx.models.loading import ModelError
@@ -50,7 +51,7 @@ def rows(tmp_path):
 
 def test_nothing_wrong(config):
     prepared = prepare(config())
-    assert (len(prepared.train), len(prepared.val), prepared.checkpoint) == (16, 8, None)
+    assert (len(prepared.train), len(prepared.val), prepared.checkpoint) == (16, 8, (None, []))
     assert len(prepared.sampler.next()) == 8 and prepared.notices(config()) == []
 
 
@@ -127,7 +128,9 @@ def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(config,
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     prepared = prepare(config())
     ck.write_driver_state(folder, ck.DriverState(2, 1, 2, prepared.sampler.state_dict(), {}, 0, {}))
-    assert prepare(config(*resume)).checkpoint == folder
+    for sealed in (folder / "actor", folder):
+        seal(sealed, {})
+    assert prepare(config(*resume)).checkpoint == (folder, [])
     with pytest.raises(DataError, match="the checkpoint's sampler had"):
         prepare(config(*resume, "data.arithmetic.train_size=24"))
     with pytest.raises(ck.ResumeError, match="there is no critic in it"):
