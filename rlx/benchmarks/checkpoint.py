@@ -2,7 +2,7 @@
 
 python -m rlx.benchmarks.checkpoint --shape qwen2-7b --json checkpoint.json
 
-One process, FSDP2, weights and AdamW's state in bf16, a model with random weights. Host memory for staging is reserved and pinned
+One process, FSDP2, weights and AdamW's state in bf16 (`--masters`: fp32 state with masters), a model with random weights. Host memory for staging is reserved and pinned
 before, as the first save of a run does. `blocks` is the time from the call until training can go on. `beside` is the mean of the
 steps that began while the thread wrote; if it was faster than `--steps` steps, of those alone. The digests' cost is the time
 of a file written with digests over that of a plain file with the same bytes; both end with fsync. Rounds alternate.
@@ -49,7 +49,9 @@ class Training:
         fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload)
         plain = _model(options, device)
         self.sharded = shard(plain, "fsdp2", fsdp, precision_of(fsdp, device), device)
-        self.optimizer = build_optimizer(self.sharded.root.parameters(), OptimConfig(lr=1e-6))
+        self.optimizer = build_optimizer(
+            self.sharded.root.parameters(), OptimConfig(lr=1e-6, master_weights=options.masters)
+        )
         self.saves = Saves(self.arena, "model", device)
         self._on_host = None
         if options.optimizer_offload:
@@ -171,6 +173,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step (default 4)")
     parser.add_argument("--steps", type=int, default=5, help="measured before the save (default 5)")
     parser.add_argument("--optimizer-offload", action="store_true", help="AdamW's state waits in host memory")
+    parser.add_argument("--masters", action="store_true", help="fp32 masters and moments, as a run has by default")
     parser.add_argument("--digested-bytes", type=int, default=DIGESTED_BYTES, help="of the file that measures digests")
     parser.add_argument("--out", type=Path, help="folder to write into (default: a temporary one)")
     options = parser.parse_args()

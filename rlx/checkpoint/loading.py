@@ -17,31 +17,33 @@ MOST_NAMED = 3
 
 def load(
     state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, groups_may_lack: bool = False
-) -> None:
+) -> set[str]:
     """Fill the tensors of a sharded state in place; all processes join. Any number of processes may have written the folder.
 
     Args:
         state: by name; DTensors, or plain tensors.
         folder: checked against its manifest before.
         trusted_pickle: the folder is DCP's own format of rlx's earlier checkpoints. Reading it runs code that it holds.
-        groups_may_lack: tensors are set to zero if the folder has none of those that share all but the last part of the name.
+        groups_may_lack: whether the folder may have none of the tensors whose names share all but the last part.
+
+    Returns:
+        What the names of such tensors share; they are unchanged.
 
     Raises:
         CheckpointError: names, shapes, types or numbers of elements differ, or the files cannot be read.
     """
     reader = _reader(folder, trusted_pickle)
     metadata = _metadata(reader, folder)
-    if groups_may_lack:
-        held = {_group(name) for name in metadata.state_dict_metadata}
-        for tensor in (tensor for name, tensor in state.items() if _group(name) not in held):
-            tensor.zero_()
-        state = {name: tensor for name, tensor in state.items() if _group(name) in held}
+    held = {_group(name) for name in metadata.state_dict_metadata}
+    lacking = {_group(name) for name in state} - held if groups_may_lack else set()
+    state = {name: tensor for name, tensor in state.items() if _group(name) not in lacking}
     _require_same(state, metadata, folder)
     try:
         dcp.load(dict(state), storage_reader=reader)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({type(cause).__name__}: {cause})") from None
+    return lacking
 
 
 def load_all(folder: Path, trusted_pickle: bool = False) -> dict[str, Tensor]:

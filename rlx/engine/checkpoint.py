@@ -33,6 +33,7 @@ from rlx.models.lora import Adapter, merged_weights
 
 PICKLED_FORMAT = 1
 """The format of earlier versions. DCP's own files are pickles, and reading a pickle runs the code in it."""
+WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 adds to names
 logger = logging.getLogger(__name__)
 
 
@@ -157,9 +158,11 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, tru
         optimizer.state.clear()
         if (folder / "optimizer").is_dir():
             state = _optimizer_state(sharded, optimizer)
-            # A parameter that never had a gradient has no state in the checkpoint, and zeros are what it would begin with.
-            load(_tensors(state), folder / "optimizer", pickled, groups_may_lack=True)
+            lacking = load(_tensors(state), folder / "optimizer", pickled, groups_may_lack=True)
             set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
+            for name, parameter in sharded.root.named_parameters():
+                if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
+                    optimizer.state.pop(parameter, None)
         elif description.steps:
             logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
             description = replace(description, steps=0)

@@ -22,12 +22,13 @@ from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
-from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
+from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
 from rlx.engine.sequence_group import SequenceGroup, require_packing
-from rlx.engine.sharding import precision_of, shard
+from rlx.engine.sharding import local, precision_of, shard
+from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
@@ -98,9 +99,8 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
-        self._sequences = None
-        if sequence_parallel > 1:
-            self._sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config())
+        text_config = plain.config.get_text_config()
+        self._sequences = SequenceGroup(sequence_parallel, text_config) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
         together = self._sequences and self._sequences.processes
         self._forward = Forward(self.root, plain, device, attention, together)
@@ -218,8 +218,8 @@ class Engine:
             objective: the loss to minimise.
 
         Returns:
-            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), and the
-            objective's metrics.
+            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1),
+            update_share and update_length (see `update_metrics`), and the objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
         self.to_device(optimizer=False)
@@ -235,10 +235,12 @@ class Engine:
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
         sums = {name: figure / self._copies for name, figure in sums.items()}
+        probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
-        return metrics | of_step
+        moved = self._over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
+        return metrics | of_step | update_metrics(moved)
 
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
@@ -279,9 +281,8 @@ class Engine:
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
-        norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
-        finite = math.isfinite(norm)
-        if finite:
+        norm = clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
+        if finite := math.isfinite(norm):
             self.saves.before_step()
             if self._state_on_host is None:
                 step_in_parts(optimizer)
@@ -311,10 +312,9 @@ class Engine:
         self.saves.finish()
 
     def begin_save(self, folder: str | Path, contents: tuple[str, ...], in_background: bool = False) -> None:
-        """Start to write a checkpoint, which appears when `saves.finish` has been called.
+        """Start to write a checkpoint to a folder that all processes share; it appears at the end of `saves.finish`.
 
         Args:
-            folder: on a file system that all processes share.
             contents: as CheckpointConfig.save_contents.
             in_background: return before the tensors are on the disk; the engine can be used meanwhile.
         """

@@ -335,7 +335,8 @@ class Trainer:
         state = read_driver_state(checkpoint)
         for role in trained_roles(self.config):
             self.workers.broadcast(role.name, "load", str(checkpoint / role.name), self.config.trainer.trust_checkpoint)
-        if later := set_aside_later(checkpoint.parent, state.step):
+        self.tracker.rewind(state.step)
+        if not self.config.trainer.val_only and (later := set_aside_later(checkpoint.parent, state.step)):
             self.progress.notice(
                 f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}"
             )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rank_tools import FP64, ROWS, build, make_batch, own_share, policy, value, weights_of
 
 from rlx.checkpoint.manifest import CheckpointError
+from rlx.config.schema import FSDPConfig
 from rlx.errors import StorageError
 from rlx.models.loading import load_tokenizer
 from rlx.offload import host_arena
@@ -114,6 +115,24 @@ def saved_beside_training(folder, strategy, out, offload):
     host = host_arena(pinned=False).holders()
     assert not host.get("model_checkpoint"), "the staging is free again"
     return metrics
+
+
+def with_masters(folder, strategy, out, in_background):
+    """bf16 weights with fp32 masters: metrics and weights of two updates after a save, and by an engine that loads it."""
+    fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=in_background)
+    found = []
+    for loads in (False, True):
+        engine = build(folder, fsdp, strategy=strategy, lr=1e-5)
+        if loads:
+            engine.load(out)
+        else:
+            engine.update(share(), ROWS, policy())
+            engine.begin_save(out, ALL, in_background)
+            engine.saves.finish()
+        assert {value.dtype for state in engine.optimizer.state.values() for value in state.values()} == {torch.float32}
+        metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
+        found.append((metrics, weights_of(engine)))
+    return found
 
 
 def damaged(folder, out):

@@ -70,7 +70,10 @@ def test_a_checkpoint_is_read_by_other_process_counts_and_strategies(before, aft
     )[0]
     again = request.getfixturevalue(after[0])("checkpoint", "resumed", model_folder, after[1], folder)[0]
     same(saved, again[1])
-    assert again[0] == [pytest.approx(figures, rel=1e-9, abs=1e-12) for figures in metrics]
+    for figures, expected in zip(again[0], metrics, strict=True):
+        # Each process samples its own shard, so another division samples other weights.
+        del figures["update_length"], expected["update_length"]
+        assert figures == pytest.approx(expected, rel=1e-9, abs=1e-12)
     for name, tensor in weights.items():
         torch.testing.assert_close(again[2][name], tensor, rtol=1e-9, atol=1e-12)
 
@@ -109,6 +112,17 @@ def test_a_save_beside_training_holds_the_state_at_its_beginning(strategy, offlo
     assert damage(tmp_path / "beside") == damaged_chunks(tmp_path / "beside") == []
     resumed = two_ranks("checkpoint", "resumed", model_folder, strategy, str(tmp_path / "beside"))[0]
     assert resumed[0][0] == metrics
+
+
+@pytest.mark.parametrize(("strategy", "in_background"), [("fsdp2", True), ("fsdp", False)])
+def test_bf16_weights_come_back_with_their_fp32_masters(strategy, in_background, model_folder, two_ranks, tmp_path):
+    ranks = two_ranks("checkpoint", "with_masters", model_folder, strategy, str(tmp_path / "actor"), in_background)
+    for unbroken, resumed in ranks:
+        assert resumed[0] == unbroken[0]
+        same(unbroken[1], resumed[1])
+    masters = {n: t for n, t in load_all(tmp_path / "actor/optimizer").items() if n.endswith(".master")}
+    assert masters and {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_all(tmp_path / "actor/model").values()} == {torch.bfloat16}
 
 
 def rewritten(path, change):
