@@ -53,7 +53,7 @@ def rows(tmp_path):
 
 def test_nothing_wrong(config):
     prepared = prepare(config())
-    assert (len(prepared.train), len(prepared.val), prepared.checkpoint) == (16, 8, (None, []))
+    assert (len(prepared.train), len(prepared.val), prepared.checkpoint) == (16, 8, None)
     assert len(prepared.sampler.next()) == 8 and prepared.notices(config()) == []
 
 
