@@ -19,9 +19,17 @@ ROOT = Path(__file__).parents[1] / "rlx"
 # Which parts of rlx a part may import, beside itself and the leaves.
 MAY_IMPORT = {
     "errors": set(),
+<<<<<<< HEAD
     "main_ppo": {"cluster", "config", "trainer"},
     "export": {"checkpoint", "engine", "models"},
     "checkpoint": set(),
+=======
+    "heartbeat": set(),
+    "main_ppo": {"supervisor"},
+    "supervisor": set(),
+    "driver": {"cluster", "config", "supervisor", "trainer"},
+    "export": {"engine", "models"},
+>>>>>>> main
     "user_code": set(),
     "config": set(),
     "data": {"user_code"},
@@ -33,6 +41,7 @@ MAY_IMPORT = {
     "rollout": {"models"},
     "workers": {"checkpoint", "engine", "models", "rollout"},
     "cluster": set(),
+<<<<<<< HEAD
     "benchmarks": {
         "checkpoint",
         "config",
@@ -56,6 +65,22 @@ MAY_IMPORT = {
         "rollout",
         "user_code",
         "workers",
+=======
+    "benchmarks": {"config", "data", "algorithms", "engine", "models", "offload", "rollout", "trainer", "workers"},
+    "trainer": {
+        *(
+            "algorithms",
+            "cluster",
+            "config",
+            "data",
+            "models",
+            "rewards",
+            "rollout",
+            "supervisor",
+            "user_code",
+            "workers",
+        )
+>>>>>>> main
     },
 }
 # Modules that every part may import, but for those that are libraries of their own.
@@ -67,7 +92,7 @@ LEAVES = {
         "rlx.config.host_memory",
         "rlx.data.batch",
     ),
-    *("rlx.errors", "rlx"),
+    *("rlx.errors", "rlx.heartbeat", "rlx.supervisor.link", "rlx"),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
@@ -102,6 +127,9 @@ ONLY = {
     "rlx.config.vllm_range": set(),
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),
+    "rlx.heartbeat": set(),
+    "rlx.supervisor": {"psutil", "rlx.supervisor"},
+    "rlx.main_ppo": {"rlx.supervisor.keeper"},
     "rlx.offload.plan": {"rlx.offload.plan"},
     "rlx.offload.runtime.options": {"rlx.offload.storage.staging"},
     "rlx.offload.storage.staging": {"rlx.offload.storage.ranges"},
@@ -119,7 +147,7 @@ LATE = {
 }
 # The parts that a library belongs to.
 OWNERS = {
-    "ray": {"cluster", "main_ppo"},
+    "ray": {"cluster", "driver"},
     "hydra": {"config"},
     "omegaconf": {"config"},
     "vllm": {"rollout"},

@@ -3,7 +3,11 @@
 import os
 import resource
 from collections.abc import Sequence
+<<<<<<< HEAD
 from pathlib import Path
+=======
+from datetime import timedelta
+>>>>>>> main
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from rlx.workers.memory import MemoryLog
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole, TrainedRole
 
 PROCESS = "process"
+COLLECTIVE_EXTRA_S = 60.0  # so that the driver, which can name the place, notices a hang before torch does
 
 
 class Worker:
@@ -38,7 +43,7 @@ class Worker:
     """
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
-        self.device = join_process_group(config.trainer.device)
+        self.device = join_process_group(config.trainer.device, config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S)
         self.roles: dict[str, Role] = {}
         self._active: Role | None = None
         self._relief = HostRelief()
@@ -124,11 +129,12 @@ class Worker:
         return {**figures, "peak_memory_gb": peak / 1e9}
 
 
-def join_process_group(choice: str) -> torch.device:
+def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
     """Set up torch.distributed, including collectives of host tensors, and return this process's device.
 
     Args:
         choice: `trainer.device`: `cpu`, `cuda`, or `auto` for the accelerator that this process sees, if any.
+        timeout_s: of collectives [s].
 
     Raises:
         ValueError: the requested device does not exist.
@@ -136,7 +142,7 @@ def join_process_group(choice: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = accelerator.type if accelerator is not None else "cpu"
     if choice == "cpu" or (choice == "auto" and seen != "cuda"):
-        _init_process_group("gloo")
+        _init_process_group("gloo", timeout_s)
         return torch.device("cpu")
     if seen != "cuda":
         raise ValueError(
@@ -144,11 +150,11 @@ def join_process_group(choice: str) -> torch.device:
         )
     device = torch.device(seen, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
-    _init_process_group("cpu:gloo,cuda:nccl")
+    _init_process_group("cpu:gloo,cuda:nccl", timeout_s)
     return device
 
 
-def _init_process_group(backend: str) -> None:
+def _init_process_group(backend: str, timeout_s: float) -> None:
     """Join the group, whose store listens on the socket MASTER_LISTEN_FD of rank 0 if that is set, else on all interfaces."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = os.environ.get("MASTER_LISTEN_FD")
@@ -159,4 +165,5 @@ def _init_process_group(backend: str) -> None:
         is_master=rank == 0,
         master_listen_fd=None if listener is None else int(listener),
     )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)

@@ -119,6 +119,8 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
             assert torch.equal(same_batch[name], batch[name])
         for name in ("old_log_probs", "values"):
             torch.testing.assert_close(same_batch[name], batch[name], atol=1e-5, rtol=0)
+        sampled = ("actor/update_length", "critic/update_length")  # of other elements on another number of processes
+        same_metrics, metrics = ({n: m[n] for n in m if n not in sampled} for m in (same_metrics, metrics))
         assert same_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-6)
         own = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
         single.broadcast("actor", "load", str(folder / "actor"), False)
