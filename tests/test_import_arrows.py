@@ -19,17 +19,12 @@ ROOT = Path(__file__).parents[1] / "rlx"
 # Which parts of rlx a part may import, beside itself and the leaves.
 MAY_IMPORT = {
     "errors": set(),
-<<<<<<< HEAD
-    "main_ppo": {"cluster", "config", "trainer"},
-    "export": {"checkpoint", "engine", "models"},
     "checkpoint": set(),
-=======
     "heartbeat": set(),
     "main_ppo": {"supervisor"},
     "supervisor": set(),
     "driver": {"cluster", "config", "supervisor", "trainer"},
-    "export": {"engine", "models"},
->>>>>>> main
+    "export": {"checkpoint", "engine", "models"},
     "user_code": set(),
     "config": set(),
     "data": {"user_code"},
@@ -41,7 +36,6 @@ MAY_IMPORT = {
     "rollout": {"models"},
     "workers": {"checkpoint", "engine", "models", "rollout"},
     "cluster": set(),
-<<<<<<< HEAD
     "benchmarks": {
         "checkpoint",
         "config",
@@ -55,21 +49,9 @@ MAY_IMPORT = {
         "workers",
     },
     "trainer": {
-        "algorithms",
-        "checkpoint",
-        "cluster",
-        "config",
-        "data",
-        "models",
-        "rewards",
-        "rollout",
-        "user_code",
-        "workers",
-=======
-    "benchmarks": {"config", "data", "algorithms", "engine", "models", "offload", "rollout", "trainer", "workers"},
-    "trainer": {
         *(
             "algorithms",
+            "checkpoint",
             "cluster",
             "config",
             "data",
@@ -80,7 +62,6 @@ MAY_IMPORT = {
             "user_code",
             "workers",
         )
->>>>>>> main
     },
 }
 # Modules that every part may import, but for those that are libraries of their own.

@@ -18,11 +18,7 @@ from rlx.rewards.manager import RewardManager, Scores
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Stopping, Terminated
 from rlx.trainer import memory, mismatch, sample_selection, steps, validation
-<<<<<<< HEAD
 from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later
-=======
-from rlx.trainer.checkpoints import DriverState, finished, keep_newest, read_driver_state, reopen, write_driver_state
->>>>>>> main
 from rlx.trainer.progress import Progress
 from rlx.trainer.saver import Saver
 from rlx.trainer.tracking import Tracker
@@ -128,22 +124,16 @@ class Trainer:
             metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / seconds
             metrics["perf/stall_share"] = metrics["perf/stall_ms"] / 1e3 / seconds
             self.report(metrics)
-<<<<<<< HEAD
             self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
-        self.saver.close()
-=======
             if stopping is not None and stopping.left_s is not None:
                 self.end_early(stopping.left_s)
+        self.saver.close()
 
     def end_early(self, left_s: float) -> NoReturn:
-        """Save, if there is time and this step is not saved yet, and raise Terminated."""
-        checkpoint = self.folder / "checkpoints" / f"global_step_{self.finished_steps}"
-        if left_s > 0:
-            if not finished(checkpoint):
-                self.save()
-            tell(saved=str(checkpoint))
+        """Save, if there is time, and raise Terminated."""
+        if left_s > 0 and (saved := self.saver.save_now(self.state(), left_s)):
+            tell(saved=str(saved))
         raise Terminated
->>>>>>> main
 
     def step(self, step: int) -> Metrics:
         """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""

@@ -3,11 +3,8 @@
 import os
 import resource
 from collections.abc import Sequence
-<<<<<<< HEAD
-from pathlib import Path
-=======
 from datetime import timedelta
->>>>>>> main
+from pathlib import Path
 from typing import Any
 
 import torch

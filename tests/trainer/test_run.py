@@ -13,12 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-<<<<<<< HEAD
 from rlx.checkpoint import manifest
-from rlx.main_ppo import main
-=======
 from rlx.driver import main
->>>>>>> main
 from rlx.rewards.manager import RewardError
 from rlx.trainer.checkpoints import ResumeError
 

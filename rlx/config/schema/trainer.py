@@ -40,22 +40,18 @@ class TrainerConfig:
         "disable: start anew; auto: newest whole checkpoint of the experiment's newest run; resume_path: one named.",
         choices=RESUME,
     )
-<<<<<<< HEAD
     resume_from_path: str | None = key(None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.")
     trust_checkpoint: bool = key(False, "Read checkpoints of earlier versions too, which are pickles and can run code.")
     default_local_dir: str | None = key(
         None,
         "Folder of run folders; null: outputs/<project_name>/<experiment_name>; a URL (s3://…): copies of checkpoints go there.",
-=======
-    resume_from_path: str | None = key(None, "Checkpoint folder (`.../global_step_N`) for resume_path.")
-    default_local_dir: str | None = key(None, "Folder of run folders; null: outputs/<project_name>/<experiment_name>.")
+    )
     max_restarts: int = key(3, "Restarts from the last checkpoint after something died or hung; 0: end.", minimum=0)
     hang_timeout_s: float = key(
         1800.0, "Seconds without progress on any process after which a call counts as hung.", exclusive_minimum=0
     )
     save_on_sigterm_s: float = key(
         0.0, "Seconds after SIGTERM in which the step may end and a checkpoint be written; 0: end at once.", minimum=0
->>>>>>> main
     )
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
     validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
