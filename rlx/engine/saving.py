@@ -154,6 +154,7 @@ class Saves:
     def _stage(self, found: dict[str, list[_Found]]) -> tuple[dict[str, list[_Found]], Block | None]:
         """Copy bytes on the device to a block of host memory; without room for it, return everything unchanged and None."""
         on_device = [f.piece for each in found.values() for f in each if f.on_host is None]
+        on_device.sort(key=lambda piece: -piece.tensor.nbytes)  # long ones first, at aligned addresses
         sizes = [piece.tensor.nbytes for piece in on_device]
         if not on_device:
             return found, None
