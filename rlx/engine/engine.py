@@ -25,7 +25,8 @@ from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
-from rlx.engine.sequence_group import SequenceGroup
+from rlx.engine.saving import Saves
+from rlx.engine.sequence_group import SequenceGroup, require_packing
 from rlx.engine.sharding import local, precision_of, shard
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
@@ -98,9 +99,8 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
-        self._sequences = None
-        if sequence_parallel > 1:
-            self._sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config())
+        text_config = plain.config.get_text_config()
+        self._sequences = SequenceGroup(sequence_parallel, text_config) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
         together = self._sequences and self._sequences.processes
         self._forward = Forward(self.root, plain, device, attention, together)
@@ -120,22 +120,14 @@ class Engine:
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
         self._offloaded_parameters = TensorOffload(arena, f"{name}_parameters")
+        self.saves = Saves(arena, name, device)
         self._state_on_host = None
         if self.optimizer is not None and fsdp.optimizer_offload:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
         if together is not None:
-            self._require_packing(sequence_parallel)
-
-    def _require_packing(self, sequence_parallel: int) -> None:
-        packs = self.model_config.attn_implementation == "sdpa" and self._forward.packs
-        self.sharded.reshard()
-        if not packs:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={sequence_parallel}: got use_remove_padding="
-                f"{self.model_config.use_remove_padding}, attn_implementation={self.model_config.attn_implementation} and a "
-                f"{type(self.root).__name__}; expected use_remove_padding=True, sdpa and a model whose sequences can be packed "
-                "(the log tells why a model's cannot)"
-            )
+            packs = model.attn_implementation == "sdpa" and self._forward.packs  # which may gather parameters
+            self.sharded.reshard()
+            require_packing(sequence_parallel, model, packs, self.root)
 
     # Outputs of the model -----------------------------------------------------------------------------------------
 
@@ -290,8 +282,8 @@ class Engine:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
         norm = clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
-        finite = math.isfinite(norm)
-        if finite:
+        if finite := math.isfinite(norm):
+            self.saves.before_step()
             if self._state_on_host is None:
                 step_in_parts(optimizer)
             else:
@@ -315,41 +307,47 @@ class Engine:
                 yield from merged_weights(unit.tensors(), self.adapters, gather)
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
-        """Write a checkpoint, which replaces the folder when it is complete.
+        """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""
+        self.begin_save(folder, contents)
+        self.saves.finish()
+
+    def begin_save(self, folder: str | Path, contents: tuple[str, ...], in_background: bool = False) -> None:
+        """Start to write a checkpoint to a folder that all processes share; it appears at the end of `saves.finish`.
 
         Args:
-            folder: on a file system that all processes share.
             contents: as CheckpointConfig.save_contents.
+            in_background: return before the tensors are on the disk; the engine can be used meanwhile.
         """
-        self.to_device()
+        if not (in_place := self.saves_in_place(contents)):
+            self.to_device()
         description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
-        with checkpoint.replacing(Path(folder)) as partial:
-            checkpoint.write(partial, description, self.sharded, self.optimizer)
-            if dist.get_rank() == 0:
-                self.card.write(partial / "card")
-            if "hf_model" in contents:
-                self._write_hf_folder(partial / "hf_model")
-        self.to_host(parameters=False)
+        parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
+        offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
+        partial = self.saves.begin(Path(folder), parts, offloads, in_background)
+        streamed = self.weights() if "hf_model" in contents else ()
+        weights = {name: tensor.cpu() for name, tensor in streamed if dist.get_rank() == 0}
+        if dist.get_rank() == 0:
+            beside = partial, description, self.card, weights, self.model_config.trust_remote_code
+            self.saves.beside(lambda: checkpoint.write_beside(*beside))
+        if not in_place:
+            self.to_host(parameters=False)
 
-    def load(self, folder: str | Path) -> None:
-        """Continue from a checkpoint that any number of processes and either strategy may have written.
+    def saves_in_place(self, contents: tuple[str, ...]) -> bool:
+        """Whether `begin_save` reads the state where it is and needs no device memory."""
+        return self.sharded.state_dict_shares_storages and "hf_model" not in contents
 
-        Raises:
-            CheckpointError: this engine cannot continue from it.
+    def load(self, folder: str | Path, trusted: bool = False) -> None:
+        """Continue from a checkpoint of any number of processes and either strategy. Raises CheckpointError if it cannot.
+
+        Args:
+            folder: as `save` wrote it; its digests are not checked.
+            trusted: allow a checkpoint of an earlier version, which can run code.
         """
+        self.saves.finish()
         self.to_device()
-        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer)
+        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted)
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
-
-    def _write_hf_folder(self, folder: Path) -> None:
-        first = dist.get_rank() == 0
-        weights = {}
-        for name, tensor in self.weights():
-            if first:
-                weights[name] = tensor.cpu()
-        if first:
-            self.card.write_with_weights(folder, weights, self.model_config.trust_remote_code)
 
     # Memory -------------------------------------------------------------------------------------------------------
 

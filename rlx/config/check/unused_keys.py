@@ -197,10 +197,11 @@ UNUSED_KEYS = (
         lambda s: s.config.trainer.resume_mode != "resume_path",
         "trainer.resume_from_path",
     ),
+    _if("trainer.resume_mode", "disable", "trainer.trust_checkpoint"),
     _row(
-        "trainer.save_freq is not set: nothing is saved",
-        lambda s: s.config.trainer.save_freq <= 0,
-        *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.save_contents"),
+        "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
+        lambda s: s.config.trainer.save_freq <= 0 and s.config.trainer.save_every_minutes is None,
+        *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.*"),
     ),
     _row(
         "the run never validates",

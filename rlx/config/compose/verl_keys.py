@@ -94,7 +94,6 @@ REMEDIES: dict[str, str] = {
     "optim.lr_warmup_steps_per_epoch": "use lr_warmup_steps or lr_warmup_steps_ratio",
     "checkpoint.load_contents": "remove it: rlx loads everything that the checkpoint holds",
     "checkpoint.contents": "use checkpoint.save_contents",
-    "checkpoint.async_save": "remove it: checkpoints are written before the next step",
     "trainer.default_hdfs_dir": "use trainer.default_local_dir",
     "trainer.remove_previous_ckpt_in_save": "use trainer.max_actor_ckpt_to_keep",
     "trainer.del_local_ckpt_after_load": "use trainer.max_actor_ckpt_to_keep",
