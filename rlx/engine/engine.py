@@ -122,6 +122,9 @@ class Engine:
         self._state_on_host = None
         if self.optimizer is not None and fsdp.optimizer_offload:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
+        if head != "score":
+            self._forward.require_causal()
+            self.sharded.reshard()
         if together is not None:
             self._require_packing(sequence_parallel)
 

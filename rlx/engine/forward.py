@@ -82,15 +82,7 @@ class Forward:
         Returns:
             For a language model log_probs of the window's tokens and, if asked for, entropy; for a value model values.
             All are (B, W), in fp32 or wider.
-
-        Raises:
-            ModelError: the model's output at a token depends on later tokens.
         """
-        if not self._looks_back_only:
-            raise ModelError(
-                f"{type(self._plain).__name__}: its output at a token depends on later tokens, expected a causal model; if it "
-                "can be one, set is_decoder=true in its config.json"
-            )
         if part.packed is None:
             # The last token predicts nothing, so the model does not read it.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
@@ -99,6 +91,23 @@ class Forward:
         inputs = self._inputs(*part.packed[:4], self._together)
         figures = self._figures(inputs, predicting, predicting, part.packed.targets, distribution)
         return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
+
+    def require_causal(self) -> None:
+        """Try a few tokens.
+
+        Raises:
+            ModelError: the model's output at a token depends on later tokens, or its forward fails.
+        """
+        name = type(self._plain).__name__
+        try:
+            causal = self._looks_back_only()
+        except Exception as error:
+            raise ModelError(f"{name}: its forward fails on four tokens: {type(error).__name__}: {error}") from error
+        if not causal:
+            raise ModelError(
+                f"{name}: its output at a token depends on later tokens, expected a causal model; if it can be one, set "
+                "is_decoder=true in its config.json"
+            )
 
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
         """Write figures into the window, joined with those of processes that share the row; 0 elsewhere."""
@@ -176,7 +185,6 @@ class Forward:
         given = self._try({"input_ids": ids, "position_ids": torch.arange(3, device=self._device)[None]})
         return _are_near(own, given)
 
-    @cached_property
     def _looks_back_only(self) -> bool:
         """Whether the outputs at earlier tokens stay the same when the last token changes."""
         one, other = (self._try({"input_ids": self._tokens([[0, 1, 1, last]])})[0, :3] for last in (0, 1))

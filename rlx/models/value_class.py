@@ -33,8 +33,8 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     from transformers.modeling_layers import GenericForTokenClassification
 
     kind = type(config)
-    own = getattr(config, "auto_map", None) or {}
-    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or "AutoModelForTokenClassification" in own:
+    auto_map = getattr(config, "auto_map", None) or {}
+    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or "AutoModelForTokenClassification" in auto_map:
         return
     if config.is_encoder_decoder or kind not in MODEL_MAPPING:
         raise NoValueClassError(
@@ -47,6 +47,8 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     # The base class of all heads of the architecture: names of weights, attention kernels, the classes that FSDP shards.
     parent = next(ancestor for ancestor in base.__mro__[1:] if issubclass(ancestor, PreTrainedModel))
     name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
-    made = type(name, (GenericForTokenClassification, parent), {"config_class": kind})
+    # The language model's backbone has this name too, so that its weights are found.
+    own = {"config_class": kind, "base_model_prefix": parent.base_model_prefix}
+    made = type(name, (GenericForTokenClassification, parent), own)
     # exist_ok: without it transformers silently ignores a class for one of its own architectures.
     AutoModelForTokenClassification.register(kind, made, exist_ok=True)

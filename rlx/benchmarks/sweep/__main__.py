@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
+from rlx.benchmarks.sweep.features import FEATURES
 from rlx.benchmarks.sweep.run import outcomes_of
 from rlx.benchmarks.sweep.tiny_models import rows
-from rlx.benchmarks.sweep.trainer import FEATURES
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ P, R = 8, 9
 PROMPTS, RESPONSES = (8, 3, 5, 1, 6), (9, 4, 7, 5, 2)
 TEMPERATURE = 0.7
 # With this epsilon a step is a smooth function of the gradient, so that the change of the weights tells the gradient.
-OPTIM = OptimConfig(lr=0.1, eps=1.0, weight_decay=0.0)
+OPTIM = OptimConfig(lr=1.0, eps=1.0, weight_decay=0.0)
 GRAD_CLIP = 1e9
 
 

@@ -56,7 +56,14 @@ _SIZES = {
 SIZES = {name: value for names, value in _SIZES.items() for name in names.split()}
 
 RANDOMNESS = re.compile("drop|noise")  # of training, which PPO cannot have
-OFTEN_NULL = {"head_dim", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"}
+OFTEN_NULL = {
+    "head_dim",
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+}
 TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
 
 # The features that a type's default configuration leaves out, and the sizes that must fit each other.
@@ -67,8 +74,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "codegen": {"rotary_dim": 16},
-    "cohere_compass_text": _WINDOWS
-    | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _SECTIONS)},
+    "cohere_compass_text": _WINDOWS | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _SECTIONS)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": 64}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "deepseek_v3": {"n_group": 2, "topk_group": 1},
@@ -95,13 +101,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [64, 64], "axial_pos_shape": [8, 8]},
+    "reformer": {"axial_pos_embds_dim": [64, 64], "axial_pos_shape": [8, 8]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Changes by type."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, rope llama3, tied": (
+    "bert: no decoder": ("bert", {"is_decoder": False}),
+    "llama: llama3 rope and ties": (
         "llama",
         {
             "tie_word_embeddings": True,
@@ -115,9 +122,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False}),
-    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True, "use_sliding_window": False}),
-    "qwen3, rope yarn": (
+    "qwen2: tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False}),
+    "qwen3: tied": ("qwen3", {"tie_word_embeddings": True, "use_sliding_window": False}),
+    "qwen3: yarn rope": (
         "qwen3",
         {
             "rope_parameters": {
@@ -128,7 +135,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "phi3, rope longrope": (
+    "phi3: longrope": (
         "phi3",
         {
             "original_max_position_embeddings": 32,
@@ -142,8 +149,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "deepseek_v3, no q_lora": ("deepseek_v3", {"q_lora_rank": None}),
-    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "deepseek_v3: no q_lora": ("deepseek_v3", {"q_lora_rank": None}),
+    "mistral: no window": ("mistral", {"sliding_window": None}),
 }
 """Rows of the table besides the types themselves: the type, and changes of its configuration."""
 
@@ -163,9 +170,15 @@ def tiny_config(kind: type["PreTrainedConfig"], **changes: Any) -> "PreTrainedCo
             given[name] = (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]
         elif size is not None and (_is_number(field.default) or name in OFTEN_NULL):
             given[name] = size
+        elif name == "is_decoder":
+            given[name] = True
         elif RANDOMNESS.search(name) and isinstance(value, float):
             given[name] = 0.1
-        elif isinstance(field.default, float) and field.default == 1.0 and name.endswith(("multiplier", "scaling", "_scale")):
+        elif (
+            isinstance(field.default, float)
+            and field.default == 1.0
+            and name.endswith(("multiplier", "scaling", "_scale"))
+        ):
             given[name] = 0.7
     if "kv_lora_rank" in given:
         given["num_key_value_heads"] = SIZES["num_attention_heads"]

@@ -1,12 +1,12 @@
 """Compare rlx's engine with a reference: one function for each kind of check, run in each process of a group."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from rlx.benchmarks.sweep.reference import (
     GRAD_CLIP,
     OPTIM,
     PROMPTS,
-    R,
     TEMPERATURE,
     Expected,
     expected,
@@ -28,7 +27,7 @@ from rlx.benchmarks.sweep.reference import (
     sweep_batch,
     value_objective,
 )
-from rlx.config.schema import ActivationOffloadConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig
+from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
@@ -53,10 +52,12 @@ class Made:
     Args:
         folder: of the model.
         dtype: in which the model runs: fp64, or fp32 if it cannot.
+        attention: its kernel: sdpa, or eager if rlx refuses sdpa.
     """
 
     folder: Path
     dtype: torch.dtype
+    attention: str
 
     @cached_property
     def batch(self) -> Batch:
@@ -94,7 +95,7 @@ def engine(made: Made, head: Head = "lm", strategy: str = "fsdp2", together: int
     Raises:
         Refused: as the message says.
     """
-    model = ModelConfig(path=str(made.folder), **{**PLAIN, **changes})
+    model = ModelConfig(path=str(made.folder), attn_implementation=made.attention, **{**PLAIN, **changes})
     name = "fp64" if made.dtype == torch.float64 else "fp32"
     fsdp = FSDPConfig(model_dtype=name, mixed_precision=MixedPrecisionConfig(reduce_dtype=name))
     if faults := faults_of(model, head, (together,), dist.get_world_size()):
@@ -175,58 +176,6 @@ def saved_error(made: Made) -> tuple[float, str]:
         again = loaded.log_probs(made.batch, MICRO, TEMPERATURE)
         with torch.no_grad():
             exported = figures_of(made.model("lm", checkpoint / "hf_model"), made.batch)
-    return float(torch.stack([(other[name] - x).abs().max() for other in (again, exported) for name, x in now.items()]).max()), ""
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A column of the table.
-
-    Args:
-        check: returns an error and a note.
-        processes: of the group in which it runs.
-    """
-
-    check: Callable[[Made], tuple[float, str]]
-    processes: int = 1
-
-
-def _offloaded(**options: Any) -> Callable[[Made], tuple[float, str]]:
-    def check(made: Made) -> tuple[float, str]:
-        with TemporaryDirectory() as folder:
-            chosen = {name: folder if name == "directory" else value for name, value in options.items()}
-            save = options.get("save")
-            return update_error(
-                made,
-                figures=False,
-                enable_gradient_checkpointing=save != "all",
-                enable_activation_offload=True,
-                activation_offload=ActivationOffloadConfig(min_bytes=0, cache_directory=None, **chosen),
-            )
-
-    return check
-
-
-def _trained(**options: Any) -> Callable[[Made], tuple[float, str]]:
-    return lambda made: update_error(made, **options)
-
-
-DISK = {"tier": "disk", "directory": ""}
-FEATURES = {
-    "packed": Feature(_trained()),
-    "padded": Feature(_trained(use_remove_padding=False)),
-    "value": Feature(_trained(head="value")),
-    "recomputed": Feature(_trained(figures=False, enable_gradient_checkpointing=True)),
-    "tiled": Feature(_trained(tiled_mlp=4)),
-    "boundary": Feature(_offloaded(save="boundary")),
-    "attention": Feature(_offloaded(save="attention")),
-    "auto": Feature(_offloaded(save="auto")),
-    "all": Feature(_offloaded(save="all")),
-    "disk": Feature(_offloaded(save="boundary", **DISK)),
-    "all, disk": Feature(_offloaded(save="all", **DISK)),
-    "lora": Feature(_trained(lora_rank=4)),
-    "saved": Feature(saved_error),
-    "fsdp2": Feature(_trained(), processes=2),
-    "fsdp1": Feature(_trained(strategy="fsdp"), processes=2),
-    "ulysses": Feature(_trained(together=2), processes=2),
-}
+    return float(
+        torch.stack([(other[name] - x).abs().max() for other in (again, exported) for name, x in now.items()]).max()
+    ), ""
