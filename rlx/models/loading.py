@@ -134,6 +134,9 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     _check_report(config.path, model, report, head)
     if head == "value" and report["missing_keys"]:
         _init_head(model, report["missing_keys"], seed)
+    # Loading forgets which parameters the class does not train, such as the expert biases of AFMoE.
+    for name, parameter in load_skeleton(config, head, dtype).named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.eval()
 
 

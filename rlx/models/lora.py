@@ -52,11 +52,14 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'rlx[lora]'") from None
 
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
-    lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
+    # peft takes the dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
+    hidden = nn.ModuleDict({"model": model})
+    own_names = [f"model.{name}" for name in targets]
+    lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=own_names)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
         torch.manual_seed(seed)
-        inject_adapter_in_model(lora_config, model, ADAPTER)
+        inject_adapter_in_model(lora_config, hidden, ADAPTER)
     for name in head:
         model.get_submodule(name).requires_grad_(True)
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}

@@ -199,11 +199,14 @@ def tiny_model(config: "PreTrainedConfig", dtype: torch.dtype, seed: int = 0) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        for tensor in {*model.parameters(), *model.buffers()} & {*model.state_dict(keep_vars=True).values()}:
-            if tensor.dim() > 1:
-                tensor.data.normal_(std=SCALE / math.sqrt(tensor.shape[-1]))
-            elif tensor.is_floating_point():
-                tensor.data.add_(0.1 * torch.randn_like(tensor))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=SCALE / math.sqrt(parameter.shape[-1]))
+            else:
+                parameter.data.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # others are constants of the architecture, such as decays
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model
 
 

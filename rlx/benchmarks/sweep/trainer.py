@@ -33,6 +33,7 @@ from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.models.loading import Head, load_model
 from rlx.models.preflight import faults_of
+from rlx.rollout.protocol import EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +86,7 @@ def refusals() -> Iterator[None]:
     """Turn errors with which rlx refuses a configuration into Refused."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, EngineError) as error:
         raise Refused(str(error)) from error
 
 
