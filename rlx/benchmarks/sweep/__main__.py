@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 
@@ -26,7 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = options.types.split(",") if options.types else rows()
     features = options.features.split(";") if options.features else list(FEATURES)
     part, parts = map(int, options.part.split("/"))
-    table = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    table = (
+        json.loads(options.json.read_text()) if options.json and options.json.exists() else {"rows": {}, "versions": {}}
+    )
     is_wrong = False
     for row in wanted[part - 1 :: parts]:
         began = monotonic()
@@ -36,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
             error = "" if outcome.error is None else f"{outcome.error:.0e}"
             print(f"    {name:<12} {outcome.status:<8} {error} {outcome.note[:300]}", flush=True)
             is_wrong |= outcome.status == "wrong"
-        table.setdefault(row, {}).update({name: asdict(outcome) for name, outcome in found.items()})
+        table["rows"].setdefault(row, {}).update({name: asdict(outcome) for name, outcome in found.items()})
+        table["versions"][row] = f"torch {version('torch')}, transformers {version('transformers')}"
         if options.json:
             options.json.write_text(json.dumps(table, indent=1))
     return int(is_wrong)
