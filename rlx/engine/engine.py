@@ -135,8 +135,9 @@ class Engine:
             raise ValueError(
                 f"ulysses_sequence_parallel_size={sequence_parallel}: got use_remove_padding="
                 f"{self.model_config.use_remove_padding}, attn_implementation={self.model_config.attn_implementation} and a "
-                f"{type(self.root).__name__}; expected use_remove_padding=True, sdpa and a model whose sequences can be packed "
-                "(the log tells why a model's cannot)"
+                f"{type(self.root).__name__.removeprefix('FSDP')}; expected use_remove_padding=True, sdpa and a model whose "
+                f"sequences can be packed. It is padded because {self._forward.why_padded}; set "
+                "ulysses_sequence_parallel_size=1"
             )
 
     # Outputs of the model -----------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class Forward:
     ):
         self._root, self._plain, self._device, self._attention = root, plain, device, attention
         self._together = together
+        self._name = type(plain).__name__.removeprefix("FSDP")
+        self.why_padded: str | None = "use_remove_padding=False"  # until `packs` is asked for
 
     def __call__(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
         """Return the model's figures at the positions that predict the tokens of the window.
@@ -98,14 +100,15 @@ class Forward:
         Raises:
             ModelError: the model's output at a token depends on later tokens, or its forward fails.
         """
-        name = type(self._plain).__name__
         try:
             causal = self._looks_back_only()
         except Exception as error:
-            raise ModelError(f"{name}: its forward fails on four tokens: {type(error).__name__}: {error}") from error
+            raise ModelError(
+                f"{self._name}: its forward fails on four tokens: {type(error).__name__}: {error}"
+            ) from error
         if not causal:
             raise ModelError(
-                f"{name}: its output at a token depends on later tokens, expected a causal model; if it can be one, set "
+                f"{self._name}: its output at a token depends on later tokens, expected a causal model; if it can be one, set "
                 "is_decoder=true in its config.json"
             )
 
@@ -176,6 +179,7 @@ class Forward:
             reason = use_packed_attention(self._plain, self._attention, self._try_two_sequences)
         if reason is not None:
             self._tell("its rows are padded", reason)
+        self.why_padded = reason
         return reason is None
 
     def _counts_from_zero(self) -> bool:
@@ -247,7 +251,7 @@ class Forward:
 
     def _tell(self, what: str, reason: str) -> None:
         if dist.get_rank() == 0:
-            logger.warning("%s: %s because %s", type(self._plain).__name__, what, reason)
+            logger.warning("%s: %s because %s", self._name, what, reason)
 
 
 def _are_near(one: Tensor, other: Tensor) -> bool:

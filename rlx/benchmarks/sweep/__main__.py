@@ -4,14 +4,13 @@ Example: python -m rlx.benchmarks.sweep --types qwen2,llama --features packed,bo
 """
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 
 from rlx.benchmarks.sweep.features import FEATURES
+from rlx.benchmarks.sweep.page import read_results, write_results
 from rlx.benchmarks.sweep.run import outcomes_of
 from rlx.benchmarks.sweep.tiny_models import rows
 
@@ -27,9 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = options.types.split(",") if options.types else rows()
     features = options.features.split(";") if options.features else list(FEATURES)
     part, parts = map(int, options.part.split("/"))
-    table = (
-        json.loads(options.json.read_text()) if options.json and options.json.exists() else {"rows": {}, "versions": {}}
-    )
+    results, _ = read_results(options.json) if options.json else ({}, "")
+    versions = f"torch {version('torch')}, transformers {version('transformers')}"
     is_wrong = False
     for row in wanted[part - 1 :: parts]:
         began = monotonic()
@@ -39,10 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
             error = "" if outcome.error is None else f"{outcome.error:.0e}"
             print(f"    {name:<12} {outcome.status:<8} {error} {outcome.note[:300]}", flush=True)
             is_wrong |= outcome.status == "wrong"
-        table["rows"].setdefault(row, {}).update({name: asdict(outcome) for name, outcome in found.items()})
-        table["versions"][row] = f"torch {version('torch')}, transformers {version('transformers')}"
+        results.setdefault(row, {}).update(found)
         if options.json:
-            options.json.write_text(json.dumps(table, indent=1))
+            write_results(options.json, results, versions)
     return int(is_wrong)
 
 
