@@ -112,6 +112,13 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
     return [name for name, module in outside if any(True for _ in module.parameters())]
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map; a subclass with a forward of its own, such as Llama 4's router, is none."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     """Return the full names of the modules that get adapters: all linear ones, or those with the given name endings.
 
@@ -122,13 +129,11 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     Raises:
         ModelError: as `add_lora`.
     """
-    from transformers.pytorch_utils import Conv1D
-
     head = _value_head(model)
     modules = {name: module for name, module in model.named_modules() if name}
     if text == "all-linear":
         output = model.get_output_embeddings()
-        linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+        linear = {name: m for name, m in modules.items() if is_linear(m)}
         return [name for name, module in linear.items() if module is not output and name not in head]
     found: dict[str, None] = {}
     for wanted in (name.strip() for name in text.split(",")):
@@ -140,7 +145,7 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
         found.update(dict.fromkeys(matches))
     weights = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in found:
-        if not isinstance(modules[name], nn.Linear | Conv1D):
+        if not is_linear(modules[name]):
             raise ModelError(f"target_modules: {name} is no linear layer but {type(modules[name]).__name__}")
         if name in head:
             raise ModelError(f"target_modules: {name} is the value head, which is trained as a whole; leave it out")

@@ -1,6 +1,9 @@
 """Make value models of architectures that have no model with a number per token in transformers."""
 
+import copy
 from typing import TYPE_CHECKING
+
+import torch
 
 from rlx.errors import ExplainedError
 
@@ -47,8 +50,27 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     # The base class of all heads of the architecture: names of weights, attention kernels, the classes that FSDP shards.
     parent = next(ancestor for ancestor in base.__mro__[1:] if issubclass(ancestor, PreTrainedModel))
     name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
-    # The language model's backbone has this name too, so that its weights are found.
-    own = {"config_class": kind, "base_model_prefix": parent.base_model_prefix}
+    own = {"config_class": kind, "base_model_prefix": _backbone(config, base)}
     made = type(name, (GenericForTokenClassification, parent), own)
     # exist_ok: without it transformers silently ignores a class for one of its own architectures.
     AutoModelForTokenClassification.register(kind, made, exist_ok=True)
+
+
+def _backbone(config: "PreTrainedConfig", base: type) -> str:
+    """Return the name of the base model in the language model, whose weights the critic loads.
+
+    Raises:
+        NoValueClassError: there is none, as in BART's decoder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    name = next((name for name, child in model.named_children() if isinstance(child, base)), None)
+    if name is None:
+        raise NoValueClassError(
+            f"critic: got a {type(model).__name__}, which has no {base.__name__} inside, expected a language model on a base "
+            "model with the same weights; set critic.model.path to a model of another type with the same tokenizer, or an "
+            "algorithm.adv_estimator without critic, such as grpo or reinforce_plus_plus"
+        )
+    return name

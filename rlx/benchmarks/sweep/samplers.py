@@ -22,11 +22,11 @@ TEMPERATURES = (0.0, 1.0)
 
 
 def hf_error(made: Made) -> tuple[float, str]:
-    """Return the error of `rollout.name=hf`, in the type of the model."""
+    """Return the error of `rollout.name=hf`, in fp32."""
     model = ModelConfig(path=str(made.folder), attn_implementation=made.attention)
     with refusals():
-        sampler = HFRollout(load_config(model), dtype=made.dtype, attn_implementation=model.attn_implementation)
-    return sampler_error(made, sampler, made.dtype)
+        sampler = HFRollout(load_config(model), dtype=torch.float32, attn_implementation=model.attn_implementation)
+    return sampler_error(made, sampler)
 
 
 def vllm_error(made: Made) -> tuple[float, str]:
@@ -38,13 +38,13 @@ def vllm_error(made: Made) -> tuple[float, str]:
     rollout = RolloutConfig(name="vllm", engine_kwargs=small)
     with refusals():
         sampler = VLLMRollout(rollout, ModelConfig(path=str(made.folder)), CPU, P + R, 0)
-    return sampler_error(made, sampler, torch.float32)
+    return sampler_error(made, sampler)
 
 
-def sampler_error(made: Made, sampler: Rollout, dtype: torch.dtype) -> tuple[float, str]:
+def sampler_error(made: Made, sampler: Rollout) -> tuple[float, str]:
     """Return the largest difference of a sampler's log-probs to the trainer's, and of the tokens' to the most likely ones."""
     trained = engine(made)
-    weights = ((name, x.to(dtype)) for name, x in trained.weights())
+    weights = ((name, x.float()) for name, x in trained.weights())
     sampler.update_weights(weights, version=1)
     errors, note = [0.0], ""
     for temperature in TEMPERATURES:
