@@ -28,7 +28,7 @@ from rlx.engine.residency import TensorOffload
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import precision_of, shard
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import merged_weights
+from rlx.models.lora import merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import (
     OffloadOptions,
@@ -124,6 +124,8 @@ class Engine:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
         if head != "score":
             self._forward.require_causal()
+            if self.adapters:
+                refuse_idle_adapters(plain, self._forward.try_training)
             self.sharded.reshard()
         if together is not None:
             self._require_packing(sequence_parallel)

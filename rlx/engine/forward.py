@@ -112,6 +112,10 @@ class Forward:
                 "is_decoder=true in its config.json"
             )
 
+    def try_training(self) -> None:
+        """Run a few tokens as training does, without gradients."""
+        self._try({"input_ids": self._tokens([[0, 1]])}, training=True)
+
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
         """Write figures into the window, joined with those of processes that share the row; 0 elsewhere."""
         empty = figures_K.new_zeros(shape.numel())
@@ -234,11 +238,11 @@ class Forward:
         return is_last
 
     @torch.no_grad()
-    def _try(self, inputs: dict[str, Any]) -> Tensor:
+    def _try(self, inputs: dict[str, Any], training: bool = False) -> Tensor:
         """Run without the randomness of training, such as dropout; other random operations draw the same numbers each time."""
         was_training = self._root.training
         devices = [] if self._device.type == "cpu" else [self._device]
-        self._root.eval()
+        self._root.train(training)
         try:
             with (
                 torch.random.fork_rng(devices, device_type=self._device.type),

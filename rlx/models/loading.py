@@ -134,10 +134,28 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     _check_report(config.path, model, report, head)
     if head == "value" and report["missing_keys"]:
         _init_head(model, report["missing_keys"], seed)
-    # Loading forgets which parameters the class does not train, such as the expert biases of AFMoE.
-    for name, parameter in load_skeleton(config, head, dtype).named_parameters():
-        model.get_parameter(name).requires_grad_(parameter.requires_grad)
+    _match(config.path, model, load_skeleton(config, head, dtype))
     return model.eval()
+
+
+def _match(path: str | None, model: nn.Module, made: nn.Module) -> None:
+    """Give parameters the flags that the class gives them: loading forgets that AFMoE does not train its expert biases.
+
+    Raises:
+        ModelError: loading has separated weights that the class ties, such as CamemBERT's biases of the head. Only one of them
+            would be in a saved folder.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in made.named_parameters(remove_duplicate=False):
+        other = first.setdefault(parameter, name)
+        if own.get(name) is not own.get(other):
+            raise ModelError(
+                f"{path}: {type(model).__name__} ties {name} to {other}, but loading gives each weights of its own, and a "
+                "checkpoint would lose one; take a model of another type"
+            )
+        if name in own:
+            own[name].requires_grad_(parameter.requires_grad)
 
 
 def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTrainedModel":
@@ -209,7 +227,12 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
             "on the longest sequence, of which each process has only a part. Set "
             "ulysses_sequence_parallel_size=1"
         )
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return (
+            f"ulysses_sequence_parallel_size: got {size} for a {config.model_type} model, whose config has no "
+            "num_attention_heads, expected 1: processes share the heads of attention. Set ulysses_sequence_parallel_size=1"
+        )
     common = math.gcd(processes, heads)
     if common % size:
         allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)

@@ -54,6 +54,12 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     made = type(name, (GenericForTokenClassification, parent), own)
     # exist_ok: without it transformers silently ignores a class for one of its own architectures.
     AutoModelForTokenClassification.register(kind, made, exist_ok=True)
+    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise NoValueClassError(
+            f"critic: this version of transformers has no class with a number per token for {config.model_type}, and takes "
+            "none for its own types; install a newer one (5.19 does), or set an algorithm.adv_estimator without critic, such "
+            "as grpo or reinforce_plus_plus"
+        )
 
 
 def _backbone(config: "PreTrainedConfig", base: type) -> str:

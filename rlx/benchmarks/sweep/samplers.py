@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlx.benchmarks.sweep.reference import P, R
+from rlx.benchmarks.sweep.reference import P, R, logits_of
 from rlx.benchmarks.sweep.trainer import MICRO, Made, engine, refusals
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.data.batch import Batch
@@ -88,7 +88,7 @@ def lead_of_best(model: "PreTrainedModel", batch: Batch) -> float:
     behind = [0.0]
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         own, response = ids[mask], int(mask[P:].sum())
-        every = model(input_ids=own[None], use_cache=False).logits[0, -1 - response : -1].log_softmax(-1)
+        every = logits_of(model, own)[-1 - response : -1].log_softmax(-1)
         behind.append(float((every.amax(-1) - every.gather(-1, own[-response:, None])[:, 0]).max()))
     return max(behind)
 

@@ -23,7 +23,8 @@ _SIZES = {
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers num_decoder_layers "
     "num_blocks": LAYERS,
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
-    "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads index_n_heads": 4,
+    "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads": 4,
+    "index_n_heads": 16,  # of scores above 0; tokens without any would tie for the last places
     "num_key_value_heads num_kv_heads swa_num_key_value_heads": 2,
     "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_inner ffn_hidden_size dim_ff dff "
     "dense_intermediate_size intermediate_size_mlp shared_intermediate_size feed_forward_size": 96,
