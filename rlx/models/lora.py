@@ -156,12 +156,7 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     """Return the full names of the modules that get adapters: all linear ones with weights of their own, or those with the
     given name endings.
 
-    Args:
-        model: as for `add_lora`; may be on the meta device.
-        text: `all-linear`, or names joined by commas.
-
-    Raises:
-        ModelError: as `add_lora`.
+    The model may be on the meta device; the text is `all-linear` or names joined by commas. Raises ModelError as `add_lora`.
     """
     head = _value_head(model)
     modules = {name: module for name, module in model.named_modules() if name}

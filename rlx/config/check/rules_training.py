@@ -55,8 +55,9 @@ def sequence_groups_are_whole(s: CheckContext) -> Faults:
         if together > 1 and not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
             padding, kernel = f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation"
             what = f"{key} shares packed sequences, in rlx's own attention"
-            remedy = f"set {padding}=True and {kernel}=sdpa"
-            yield s.fault(what, "use_remove_padding=True and sdpa", remedy, padding, kernel, key)
+            got = f"{padding}={role.model.use_remove_padding}, {kernel}={role.model.attn_implementation}"
+            expected, remedy = "use_remove_padding=True and sdpa", f"set {padding}=True and {kernel}=sdpa"
+            yield s.fault(what, expected, remedy, padding, kernel, key, got=got)
 
 
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
