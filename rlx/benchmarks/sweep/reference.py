@@ -128,8 +128,8 @@ def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     """
     most = max(float(x.abs().max()) for x in wanted.values() if x.numel())
     shares = [
-        float((found[name].to(x.dtype) - x).abs().max()) / max(float(x.abs().max()), 1e-2 * most, 1e-30)
+        (found[name].to(x.dtype) - x).abs().max() / max(float(x.abs().max()), 1e-2 * most, 1e-30)
         for name, x in wanted.items()
         if x.numel()
     ]
-    return max(shares)
+    return float(torch.stack([share.double() for share in shares]).max())  # NaN if one is
