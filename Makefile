@@ -1,7 +1,7 @@
 # make run    sets everything up, then trains the default task; ARGS="key=value ..." overrides the configuration
 # make test   sets everything up, then lints, checks types and runs the quick half of the tests, or with ALL=1 all of them;
 #             PYTEST_ARGS="..." goes to pytest
-# make docs   writes docs/configuration.md anew
+# make docs   writes docs/configuration.md and docs/models.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
 VENV := .venv
@@ -43,6 +43,8 @@ test: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+	$(PY) -m rlx.benchmarks.sweep.page > docs/models.md.new
+	mv docs/models.md.new docs/models.md
 
 setup: $(STAMP)
 

@@ -134,28 +134,11 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     _check_report(config.path, model, report, head)
     if head == "value" and report["missing_keys"]:
         _init_head(model, report["missing_keys"], seed)
-    _match(config.path, model, load_skeleton(config, head, dtype))
+    # Loading forgets which parameters the class does not train, such as AFMoE's expert biases.
+    flags = {name: parameter.requires_grad for name, parameter in load_skeleton(config, head, dtype).named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags.get(name, True))
     return model.eval()
-
-
-def _match(path: str | None, model: nn.Module, made: nn.Module) -> None:
-    """Give parameters the flags that the class gives them: loading forgets that AFMoE does not train its expert biases.
-
-    Raises:
-        ModelError: loading has separated weights that the class ties, such as CamemBERT's biases of the head. Only one of them
-            would be in a saved folder.
-    """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in made.named_parameters(remove_duplicate=False):
-        other = first.setdefault(parameter, name)
-        if own.get(name) is not own.get(other):
-            raise ModelError(
-                f"{path}: {type(model).__name__} ties {name} to {other}, but loading gives each weights of its own, and a "
-                "checkpoint would lose one; take a model of another type"
-            )
-        if name in own:
-            own[name].requires_grad_(parameter.requires_grad)
 
 
 def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTrainedModel":

@@ -97,12 +97,6 @@ def test_parameters_that_the_class_does_not_train_are_not_trained(tmp_path):
     assert frozen == {"expert_bias"}
 
 
-def test_a_tie_that_loading_breaks_is_refused(tmp_path):
-    write_tiny(tmp_path, config_of("camembert"), torch.float32)
-    with pytest.raises(ModelError, match=r"CamembertForCausalLM ties .*bias to .*bias, but loading gives each weights"):
-        load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)
-
-
 def test_overrides(folders):
     def loaded(name="gpt2", **overrides):
         return load_config(ModelConfig(path=folders[name], override_config=overrides))

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch import nn
 
-from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model, write_tiny
+from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.config.schema import ModelConfig
 from rlx.models.loading import ModelError, load_model
 from rlx.models.lora import Adapter, adapter_targets, add_lora, merged_weights, refuse_idle_adapters
@@ -164,11 +164,15 @@ def test_other_errors(folders, monkeypatch):
         add_lora(model, ModelConfig(lora_rank=2))
 
 
+def with_adapters(row, targets="all-linear"):
+    model = tiny_model(config_of(row), torch.float32)
+    return model, add_lora(model, ModelConfig(lora_rank=3, target_modules=targets))
+
+
 @pytest.mark.parametrize("row", ["deepseek_v3", "llama4_text"])
-def test_dense_layers_of_mixtures_of_experts_get_adapters_and_routers_of_another_kind_none(row, tmp_path):
+def test_dense_layers_of_mixtures_of_experts_get_adapters_and_routers_of_another_kind_none(row):
     """peft would put adapters on the experts in place of layers that are called like their parts."""
-    write_tiny(tmp_path, config_of(row), torch.float64)
-    _, model, adapters = adapted(str(tmp_path), dtype=torch.float64)
+    model, adapters = with_adapters(row)
     assert any("shared_expert" in name for name in adapters)
     assert {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")} == set(
         adapters
@@ -178,17 +182,15 @@ def test_dense_layers_of_mixtures_of_experts_get_adapters_and_routers_of_another
 
 def test_layers_that_share_their_weights_get_no_adapters_of_their_own():
     model = tiny_model(config_of("zamba"), torch.float32)
-    shared = [name for name in adapter_targets(model, "all-linear") if "shared_transf" in name]
-    assert shared == []
+    assert [name for name in adapter_targets(model, "all-linear") if "shared_transf" in name] == []
 
 
-def test_adapters_that_the_model_does_not_call_are_refused(tmp_path):
-    write_tiny(tmp_path, config_of("jamba"), torch.float32)
-    _, model, _ = adapted(str(tmp_path))
+def test_adapters_that_the_model_does_not_call_are_refused():
+    model, _ = with_adapters("jamba")
     with pytest.raises(
         ModelError, match=r"JambaForCausalLM reads the weights of dt_proj .*; set target_modules=.*q_proj"
     ):
         refuse_idle_adapters(model, lambda: model(IDS))
-    _, model, _ = adapted(str(tmp_path), targets="q_proj,in_proj")
+    model, _ = with_adapters("jamba", "q_proj,in_proj")
     refuse_idle_adapters(model, lambda: model(IDS))
     assert not any(module._forward_hooks for module in model.modules())

@@ -76,7 +76,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "codegen": {"rotary_dim": 16},
     "cohere_compass_text": _WINDOWS | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _SECTIONS)},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": 64}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4, "attn_pdrop": 0.1},
+        "ffn_config": {"ffn_hidden_size": 64},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "deepseek_v3": {"n_group": 2, "topk_group": 1},
     "dots1": {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_routed_experts": 4, "first_k_dense_replace": 1}
