@@ -1,113 +1,11 @@
-"""The entry: `python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]`."""
+"""The entry: `python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]`.
 
-import os
+This process stays small: it starts `rlx.driver` with the same arguments, keeps watch, and starts it again after a failure.
+"""
+
 import sys
-import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
 
-from rlx.cluster import stay_on_this_machine
-from rlx.config.check.validate import check
-from rlx.config.compose.command_line import Composed, compose
-from rlx.config.describe import help_text
-from rlx.config.faults import numbered
-from rlx.config.forecast.decoders import fetch_configs
-from rlx.config.forecast.forecast_text import long_text, short_text
-from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.machine import Cluster, inspect_machine
-from rlx.config.schema import PPOConfig
-from rlx.errors import ExplainedError
-from rlx.trainer.user_code_check import check_user_code
-
-DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Compose, check and run.
-
-    Args:
-        arguments: of the command line, without the program's name.
-
-    Returns:
-        The exit code. 0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration
-        has faults, all of them listed. 130: Ctrl-C or SIGTERM.
-    """
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text())
-        return DONE
-    try:
-        composed = compose([argument for argument in arguments if argument != "--check"])
-        return _check_and_run(composed, only_check="--check" in arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _check_and_run(composed: Composed, only_check: bool) -> int:
-    # The cluster is joined once for both check and run, because joining takes seconds.
-    with ExitStack() as until_done:
-        machine = inspect_machine(join_cluster(composed.partial, until_done))
-        if not only_check:
-            fetch_configs(composed.partial)
-        checked = check(composed, machine)
-        tried = check_user_code(composed.partial, composed.broken, machine)
-        faults = (*checked.faults, *tried.faults)
-        if only_check and not composed.faults:
-            print(composed.yaml)
-            print(long_text(MemoryForecast.of(composed.config, machine)))
-        for warning in (*checked.warnings, *tried.warnings):
-            print(f"warning: {warning}", file=sys.stderr)
-        if faults:
-            print(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}", file=sys.stderr)
-            return FAULTY
-        if only_check:
-            return DONE
-        trainer = composed.config.trainer
-        if "console" in trainer.logger and trainer.memory_check != "off":
-            print(short_text(MemoryForecast.of(composed.config, machine)), flush=True)
-        return _run(composed)
-
-
-def _run(composed: Composed) -> int:
-    try:
-        # It imports torch and Ray, which takes seconds that --check and a faulty configuration need not wait for.
-        from rlx.trainer.run import run
-
-        run(composed.config, composed.yaml)
-    except ExplainedError as error:
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"\nrlx stopped: {error}", file=sys.stderr)
-        return FAILED
-    except Exception as error:
-        traceback.print_exception(error)
-        print(f"\nrlx stopped: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
-        return FAILED
-    return DONE
-
-
-def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
-    """Return the cluster that the run joins, with the GPUs of its machines, or None if Ray is to start here.
-
-    Args:
-        config: reads `ray_kwargs.ray_init`.
-        until_done: leaves the cluster when it closes.
-    """
-    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
-    if address == "local":
-        stay_on_this_machine()
-        return None
-    import ray
-
-    from rlx.cluster.runtime import session
-
-    try:
-        until_done.enter_context(session(config))
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        return Cluster(address, error=" ".join(str(error).split()))
-    return Cluster(address, tuple(int(node["Resources"].get("GPU", 0)) for node in nodes))
-
+from rlx.supervisor.keeper import Keeper
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(Keeper([sys.executable, "-m", "rlx.driver", *sys.argv[1:]]).keep())

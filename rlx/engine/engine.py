@@ -22,11 +22,12 @@ from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
-from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
+from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.sequence_group import SequenceGroup
-from rlx.engine.sharding import precision_of, shard
+from rlx.engine.sharding import local, precision_of, shard
+from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
@@ -231,8 +232,8 @@ class Engine:
             objective: the loss to minimise.
 
         Returns:
-            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), and the
-            objective's metrics.
+            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1),
+            update_share and update_length (see `update_metrics`), and the objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
         self.to_device(optimizer=False)
@@ -248,10 +249,12 @@ class Engine:
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
         sums = {name: figure / self._copies for name, figure in sums.items()}
+        probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
-        return metrics | of_step
+        moved = self._over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
+        return metrics | of_step | update_metrics(moved)
 
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
@@ -292,7 +295,7 @@ class Engine:
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
-        norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
+        norm = clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
             if self._state_on_host is None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.engine.micro_batch import MicroBatch
+from rlx.heartbeat import beat
 from rlx.models.head_log_probs import head_replaced
 from rlx.models.loading import ModelError
 from rlx.models.log_probs import token_log_probs
@@ -85,6 +86,7 @@ class Forward:
             For a language model log_probs of the window's tokens and, if asked for, entropy; for a value model values.
             All are (B, W), in fp32 or wider.
         """
+        beat()
         if part.packed is None:
             # The last token predicts nothing, so the model does not read it.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
