@@ -127,21 +127,9 @@ class Engine:
             self._forward.require_causal()
             if self.adapters:
                 refuse_idle_adapters(plain, self._forward.try_training)
+            if together is not None:
+                self._forward.require_packing(sequence_parallel)
             self.sharded.reshard()
-        if together is not None:
-            self._require_packing(sequence_parallel)
-
-    def _require_packing(self, sequence_parallel: int) -> None:
-        packs = self.model_config.attn_implementation == "sdpa" and self._forward.packs
-        self.sharded.reshard()
-        if not packs:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={sequence_parallel}: got use_remove_padding="
-                f"{self.model_config.use_remove_padding}, attn_implementation={self.model_config.attn_implementation} and a "
-                f"{type(self.root).__name__.removeprefix('FSDP')}; expected use_remove_padding=True, sdpa and a model whose "
-                f"sequences can be packed. It is padded because {self._forward.why_padded}; set "
-                "ulysses_sequence_parallel_size=1"
-            )
 
     # Outputs of the model -----------------------------------------------------------------------------------------
 

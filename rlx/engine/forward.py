@@ -73,7 +73,8 @@ class Forward:
         self._root, self._plain, self._device, self._attention = root, plain, device, attention
         self._together = together
         self._name = type(plain).__name__.removeprefix("FSDP")
-        self.why_padded: str | None = "use_remove_padding=False"  # until `packs` is asked for
+        # Until `packs` is asked for.
+        self.why_padded: str | None = f"use_remove_padding=False or attn_implementation={attention}"
 
     def __call__(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
         """Return the model's figures at the positions that predict the tokens of the window.
@@ -112,6 +113,15 @@ class Forward:
             raise ModelError(
                 f"{self._name}: its output at a token depends on later tokens, expected a causal model; if it can be one, set "
                 "is_decoder=true in its config.json"
+            )
+
+    def require_packing(self, processes: int) -> None:
+        """Raise ValueError if the model's rows cannot be packed with `sdpa`, which processes that share rows need."""
+        if self._attention != "sdpa" or not self.packs:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={processes}: got a {self._name} that is padded because {self.why_padded}, "
+                "expected use_remove_padding=True, attn_implementation=sdpa and a model whose sequences can be packed; set "
+                "ulysses_sequence_parallel_size=1"
             )
 
     def try_training(self) -> None:
