@@ -26,11 +26,11 @@ from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, lea
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
-from rlx.engine.sequence_group import SequenceGroup, require_packing
+from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import local, precision_of, shard
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import merged_weights
+from rlx.models.lora import merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import (
     OffloadOptions,
@@ -124,10 +124,13 @@ class Engine:
         self._state_on_host = None
         if self.optimizer is not None and fsdp.optimizer_offload:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
-        if together is not None:
-            packs = model.attn_implementation == "sdpa" and self._forward.packs  # which may gather parameters
+        if head != "score":
+            self._forward.require_causal()
+            if self.adapters:
+                refuse_idle_adapters(plain, self._forward.try_training)
+            if together is not None:
+                self._forward.require_packing(sequence_parallel)
             self.sharded.reshard()
-            require_packing(sequence_parallel, model, packs, self.root)
 
     # Outputs of the model -----------------------------------------------------------------------------------------
 

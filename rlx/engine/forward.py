@@ -72,6 +72,9 @@ class Forward:
     ):
         self._root, self._plain, self._device, self._attention = root, plain, device, attention
         self._together = together
+        self._name = type(plain).__name__.removeprefix("FSDP")
+        # Until `packs` is asked for.
+        self.why_padded: str | None = f"use_remove_padding=False or attn_implementation={attention}"
 
     def __call__(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
         """Return the model's figures at the positions that predict the tokens of the window.
@@ -83,16 +86,8 @@ class Forward:
         Returns:
             For a language model log_probs of the window's tokens and, if asked for, entropy; for a value model values.
             All are (B, W), in fp32 or wider.
-
-        Raises:
-            ModelError: the model's output at a token depends on later tokens.
         """
         beat()
-        if not self._looks_back_only:
-            raise ModelError(
-                f"{type(self._plain).__name__}: its output at a token depends on later tokens, expected a causal model; if it "
-                "can be one, set is_decoder=true in its config.json"
-            )
         if part.packed is None:
             # The last token predicts nothing, so the model does not read it.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
@@ -101,6 +96,37 @@ class Forward:
         inputs = self._inputs(*part.packed[:4], self._together)
         figures = self._figures(inputs, predicting, predicting, part.packed.targets, distribution)
         return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
+
+    def require_causal(self) -> None:
+        """Try a few tokens.
+
+        Raises:
+            ModelError: the model's output at a token depends on later tokens, or its forward fails.
+        """
+        try:
+            causal = self._looks_back_only()
+        except Exception as error:
+            raise ModelError(
+                f"{self._name}: its forward fails on four tokens: {type(error).__name__}: {error}"
+            ) from error
+        if not causal:
+            raise ModelError(
+                f"{self._name}: its output at a token depends on later tokens, expected a causal model; if it can be one, set "
+                "is_decoder=true in its config.json"
+            )
+
+    def require_packing(self, processes: int) -> None:
+        """Raise ValueError if the model's rows cannot be packed with `sdpa`, which processes that share rows need."""
+        if self._attention != "sdpa" or not self.packs:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={processes}: got a {self._name} that is padded because {self.why_padded}, "
+                "expected use_remove_padding=True, attn_implementation=sdpa and a model whose sequences can be packed; set "
+                "ulysses_sequence_parallel_size=1"
+            )
+
+    def try_training(self) -> None:
+        """Run a few tokens as training does, without gradients."""
+        self._try({"input_ids": self._tokens([[0, 1]])}, training=True)
 
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
         """Write figures into the window, joined with those of processes that share the row; 0 elsewhere."""
@@ -169,6 +195,7 @@ class Forward:
             reason = use_packed_attention(self._plain, self._attention, self._try_two_sequences)
         if reason is not None:
             self._tell("its rows are padded", reason)
+        self.why_padded = reason
         return reason is None
 
     def _counts_from_zero(self) -> bool:
@@ -178,7 +205,6 @@ class Forward:
         given = self._try({"input_ids": ids, "position_ids": torch.arange(3, device=self._device)[None]})
         return _are_near(own, given)
 
-    @cached_property
     def _looks_back_only(self) -> bool:
         """Whether the outputs at earlier tokens stay the same when the last token changes."""
         one, other = (self._try({"input_ids": self._tokens([[0, 1, 1, last]])})[0, :3] for last in (0, 1))
@@ -224,11 +250,11 @@ class Forward:
         return is_last
 
     @torch.no_grad()
-    def _try(self, inputs: dict[str, Any]) -> Tensor:
+    def _try(self, inputs: dict[str, Any], training: bool = False) -> Tensor:
         """Run without the randomness of training, such as dropout; other random operations draw the same numbers each time."""
         was_training = self._root.training
         devices = [] if self._device.type == "cpu" else [self._device]
-        self._root.eval()
+        self._root.train(training)
         try:
             with (
                 torch.random.fork_rng(devices, device_type=self._device.type),
@@ -241,7 +267,7 @@ class Forward:
 
     def _tell(self, what: str, reason: str) -> None:
         if dist.get_rank() == 0:
-            logger.warning("%s: %s because %s", type(self._plain).__name__, what, reason)
+            logger.warning("%s: %s because %s", self._name, what, reason)
 
 
 def _are_near(one: Tensor, other: Tensor) -> bool:

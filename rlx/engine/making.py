@@ -9,11 +9,11 @@ from torch import nn
 
 from rlx.config.schema import ModelConfig
 from rlx.engine.forward import Head
-from rlx.engine.sharding import transformer_layers
 from rlx.models.liger import apply_liger
 from rlx.models.loading import load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora
 from rlx.offload import enable_tiling
+from rlx.offload.runtime.layers import find_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,7 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
             adapters = add_lora(plain, model, seed)
     if model.enable_gradient_checkpointing and not model.enable_activation_offload:
         _enable_checkpointing(plain)
-    layers = list(transformer_layers(plain).values())
+    layers = [layer for _, layer in find_layers(plain, None)]
     if model.tiled_mlp:
         enable_tiling(plain, None if model.tiled_mlp == "auto" else int(model.tiled_mlp), layers)
     return Made(plain, layers, adapters)

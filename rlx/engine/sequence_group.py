@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
-from rlx.config.schema import ModelConfig
 from rlx.engine.micro_batch import Packed
 from rlx.models.loading import why_not_shared
 
@@ -53,23 +51,3 @@ class SequenceGroup:
         places = packed.places[inside]
         lengths = [*packed.lengths, padding] if padding else packed.lengths
         return Packed(ids, positions, starts, lengths, predicting, targets, places)
-
-
-def require_packing(size: int, config: ModelConfig, packs: bool, model: nn.Module) -> None:
-    """Check that sequences can be shared by `size` processes.
-
-    Args:
-        size: as ulysses_sequence_parallel_size.
-        config: of the model.
-        packs: whether its sequences are packed.
-        model: named in the message.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if not packs:
-        raise ValueError(
-            f"ulysses_sequence_parallel_size={size}: got use_remove_padding={config.use_remove_padding}, "
-            f"attn_implementation={config.attn_implementation} and a {type(model).__name__}; expected use_remove_padding=True, "
-            "sdpa and a model whose sequences can be packed (the log tells why a model's cannot)"
-        )

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlx.config.schema import FSDPConfig
+from rlx.offload.runtime.layers import find_layers
 
 TRAINING_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -70,26 +71,21 @@ def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def transformer_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules of the classes in transformers' `_no_split_modules`, by their name in the model.
+def sharding_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a transformers model that become units of their own, by their name in the model.
 
-    A module that shares a parameter with the rest of the model is left out: FSDP would give each of two units its own copy and
-    break the tie. For example BERT's `_no_split_modules` names its embeddings, whose weight is also its head's.
+    A layer that shares a parameter with the rest of the model is left to the root: FSDP would give each of two units its own
+    copy and break the tie. For example Zamba's attention layers share one set of weights.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: there are no such layers.
     """
-    classes = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if type(module).__name__ in classes and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    for name in [name for name, module in found.items() if _shares_parameters(model, name, module)]:
-        del found[name]
+    layers = find_layers(model, None)
+    found = {name: layer for name, layer in layers if not _shares_parameters(model, name, layer)}
     if not found:
         raise ValueError(
-            f"{type(model).__name__}: _no_split_modules names {sorted(classes)}, expected the classes of its layers, which FSDP "
-            "shards one by one"
+            f"{type(model).__name__}: each of its {len(layers)} layers shares a parameter with another module, expected layers "
+            "with weights of their own, which FSDP shards one by one; take another model"
         )
     return found
 
@@ -205,7 +201,7 @@ class FSDP2Model(Sharded):
 
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
         mesh = build_mesh(fsdp.fsdp_size, device)
-        layers = transformer_layers(model)
+        layers = sharding_units(model)
         self.device, self.root, self.sum_dtype = device, model, _sum_dtype(precision)
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
@@ -295,7 +291,7 @@ class FSDP1Model(Sharded):
 
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
         mesh = build_mesh(fsdp.fsdp_size, device)
-        layers = transformer_layers(model)
+        layers = sharding_units(model)
         shards = mesh["shard"].size()
         self.replicas, self.sum_dtype = mesh.size() // shards, _sum_dtype(precision)
         self._summed: dict[nn.Parameter, Tensor] = {}

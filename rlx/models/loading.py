@@ -29,7 +29,7 @@ NOT_OVERRIDABLE = {
     "num_labels": "a value or reward model has one output",
     "use_cache": "training keeps no key/value cache",
 }
-DROPOUT = re.compile("dropout|pdrop")
+RANDOMNESS = re.compile("drop|noise")
 FRESH_HEAD_SCALE = 0.01
 Head = Literal["lm", "value", "score"]
 """The output of a model: next-token logits, one number per token, or one number per sequence."""
@@ -70,10 +70,11 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
 
 
 def load_config(config: ModelConfig) -> "PreTrainedConfig":
-    """Return the model's own config.json with `override_config` applied, without dropout and key/value cache.
+    """Return the model's own config.json with `override_config` applied, without dropout, noise and key/value cache.
 
-    Every rate whose name contains `dropout` or `pdrop` becomes 0 unless overridden. With dropout the same tokens would have
-    other log-probs at each forward, and PPO's ratio would be noise.
+    Every rate whose name contains `drop` or `noise` becomes 0 unless overridden, such as `attention_dropout`, `layerdrop` or
+    the `router_jitter_noise` of a mixture of experts. With them the same tokens would have other log-probs at each forward,
+    and PPO's ratio would be noise.
 
     Args:
         config: reads path, trust_remote_code, override_config.
@@ -86,13 +87,20 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
     source = _source(config.path)
     with explained(f"the config of {config.path}"):
         loaded = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    for name, value in loaded.to_dict().items():
-        if DROPOUT.search(name) and isinstance(value, float):
-            setattr(loaded, name, 0.0)
+    _drop_nothing(loaded)
     loaded.use_cache = False
     for name, value in config.override_config.items():
         _override(loaded, name, value, f"model.override_config.{name}")
     return loaded
+
+
+def _drop_nothing(loaded: "PreTrainedConfig") -> None:
+    """Set the rates of dropout and noise to 0, also in the parts of a configuration, such as `attn_config`."""
+    for name, value in list(vars(loaded).items()):
+        if hasattr(value, "to_dict"):
+            _drop_nothing(value)
+        elif RANDOMNESS.search(name) and isinstance(value, float):
+            setattr(loaded, name, 0.0)
 
 
 def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 0) -> "PreTrainedModel":
@@ -127,6 +135,10 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     _check_report(config.path, model, report, head)
     if head == "value" and report["missing_keys"]:
         _init_head(model, report["missing_keys"], seed)
+    # Loading forgets which parameters the class does not train, such as AFMoE's expert biases.
+    flags = {name: parameter.requires_grad for name, parameter in load_skeleton(config, head, dtype).named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags.get(name, True))
     return model.eval()
 
 
@@ -199,7 +211,12 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
             "on the longest sequence, of which each process has only a part. Set "
             "ulysses_sequence_parallel_size=1"
         )
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return (
+            f"ulysses_sequence_parallel_size: got {size} for a {config.model_type} model, whose config has no "
+            "num_attention_heads, expected 1: processes share the heads of attention. Set ulysses_sequence_parallel_size=1"
+        )
     common = math.gcd(processes, heads)
     if common % size:
         allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)

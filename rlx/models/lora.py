@@ -1,6 +1,7 @@
 """Put LoRA adapters of peft into a model, and merge adapters into the model's weights."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -52,11 +53,14 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'rlx[lora]'") from None
 
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
-    lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
+    # peft takes the dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
+    hidden = nn.ModuleDict({"model": model})
+    own_names = [f"model.{name}" for name in targets]
+    lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=own_names)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
         torch.manual_seed(seed)
-        inject_adapter_in_model(lora_config, model, ADAPTER)
+        inject_adapter_in_model(lora_config, hidden, ADAPTER)
     for name in head:
         model.get_submodule(name).requires_grad_(True)
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
@@ -64,6 +68,38 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         for side in (layer.lora_A, layer.lora_B):
             side.to(layer.get_base_layer().weight.dtype)  # peft does this except on the meta device
     return {name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out) for name, layer in layers.items()}
+
+
+def refuse_idle_adapters(model: nn.Module, run: Callable[[], object]) -> None:
+    """Refuse adapters that the model does not call, because it reads their layer's weight itself, as Mamba does.
+
+    Args:
+        model: with adapters; may be sharded.
+        run: a forward of the model as in training.
+
+    Raises:
+        ModelError: the layer around an adapter runs without calling it.
+    """
+    called: set[nn.Module] = set()
+    inside = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    adapted = [(parent, name, child) for parent, name, child in inside if hasattr(child, "lora_A")]
+    hooks = [
+        module.register_forward_hook(lambda own, inputs, output: called.add(own))
+        for module in {part for parent, _, child in adapted for part in (parent, child)}
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # An expert without tokens is not called either, but then nor is the module around it.
+    idle = {name for parent, name, child in adapted if parent in called and child not in called}
+    if idle:
+        used = sorted({name for _, name, child in adapted if child in called} - idle)
+        raise ModelError(
+            f"lora_rank: {type(model).__name__.removeprefix('FSDP')} reads the weights of {', '.join(sorted(idle))} without "
+            f"calling these modules, so their adapters would stay 0; set target_modules={','.join(used)}"
+        )
 
 
 def merged_weights(
@@ -109,19 +145,26 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
     return [name for name, module in outside if any(True for _ in module.parameters())]
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map; a subclass with a forward of its own, such as Llama 4's router, is none."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
-    """Return the full names of the modules that get adapters: all linear ones, or those with the given name endings.
+    """Return the full names of the modules that get adapters: all linear ones with weights of their own, or those with the
+    given name endings.
 
     The model may be on the meta device; the text is `all-linear` or names joined by commas. Raises ModelError as `add_lora`.
     """
-    from transformers.pytorch_utils import Conv1D
-
     head = _value_head(model)
     modules = {name: module for name, module in model.named_modules() if name}
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     if text == "all-linear":
         output = model.get_output_embeddings()
-        linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
-        return [name for name, module in linear.items() if module is not output and name not in head]
+        linear = {name: m for name, m in modules.items() if is_linear(m) and m is not output and name not in head}
+        return [name for name, module in linear.items() if uses[module.weight] == 1]
     found: dict[str, None] = {}
     for wanted in (name.strip() for name in text.split(",")):
         matches = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
@@ -130,13 +173,12 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
             hint = did_you_mean(wanted, names, "expected `all-linear` or names joined by commas", most=3)
             raise ModelError(f"target_modules: the model has no module {wanted!r}; {hint}")
         found.update(dict.fromkeys(matches))
-    weights = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in found:
-        if not isinstance(modules[name], nn.Linear | Conv1D):
+        if not is_linear(modules[name]):
             raise ModelError(f"target_modules: {name} is no linear layer but {type(modules[name]).__name__}")
         if name in head:
             raise ModelError(f"target_modules: {name} is the value head, which is trained as a whole; leave it out")
-        if sum(weight is modules[name].weight for weight in weights) > 1:
+        if uses[modules[name].weight] > 1:
             raise ModelError(
                 f"target_modules: {name} shares its weight with another module; an adapter would make them differ"
             )

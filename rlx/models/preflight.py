@@ -40,9 +40,10 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
         faults += _of_capped_scores(model.attn_implementation, config.get_text_config())
         shared = (why_not_shared(size, processes, config.get_text_config()) for size in sorted(together) if size > 1)
         faults += filter(None, shared)
-        if model.lora_rank > 0 and model.target_modules != "all-linear":
-            # The kernel does not change the layers, and this machine may lack it.
-            skeleton = load_skeleton(replace(model, attn_implementation="eager"), head, torch.float32)
+        # This machine may lack kernels that the workers have.
+        here = model.attn_implementation if model.attn_implementation == "sdpa" else "eager"
+        skeleton = load_skeleton(replace(model, attn_implementation=here), head, torch.float32)
+        if model.lora_rank > 0:
             adapter_targets(skeleton, model.target_modules)
     except ModelError as error:
         faults.append(str(error))

@@ -1,6 +1,9 @@
 """Make value models of architectures that have no model with a number per token in transformers."""
 
+import copy
 from typing import TYPE_CHECKING
+
+import torch
 
 from rlx.errors import ExplainedError
 
@@ -33,8 +36,8 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     from transformers.modeling_layers import GenericForTokenClassification
 
     kind = type(config)
-    own = getattr(config, "auto_map", None) or {}
-    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or "AutoModelForTokenClassification" in own:
+    auto_map = getattr(config, "auto_map", None) or {}
+    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or "AutoModelForTokenClassification" in auto_map:
         return
     if config.is_encoder_decoder or kind not in MODEL_MAPPING:
         raise NoValueClassError(
@@ -47,6 +50,33 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     # The base class of all heads of the architecture: names of weights, attention kernels, the classes that FSDP shards.
     parent = next(ancestor for ancestor in base.__mro__[1:] if issubclass(ancestor, PreTrainedModel))
     name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
-    made = type(name, (GenericForTokenClassification, parent), {"config_class": kind})
+    own = {"config_class": kind, "base_model_prefix": _backbone(config, base)}
+    made = type(name, (GenericForTokenClassification, parent), own)
     # exist_ok: without it transformers silently ignores a class for one of its own architectures.
     AutoModelForTokenClassification.register(kind, made, exist_ok=True)
+    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise NoValueClassError(
+            f"critic: this version of transformers has no class with a number per token for {config.model_type}, and takes "
+            "none for its own types; install a newer one (5.19 does), or set an algorithm.adv_estimator without critic, such "
+            "as grpo or reinforce_plus_plus"
+        )
+
+
+def _backbone(config: "PreTrainedConfig", base: type) -> str:
+    """Return the name of the base model in the language model, whose weights the critic loads.
+
+    Raises:
+        NoValueClassError: there is none, as in BART's decoder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    name = next((name for name, child in model.named_children() if isinstance(child, base)), None)
+    if name is None:
+        raise NoValueClassError(
+            f"critic: got a {type(model).__name__}, which has no {base.__name__} inside, expected a language model on a base "
+            "model with the same weights; set critic.model.path to a model of another type with the same tokenizer, or an "
+            "algorithm.adv_estimator without critic, such as grpo or reinforce_plus_plus"
+        )
+    return name

@@ -232,23 +232,24 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
 
 
 LOOKS_AHEAD = {
-    "bert": (lambda: hf.BertLMHeadModel(_bert(hf.BertConfig, is_decoder=False)), Distribution(1.0, with_entropy=False)),
-    "gemma3": (OTHER_MODELS["bidirectional"][0], Distribution(1.0, with_entropy=False)),
-    "value": (
-        lambda: hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_attention_heads=4, num_labels=1)),
-        None,
-    ),
+    "bert": lambda: hf.BertLMHeadModel(_bert(hf.BertConfig, is_decoder=False)),
+    "gemma3": OTHER_MODELS["bidirectional"][0],
+    "value": lambda: hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_attention_heads=4, num_labels=1)),
 }
 
 
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", LOOKS_AHEAD)
-def test_a_model_that_looks_ahead_is_refused(name, batch):
-    make, distribution = LOOKS_AHEAD[name]
-    model = made(make)
-    for attention in ("sdpa", None):
-        with pytest.raises(ModelError, match=r"depends on later tokens, .* is_decoder=true"):
-            said(Forward(model, model, torch.device("cpu"), attention), batch, distribution)
+def test_a_model_that_looks_ahead_is_refused(name):
+    model = made(LOOKS_AHEAD[name])
+    with pytest.raises(ModelError, match=r"depends on later tokens, .* is_decoder=true"):
+        Forward(model, model, torch.device("cpu"), "sdpa").require_causal()
+
+
+def test_a_model_whose_forward_fails_is_refused():
+    model = made(lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SHAPE))).double()
+    model.lm_head.float()
+    with pytest.raises(ModelError, match=r"Qwen2ForCausalLM: its forward fails on four tokens: RuntimeError: .*dtype"):
+        Forward(model, model, torch.device("cpu"), None).require_causal()
 
 
 @pytest.mark.usefixtures("one_process")
@@ -266,6 +267,7 @@ def test_randomness_in_training_is_not_taken_for_looking_ahead(batch):
     )
     assert model.config.resid_pdrop > 0
     forward = Forward(model.train(), model, torch.device("cpu"), "sdpa")
+    forward.require_causal()
     assert said(forward, batch, Distribution(1.0, with_entropy=False))[1].norm() > 0
     assert forward.packs and model.training and model.transformer.h[0].mlp.dropout.training
 

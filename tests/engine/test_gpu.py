@@ -1,6 +1,7 @@
 """The engine on a GPU: bf16 compute, NCCL, memory that is given back."""
 
 import gc
+import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -277,3 +278,11 @@ def test_offload_policy_trains_from_the_host(gpu, large):
     metrics = update(on_host)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     assert all(p.device.type == "cpu" for p in on_host.root.parameters())
+
+
+def test_a_plain_run_warns_of_nothing(gpu, large, caplog):
+    """A false alarm would hide a real one."""
+    trained = engine(large, gpu, FSDPConfig(), offload=False)
+    trained.log_probs(ragged(), MicroBatchRule(rows=8), temperature=1.0)
+    assert update(trained)["skipped"] == 0
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

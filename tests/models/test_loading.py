@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlx.benchmarks.sweep.tiny_models import config_of, write_tiny
 from rlx.config.schema import ModelConfig
 from rlx.errors import ExplainedError
 from rlx.models.loading import ModelError, load_config, load_model, load_skeleton, load_tokenizer
@@ -74,6 +75,26 @@ def test_config_has_no_dropout_and_no_cache(folder):
     rates = {k: v for k, v in config.to_dict().items() if "drop" in k}
     assert rates and not any(rates.values())
     assert config.use_cache is False
+
+
+@pytest.mark.parametrize("row", ["mixtral", "dbrx", "bart"])
+def test_config_has_no_noise_and_no_dropout_in_its_parts(row, tmp_path):
+    config = config_of(row)
+    config.save_pretrained(tmp_path)
+    loaded = load_config(ModelConfig(path=str(tmp_path)))
+    rate = {
+        "mixtral": lambda config: config.router_jitter_noise,
+        "dbrx": lambda config: config.attn_config.attn_pdrop,
+        "bart": lambda config: config.decoder_layerdrop,
+    }[row]
+    assert rate(config) == 0.1 and rate(loaded) == 0
+
+
+def test_parameters_that_the_class_does_not_train_are_not_trained(tmp_path):
+    write_tiny(tmp_path, config_of("afmoe"), torch.float32)
+    model = load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)
+    frozen = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"expert_bias"}
 
 
 def test_overrides(folders):

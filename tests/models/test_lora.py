@@ -8,9 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch import nn
 
+from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.config.schema import ModelConfig
 from rlx.models.loading import ModelError, load_model
-from rlx.models.lora import Adapter, add_lora, merged_weights
+from rlx.models.lora import Adapter, adapter_targets, add_lora, merged_weights, refuse_idle_adapters
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -161,3 +162,35 @@ def test_other_errors(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"lora_rank=2 needs peft .*; pip install 'rlx\[lora\]'"):
         add_lora(model, ModelConfig(lora_rank=2))
+
+
+def with_adapters(row, targets="all-linear"):
+    model = tiny_model(config_of(row), torch.float32)
+    return model, add_lora(model, ModelConfig(lora_rank=3, target_modules=targets))
+
+
+@pytest.mark.parametrize("row", ["deepseek_v3", "llama4_text"])
+def test_dense_layers_of_mixtures_of_experts_get_adapters_and_routers_of_another_kind_none(row):
+    """peft would put adapters on the experts in place of layers that are called like their parts."""
+    model, adapters = with_adapters(row)
+    assert any("shared_expert" in name for name in adapters)
+    assert {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")} == set(
+        adapters
+    )
+    assert not any(name.endswith(".router") for name in adapters)
+
+
+def test_layers_that_share_their_weights_get_no_adapters_of_their_own():
+    model = tiny_model(config_of("zamba"), torch.float32)
+    assert [name for name in adapter_targets(model, "all-linear") if "shared_transf" in name] == []
+
+
+def test_adapters_that_the_model_does_not_call_are_refused():
+    model, _ = with_adapters("jamba")
+    with pytest.raises(
+        ModelError, match=r"JambaForCausalLM reads the weights of dt_proj .*; set target_modules=.*q_proj"
+    ):
+        refuse_idle_adapters(model, lambda: model(IDS))
+    model, _ = with_adapters("jamba", "q_proj,in_proj")
+    refuse_idle_adapters(model, lambda: model(IDS))
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,99 @@
+"""Model types compared with transformers alone: three in the quick half, a tenth drawn anew each day in all tests."""
+
+import datetime
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlx.benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, page, read_results, write_results
+from rlx.benchmarks.sweep.reference import largest_difference, lora_change, step_of
+from rlx.benchmarks.sweep.run import Outcome, outcomes_of
+from rlx.benchmarks.sweep.tiny_models import config_of, rows, tiny_model
+
+ROOT = Path(__file__).parents[2]
+FEATURES = ["packed", "value", "boundary", "lora", "hf sampler"]
+TODAY = datetime.date.today().toordinal()
+
+
+def wrong(row, features):
+    """The outcomes that are wrong, without those that the page lists as wrong."""
+    found, known = outcomes_of(row, features), read_results(ROOT / RESULTS)[0].get(row, {})
+    assert set(found) == set(features)
+    listed = {name for name, outcome in known.items() if outcome.status == "wrong"}
+    return {name: outcome for name, outcome in found.items() if outcome.status == "wrong" and name not in listed}
+
+
+@pytest.mark.parametrize("row", ["qwen2: tied", "deepseek_v3", "bert: no decoder"])
+def test_no_outcome_of_these_is_wrong(row):
+    assert wrong(row, [*FEATURES, "fsdp2"]) == {}
+
+
+@pytest.mark.slow
+def test_no_outcome_of_a_drawn_tenth_is_wrong():
+    drawn = random.Random(TODAY).sample(rows(), len(rows()) // 10)
+    assert {row: found for row in drawn if (found := wrong(row, FEATURES))} == {}
+
+
+def test_outcomes_tell_what_happened():
+    found = outcomes_of("bert: no decoder", ["packed"])["packed"]
+    assert found.status == "refused" and "is_decoder=true" in found.note
+    assert outcomes_of("musicgen", ["packed"])["packed"].status == "not makeable"
+
+
+def test_weights_are_large_enough_for_masks_and_positions_to_matter():
+    model = tiny_model(config_of("gemma2"), torch.float32)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        whole, cut = model(ids).logits[0, -1].log_softmax(-1), model(ids[:, -6:]).logits[0, -1].log_softmax(-1)
+    assert (whole - cut).abs().max() > 0.1
+
+
+def test_the_change_by_formula_is_that_of_adamw():
+    from rlx.benchmarks.sweep.reference import OPTIM
+
+    weight, a = torch.randn(5, 7, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
+    b = torch.zeros(5, 2, dtype=torch.float64, requires_grad=True)
+    own = weight.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([own, b], lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=0.0)
+    whole = own + 3.0 * b @ a
+    (whole**2).sum().backward()
+    gradient = own.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(own.detach() - weight, step_of(gradient))
+    torch.testing.assert_close(3.0 * b.detach() @ a, lora_change(gradient, a, 3.0, transposed=False))
+    torch.testing.assert_close((3.0 * b.detach() @ a).T, lora_change(gradient.T, a, 3.0, transposed=True))
+
+
+def test_a_difference_counts_as_a_share_of_its_tensors_change():
+    wanted = {"large": torch.tensor([10.0, 0.0]), "small": torch.tensor([0.2, 0.0]), "none": torch.zeros(2)}
+    found = {name: x.clone() for name, x in wanted.items()}
+    assert largest_difference(found, wanted) == 0
+    found["small"][1] = 0.1
+    assert largest_difference(found, wanted) == pytest.approx(0.5)
+    found["none"][0] = float("nan")
+    assert not largest_difference(found, wanted) <= 1e9
+
+
+def test_results_are_read_as_written(tmp_path):
+    results = {
+        "qwen3": {
+            "packed": Outcome("right", 2e-6),
+            "lora": Outcome("refused", None, "why"),
+            "all": Outcome("wrong", 0.5),
+        }
+    }
+    write_results(tmp_path / "r.json", results, "torch 1")
+    assert read_results(tmp_path / "r.json") == (results, "torch 1")
+    assert read_results(tmp_path / "none.json") == ({}, "")
+
+
+def test_the_page_is_current_and_complete():
+    results, versions = read_results(ROOT / RESULTS)
+    assert (ROOT / "docs" / "models.md").read_text() == page(results, versions), (
+        "python -m rlx.benchmarks.sweep.page > docs/models.md"
+    )
+    assert {row for members in FAMILIES.values() for row in members} <= set(results)
+    features = {name for names in COLUMNS.values() for name in names}
+    assert {name for of_row in results.values() for name in of_row} <= features
