@@ -1,0 +1,250 @@
+"""Sequences with common beginnings as a tree of segments, and what each token attends to.
+
+A packed row holds segments of tokens. A segment continues its parent; a root begins a sequence. A sequence is the path from a
+root to a segment, so tokens that several sequences begin with are in the row once. Example: a prompt of 5 tokens with responses
+of 3 and 4 tokens is `Tree([5, 3, 4], [-1, 0, 0])`. Sequences that share nothing are roots without children.
+
+This file computes with lengths and parents only.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = -1  # in place of a parent
+LEAST_GAIN = (
+    0.03  # a shared beginning has to save this share of its sequences' tokens, to pay for a second attention call
+)
+
+
+class Span(NamedTuple):
+    """The tokens from `first` up to but not including `stop`, by their places in the row."""
+
+    first: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        """Their number."""
+        return self.stop - self.first
+
+
+class Pair(NamedTuple):
+    """Queries, and keys that they attend to: both are the tokens of spans, in order."""
+
+    queries: tuple[Span, ...]
+    keys: tuple[Span, ...]
+
+
+class Read(NamedTuple):
+    """Pairs of queries and keys for one call of attention.
+
+    Args:
+        pairs: at least one; each with at least one query and one key.
+        is_causal: the last query of a pair sees all keys, and each earlier one a key less; otherwise every query sees all.
+        adds: whether the queries attend to other keys in an earlier read, with which the result has to be merged.
+    """
+
+    pairs: list[Pair]
+    is_causal: bool
+    adds: bool
+
+
+class Tree:
+    """Segments in the order of a row.
+
+    Args:
+        lengths: tokens of each segment, at least 1.
+        parents: index of the segment that each one continues, less than its own; `ROOT` for a root.
+
+    Raises:
+        ValueError: a length is below 1, or a parent does not come before its child.
+    """
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None):
+        self.lengths = list(lengths)
+        self.parents = [ROOT] * len(self.lengths) if parents is None else list(parents)
+        faults = [n for n in self.lengths if n < 1]
+        faults += [p for i, p in enumerate(self.parents) if not ROOT <= p < i]
+        if faults or len(self.parents) != len(self.lengths) or not self.lengths:
+            raise ValueError(
+                f"tree: got lengths {self.lengths} and parents {self.parents}, expected lengths of at least 1, and for each a "
+                f"parent that comes before it or {ROOT}"
+            )
+        self.starts = [0, *accumulate(self.lengths)]
+        self._made: dict[Any, Any] = {}
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no segment has a parent."""
+        return all(parent == ROOT for parent in self.parents)
+
+    def span(self, segment: int) -> Span:
+        """Return the tokens of a segment."""
+        return Span(self.starts[segment], self.starts[segment + 1])
+
+    def ancestors(self, segment: int) -> list[int]:
+        """Return the segments that a segment continues, the root first."""
+        found: list[int] = []
+        while (segment := self.parents[segment]) != ROOT:
+            found.append(segment)
+        return found[::-1]
+
+    def positions(self) -> Tensor:
+        """Return the position of each token in its sequences, (N,) int64."""
+        ends: list[int] = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            ends.append(length + (0 if parent == ROOT else ends[parent]))
+        return torch.cat([torch.arange(end - n, end) for n, end in zip(self.lengths, ends, strict=True)])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(sum(self.lengths[i] for i in (*self.ancestors(s), s)) for s in range(len(self.lengths)))
+
+    def with_padding(self, tokens: int) -> "Tree":
+        """Return the tree with a root of this many tokens behind it; the tree itself for 0."""
+        return self if tokens == 0 else Tree([*self.lengths, tokens], [*self.parents, ROOT])
+
+    def made(self, what: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, called once for each `what`: layers ask for the same."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    def own_and_prefix_reads(self) -> list[Read]:
+        """Return the reads without a window: each segment over itself, and all that continue a segment over that one.
+
+        Keys of one level of the tree are one read, so a prompt with its responses needs two.
+        """
+        segments = range(len(self.lengths))
+        spans = [self.span(segment) for segment in segments]
+        below: dict[int, list[Span]] = {}
+        for segment in segments:
+            for ancestor in self.ancestors(segment):
+                below.setdefault(ancestor, []).append(spans[segment])
+        level = {segment: len(self.ancestors(segment)) for segment in below}
+        reads = [Read([Pair((span,), (span,)) for span in spans], is_causal=True, adds=False)]
+        for _, same in groupby(sorted(below, key=lambda segment: (level[segment], segment)), key=level.__getitem__):
+            pairs = [Pair(joined(below[segment]), (spans[segment],)) for segment in same]
+            reads.append(Read(pairs, is_causal=False, adds=True))
+        return reads
+
+    def path_reads(self, window: int | None = None) -> list[Read]:
+        """Return one read in which each segment attends to its whole path, or the part of it that lies in the window."""
+        pairs = []
+        for segment in range(len(self.lengths)):
+            keys, room = [self.span(segment)], self.starts[-1] if window is None else window - 1
+            for ancestor in reversed(self.ancestors(segment)):
+                span = self.span(ancestor)
+                if room > 0:
+                    keys.insert(0, Span(max(span.first, span.stop - room), span.stop))
+                room -= span.tokens
+            pairs.append(Pair((keys[-1],), joined(keys)))
+        return [Read(pairs, is_causal=True, adds=False)]
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the same tokens in the same order, neighbouring spans as one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].stop == span.first:
+            found[-1] = Span(found[-1].first, span.stop)
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+class Rows(NamedTuple):
+    """Rows of tokens laid out as a tree.
+
+    Args:
+        tree: their segments; roots come first, then their children, and so on.
+        pieces: for each segment a row that has it, and the columns in that row.
+        places: for each row the place in the packed row of each of its tokens, (length,) int64.
+    """
+
+    tree: Tree
+    pieces: list[tuple[int, Span]]
+    places: list[Tensor]
+
+
+def tree_of_rows(rows: Sequence[Tensor], least_gain: float) -> Rows:
+    """Return rows as a tree in which common beginnings are segments of their own.
+
+    Args:
+        rows: at least one, each (length,) int64 with length >= 1.
+        least_gain: rows share a beginning if that saves more than this share of their tokens behind what they share already.
+    """
+    nodes = _by_level(_shared(rows, least_gain))
+    index = {id(node): i for i, node in enumerate(nodes)}
+    tree = Tree(
+        [node.span.tokens for node in nodes],
+        [ROOT if node.parent is None else index[id(node.parent)] for node in nodes],
+    )
+    starts: list[list[Tensor]] = [[] for _ in rows]
+    for i, node in enumerate(nodes):
+        for row in node.rows:
+            starts[row].append(torch.arange(*tree.span(i)))
+    return Rows(tree, [(node.rows[0], node.span) for node in nodes], [torch.cat(parts) for parts in starts])
+
+
+class _Node(NamedTuple):
+    rows: list[int]
+    span: Span  # of columns
+    parent: "_Node | None"
+    level: int
+
+
+def _by_level(nodes: Iterator[_Node]) -> list[_Node]:
+    """Sort nodes by level, keeping the order of parents; nodes that others continue come first among the roots."""
+    every = list(nodes)
+    parents = {id(node.parent) for node in every}
+    return sorted(every, key=lambda node: (node.level, node.level == 0 and id(node) not in parents))
+
+
+def _shared(rows: Sequence[Tensor], least_gain: float) -> Iterator[_Node]:
+    """Yield the nodes, parents before children."""
+    values = [row.tolist() for row in rows]
+    order = sorted(range(len(rows)), key=values.__getitem__)
+    common = {pair: _common(rows[pair[0]], rows[pair[1]]) for pair in pairwise(order)}
+
+    def below(members: list[int], first: int, parent: _Node | None) -> Iterator[_Node]:
+        level = 0 if parent is None else parent.level + 1
+        for cluster in clusters(members, first):
+            stop = min((common[pair] for pair in pairwise(cluster)), default=len(values[cluster[0]]))
+            node = _Node(cluster, Span(first, stop), parent, level)
+            yield node
+            yield from below([row for row in cluster if len(values[row]) > stop], stop, node)
+
+    def clusters(members: list[int], first: int) -> Iterator[list[int]]:
+        """Yield the rows that share a node, in sorted order."""
+        rest = members
+        while rest:
+            count = largest_gain(rest, first)
+            yield rest[:count]
+            rest = rest[count:]
+
+    def largest_gain(members: list[int], first: int) -> int:
+        """Return how many of these rows, from the first on, save the most tokens with a node of their own; 1 if none pays."""
+        best, count, shared, tokens = 0, 1, len(values[members[0]]), len(values[members[0]]) - first
+        for number, pair in enumerate(pairwise(members), start=2):
+            shared, tokens = min(shared, common[pair]), tokens + len(values[pair[1]]) - first
+            if shared <= first:
+                break
+            saved = (shared - first) * (number - 1)
+            if saved > max(best, least_gain * tokens):
+                best, count = saved, number
+        return count
+
+    yield from below(order, 0, None)
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    """Return the number of tokens with which both begin."""
+    length = min(len(one), len(other))
+    differs = (one[:length] != other[:length]).nonzero()
+    return int(differs[0]) if len(differs) else length

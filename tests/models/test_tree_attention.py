@@ -1,0 +1,52 @@
+"""Attention over a tree against the definition: every sequence in a row of its own, all scores in one matrix."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rlx.models.prefix_tree import ROOT, Tree
+from rlx.models.tree_attention import tree_attention
+
+TREES = {
+    "a prompt and its responses": ([5, 3, 1, 6], [ROOT, 0, 0, 0]),
+    "two groups and a row alone": ([4, 2, 3, 1, 5, 7], [ROOT, ROOT, 0, 0, 1, ROOT]),
+    "turns that fork deeper": ([3, 2, 4, 1, 5, 2, 6], [ROOT, 0, 0, 1, 1, 3, 2]),
+    "children before their aunts": ([2, 3, 4, 5], [ROOT, 0, 1, 0]),
+    "rows alone": ([3, 4], [ROOT, ROOT]),
+}
+
+
+def tensors(tokens, value_width=8, heads=4, key_heads=2, width=8, dtype=torch.float64, device="cpu"):
+    source = torch.Generator().manual_seed(0)
+    shapes = (heads, width), (key_heads, width), (key_heads, value_width)
+    made = [torch.randn(1, tokens, h, w, generator=source, dtype=torch.float64) for h, w in shapes]
+    return [x.to(device, dtype).transpose(1, 2).requires_grad_() for x in made]
+
+
+def by_hand(query, key, value, tree, window, scaling):
+    """The definition, for each segment with the keys of its path."""
+    bounds, results = list(pairwise(tree.starts)), []
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    for segment, (first, stop) in enumerate(bounds):
+        path = [slice(*bounds[each]) for each in (*tree.ancestors(segment), segment)]
+        k, v = (torch.cat([x[:, :, part] for part in path], dim=2) for x in (key, value))
+        behind = torch.arange(k.shape[2] - (stop - first), k.shape[2])[:, None] - torch.arange(k.shape[2])
+        seen = ((behind >= 0) & (behind < (window or k.shape[2]))).to(query.device)
+        scores = (query[:, :, first:stop] @ k.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
+        results.append(scores.softmax(-1) @ v)
+    return torch.cat(results, dim=2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("value_width", [8, 4])
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize("name", TREES)
+def test_like_the_definition_with_gradients(name, window, value_width):
+    tree = Tree(*TREES[name])
+    inputs = tensors(tree.starts[-1], value_width)
+    got = tree_attention(*inputs, tree, scaling=0.3, window=window)
+    expected = by_hand(*inputs, tree, window, 0.3)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    grads = [torch.autograd.grad((x * weights).sum(), inputs) for x in (got, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
