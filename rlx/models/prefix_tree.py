@@ -7,7 +7,7 @@ of 3 and 4 tokens is `Tree([5, 3, 4], [-1, 0, 0])`. Sequences that share nothing
 This file computes with lengths and parents only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 ROOT = -1  # in place of a parent
-LEAST_GAIN = (
-    0.03  # a shared beginning has to save this share of its sequences' tokens, to pay for a second attention call
-)
+# A shared beginning has to save more than this share of its sequences' tokens, to pay for a second call of attention.
+LEAST_GAIN = 0.03
+NEVER = 1.0  # nothing saves as much
 
 
 class Span(NamedTuple):
@@ -172,67 +172,74 @@ class Rows(NamedTuple):
     places: list[Tensor]
 
 
-def tree_of_rows(rows: Sequence[Tensor], least_gain: float) -> Rows:
+def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> Rows:
     """Return rows as a tree in which common beginnings are segments of their own.
 
     Args:
-        rows: at least one, each (length,) int64 with length >= 1.
-        least_gain: rows share a beginning if that saves more than this share of their tokens behind what they share already.
+        rows: at least one, each (length,) int64 with length >= 1 and no negative token.
+        least_gain: rows share a beginning if that saves more than this share of their tokens behind what they share already;
+            `NEVER`: each row is a root.
     """
-    nodes = _by_level(_shared(rows, least_gain))
+    nodes = _by_level(_alone(rows) if least_gain >= NEVER else _shared(rows, least_gain))
     index = {id(node): i for i, node in enumerate(nodes)}
-    tree = Tree(
-        [node.span.tokens for node in nodes],
-        [ROOT if node.parent is None else index[id(node.parent)] for node in nodes],
-    )
-    starts: list[list[Tensor]] = [[] for _ in rows]
+    parents = [ROOT if node.parent is None else index[id(node.parent)] for node in nodes]
+    tree = Tree([node.columns.tokens for node in nodes], parents)
+    places: list[list[Tensor]] = [[] for _ in rows]
     for i, node in enumerate(nodes):
         for row in node.rows:
-            starts[row].append(torch.arange(*tree.span(i)))
-    return Rows(tree, [(node.rows[0], node.span) for node in nodes], [torch.cat(parts) for parts in starts])
+            places[row].append(torch.arange(*tree.span(i)))
+    return Rows(tree, [(node.rows[0], node.columns) for node in nodes], [torch.cat(parts) for parts in places])
 
 
 class _Node(NamedTuple):
+    """A segment: the rows that have it, its columns in them, and its place in the tree."""
+
     rows: list[int]
-    span: Span  # of columns
+    columns: Span
     parent: "_Node | None"
     level: int
 
 
-def _by_level(nodes: Iterator[_Node]) -> list[_Node]:
-    """Sort nodes by level, keeping the order of parents; nodes that others continue come first among the roots."""
+def _by_level(nodes: Iterable[_Node]) -> list[_Node]:
+    """Sort nodes by level, then in the order of parents, then of rows; roots that others continue come first.
+
+    So in a row of prompts with responses all queries and all keys of the read across are neighbours, and need no copies.
+    """
     every = list(nodes)
     parents = {id(node.parent) for node in every}
-    return sorted(every, key=lambda node: (node.level, node.level == 0 and id(node) not in parents))
+    found: list[_Node] = []
+    for level in range(1 + max(node.level for node in every)):
+        rank = {id(node): i for i, node in enumerate(found)}
+        of_level = [(rank.get(id(node.parent), id(node) not in parents), node) for node in every if node.level == level]
+        found += [node for _, node in sorted(of_level, key=lambda pair: (pair[0], min(pair[1].rows)))]
+    return found
+
+
+def _alone(rows: Sequence[Tensor]) -> Iterator[_Node]:
+    for number, row in enumerate(rows):
+        yield _Node([number], Span(0, len(row)), None, 0)
 
 
 def _shared(rows: Sequence[Tensor], least_gain: float) -> Iterator[_Node]:
     """Yield the nodes, parents before children."""
-    values = [row.tolist() for row in rows]
-    order = sorted(range(len(rows)), key=values.__getitem__)
+    texts = [row.numpy().astype(">i8").tobytes() for row in rows]  # compare as their tokens do
+    order = sorted(range(len(rows)), key=texts.__getitem__)
     common = {pair: _common(rows[pair[0]], rows[pair[1]]) for pair in pairwise(order)}
 
     def below(members: list[int], first: int, parent: _Node | None) -> Iterator[_Node]:
-        level = 0 if parent is None else parent.level + 1
-        for cluster in clusters(members, first):
-            stop = min((common[pair] for pair in pairwise(cluster)), default=len(values[cluster[0]]))
-            node = _Node(cluster, Span(first, stop), parent, level)
+        while members:
+            count = most_saving(members, first)
+            cluster, members = members[:count], members[count:]
+            stop = min((common[pair] for pair in pairwise(cluster)), default=len(rows[cluster[0]]))
+            node = _Node(cluster, Span(first, stop), parent, 0 if parent is None else parent.level + 1)
             yield node
-            yield from below([row for row in cluster if len(values[row]) > stop], stop, node)
+            yield from below([row for row in cluster if len(rows[row]) > stop], stop, node)
 
-    def clusters(members: list[int], first: int) -> Iterator[list[int]]:
-        """Yield the rows that share a node, in sorted order."""
-        rest = members
-        while rest:
-            count = largest_gain(rest, first)
-            yield rest[:count]
-            rest = rest[count:]
-
-    def largest_gain(members: list[int], first: int) -> int:
+    def most_saving(members: list[int], first: int) -> int:
         """Return how many of these rows, from the first on, save the most tokens with a node of their own; 1 if none pays."""
-        best, count, shared, tokens = 0, 1, len(values[members[0]]), len(values[members[0]]) - first
+        best, count, shared, tokens = 0, 1, len(rows[members[0]]), len(rows[members[0]]) - first
         for number, pair in enumerate(pairwise(members), start=2):
-            shared, tokens = min(shared, common[pair]), tokens + len(values[pair[1]]) - first
+            shared, tokens = min(shared, common[pair]), tokens + len(rows[pair[1]]) - first
             if shared <= first:
                 break
             saved = (shared - first) * (number - 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlx.models.attention_kernels import Call, CpuFlash, CudaFlash, CudnnFlash, Kernel
-from rlx.models.prefix_tree import Pair, Read, Span, Tree, joined
+from rlx.models.prefix_tree import Pair, Span, Tree, joined
 
 Places = slice | Tensor
 LARGE_PAIR = 2048 * 2048  # scores; from here on cuDNN's kernel for single sequences is faster than FlashAttention 2

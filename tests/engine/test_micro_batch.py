@@ -116,7 +116,11 @@ def test_packed_rows_follow_each_other_without_padding_and_without_their_last_to
         "of the empty row its prompt, and no column of padding"
     )
     assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 3]]
-    assert packed.starts.tolist() == [0, 1, 3, 7] and packed.starts.dtype == torch.int32 and packed.lengths == [1, 2, 4]
+    assert (
+        packed.starts.tolist() == [0, 1, 3, 7]
+        and packed.starts.dtype == torch.int32
+        and packed.tree.lengths == [1, 2, 4]
+    )
     # Each response token is predicted from the token before it, and stands in its own column of the window.
     assert packed.predicting.tolist() == [0, 2, 5, 6]
     assert packed.targets.tolist() == [[18, 4, 11, 12]]
