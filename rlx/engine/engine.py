@@ -19,7 +19,7 @@ from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
-from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
+from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, groups_of, pack, row_lengths, shifted, take
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
@@ -30,6 +30,7 @@ from rlx.engine.sharding import precision_of, shard
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
+from rlx.models.prefix_tree import LEAST_GAIN, NEVER
 from rlx.offload import (
     OffloadOptions,
     OffloadStats,
@@ -195,18 +196,19 @@ class Engine:
 
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
         """Yield this process's rows on the device. All processes yield equally many micro-batches; empty ones are dummies."""
-        lengths, packs = row_lengths(batch), self._forward.packs
+        lengths, packs, least_gain = row_lengths(batch), self._forward.packs, self._least_gain
+        groups = groups_of(batch, lengths, least_gain)
         if micro.tokens is not None:
             micro = MicroBatchRule(tokens=micro.tokens * self._copies)
         count, most = 0, 1
         while count < most:  # on all processes together
             count = most
-            parts = cut(lengths, micro, packs, at_least=count)
+            parts = cut(lengths, micro, packs, count, groups)
             largest = torch.tensor(len(parts), device=self.device)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             most = int(largest)
         for rows in parts:
-            part = (pack if packs else take)(batch, rows, lengths)
+            part = pack(batch, rows, lengths, least_gain) if packs else take(batch, rows, lengths)
             if self._sequences is not None and part.packed is not None:
                 part = part._replace(packed=self._sequences.own(part.packed))
             yield part.to(self.device)
@@ -225,8 +227,8 @@ class Engine:
             objective: the loss to minimise.
 
         Returns:
-            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), and the
-            objective's metrics.
+            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), tokens_saved
+            (the share of tokens that shared prompts save, if the model can share them), and the objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
         self.to_device(optimizer=False)
@@ -241,11 +243,24 @@ class Engine:
             return self._passes(parts, objective, totals)
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
-        sums = {name: figure / self._copies for name, figure in sums.items()}
+        sums = {name: figure / self._copies for name, figure in (sums | self._tokens(batch, parts)).items()}
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
+        if whole := metrics.pop("tokens", 0.0):
+            metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / whole
         return metrics | of_step
+
+    def _tokens(self, batch: Batch, parts: list[MicroBatch]) -> dict[str, Tensor]:
+        """Return the tokens of the rows, and those that are computed, if prompts are shared where that pays."""
+        if self._least_gain >= NEVER:
+            return {}
+        trees = [part.packed.tree for part in parts if part.rows and part.packed is not None]
+        counts = {
+            "tokens": sum(max(1, prompt) + max(1, response) - 1 for prompt, response in row_lengths(batch)),
+            "tokens_computed": sum(tree.starts[-1] - tree.padding for tree in trees),
+        }
+        return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
 
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
@@ -269,6 +284,14 @@ class Engine:
         counts = torch.stack([objective.denominator(mask_BR), mask_BR.sum()]).double().to(self.device)
         dist.all_reduce(counts)
         return Totals(*(counts / self._copies).clamp(min=1).tolist())
+
+    @property
+    def _least_gain(self) -> float:
+        """The share of its tokens that a group has to save for its prompt to be computed once."""
+        wanted = self.model_config.use_shared_prefix
+        if not wanted or not self._forward.shares_prefixes:
+            return NEVER
+        return LEAST_GAIN if wanted == "auto" else 0.0
 
     @property
     def _copies(self) -> int:

@@ -170,6 +170,13 @@ class Forward:
             self._tell("its rows are padded", reason)
         return reason is None
 
+    @cached_property
+    def shares_prefixes(self) -> bool:
+        """Whether packed sequences may begin with common tokens."""
+        if self.packs and self._attention != "sdpa":
+            self._tell("prompts are computed with each response", f"{self._attention} attends to whole sequences only")
+        return self.packs and self._attention == "sdpa"
+
     def _counts_from_zero(self) -> bool:
         """Whether positions start at 0 by default, as in packed sequences; those of RoBERTa start after the padding index."""
         ids = self._tokens([[0, 1, 1]])

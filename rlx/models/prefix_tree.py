@@ -59,12 +59,13 @@ class Tree:
     Args:
         lengths: tokens of each segment, at least 1.
         parents: index of the segment that each one continues, less than its own; `ROOT` for a root.
+        padding: tokens at the end that belong to no sequence.
 
     Raises:
         ValueError: a length is below 1, or a parent does not come before its child.
     """
 
-    def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None):
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None, padding: int = 0):
         self.lengths = list(lengths)
         self.parents = [ROOT] * len(self.lengths) if parents is None else list(parents)
         faults = [n for n in self.lengths if n < 1]
@@ -74,7 +75,7 @@ class Tree:
                 f"tree: got lengths {self.lengths} and parents {self.parents}, expected lengths of at least 1, and for each a "
                 f"parent that comes before it or {ROOT}"
             )
-        self.starts = [0, *accumulate(self.lengths)]
+        self.starts, self.padding = [0, *accumulate(self.lengths)], padding
         self._made: dict[Any, Any] = {}
 
     @property
@@ -107,7 +108,7 @@ class Tree:
 
     def with_padding(self, tokens: int) -> "Tree":
         """Return the tree with a root of this many tokens behind it; the tree itself for 0."""
-        return self if tokens == 0 else Tree([*self.lengths, tokens], [*self.parents, ROOT])
+        return self if tokens == 0 else Tree([*self.lengths, tokens], [*self.parents, ROOT], tokens)
 
     def made(self, what: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, called once for each `what`: layers ask for the same."""
@@ -115,36 +116,54 @@ class Tree:
             self._made[what] = make()
         return self._made[what]
 
-    def own_and_prefix_reads(self) -> list[Read]:
-        """Return the reads without a window: each segment over itself, and all that continue a segment over that one.
+    def cut_before_children(self, multiple: int) -> "Tree":
+        """Return the tree of the same tokens in which a segment with children is cut behind the last multiple of its tokens."""
+        with_children, last = set(self.parents), {ROOT: ROOT}  # last part of each segment, by its index before the cut
+        lengths: list[int] = []
+        parents: list[int] = []
+        for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            whole = length - length % multiple if segment in with_children else length
+            for part in filter(None, (whole, length - whole)):
+                parents.append(last[parent])
+                lengths.append(part)
+                parent = segment
+                last[segment] = len(lengths) - 1
+        return Tree(lengths, parents, self.padding)
 
-        Keys of one level of the tree are one read, so a prompt with its responses needs two.
+    def reads(self, window: int | None = None, copied: int = 0) -> list[Read]:
+        """Return the reads whose merged results are the attention of each token to itself and all tokens before it.
+
+        In the first read each segment attends to itself and to those before it of which keys are copied. Then come the levels
+        of the tree from the root on: all segments that continue those of the level attend to them. So a prompt with its
+        responses needs two reads.
+
+        Args:
+            window: tokens that each token attends to at most, itself included. There is then one read, in which each segment
+                attends to as many tokens of its path. None: all.
+            copied: the most tokens before a segment that its pair in the first read has, if there is no window.
         """
-        segments = range(len(self.lengths))
-        spans = [self.span(segment) for segment in segments]
         below: dict[int, list[Span]] = {}
-        for segment in segments:
-            for ancestor in self.ancestors(segment):
-                below.setdefault(ancestor, []).append(spans[segment])
-        level = {segment: len(self.ancestors(segment)) for segment in below}
-        reads = [Read([Pair((span,), (span,)) for span in spans], is_causal=True, adds=False)]
-        for _, same in groupby(sorted(below, key=lambda segment: (level[segment], segment)), key=level.__getitem__):
-            pairs = [Pair(joined(below[segment]), (spans[segment],)) for segment in same]
-            reads.append(Read(pairs, is_causal=False, adds=True))
-        return reads
-
-    def path_reads(self, window: int | None = None) -> list[Read]:
-        """Return one read in which each segment attends to its whole path, or the part of it that lies in the window."""
-        pairs = []
+        own: list[Pair] = []
         for segment in range(len(self.lengths)):
-            keys, room = [self.span(segment)], self.starts[-1] if window is None else window - 1
+            span, room = self.span(segment), copied if window is None else window - 1
+            keys, merges = [span], False
             for ancestor in reversed(self.ancestors(segment)):
-                span = self.span(ancestor)
-                if room > 0:
-                    keys.insert(0, Span(max(span.first, span.stop - room), span.stop))
-                room -= span.tokens
-            pairs.append(Pair((keys[-1],), joined(keys)))
-        return [Read(pairs, is_causal=True, adds=False)]
+                seen = self.span(ancestor)
+                if window is not None:
+                    seen = Span(max(seen.first, seen.stop - room), seen.stop)
+                merges = merges or seen.tokens > room
+                if merges:
+                    below.setdefault(ancestor, []).append(span)
+                elif seen.tokens:
+                    keys.insert(0, seen)
+                    room -= seen.tokens
+            own.append(Pair((span,), joined(keys)))
+        level = {segment: len(self.ancestors(segment)) for segment in below}
+        found = [Read(own, is_causal=True, adds=False)]
+        for _, same in groupby(sorted(below, key=lambda segment: (level[segment], segment)), key=level.__getitem__):
+            pairs = [Pair(joined(below[segment]), (self.span(segment),)) for segment in same]
+            found.append(Read(pairs, is_causal=False, adds=True))
+        return found
 
 
 def joined(spans: Sequence[Span]) -> tuple[Span, ...]:

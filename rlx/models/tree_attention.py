@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlx.models.attention_kernels import Call, CpuFlash, CudaFlash, CudnnFlash, Kernel
-from rlx.models.prefix_tree import Pair, Span, Tree, joined
+from rlx.models.prefix_tree import Pair, Read, Span, Tree, joined
 
 Places = slice | Tensor
-LARGE_PAIR = 2048 * 2048  # scores; from here on cuDNN's kernel for single sequences is faster than FlashAttention 2
+COPIED = 1024  # keys before a segment are copied up to this number; merging the results of two calls costs as much
+# cuDNN's kernel is faster than FlashAttention 2 on single pairs of at least LARGE_PAIR scores. It needs 0.1 s to plan for a pair
+# of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
+LARGE_PAIR, ROUND = 2048 * 2048, 1024
 
 
 class Step(NamedTuple):
@@ -45,8 +48,9 @@ def tree_attention(
 ) -> Tensor:
     """Return attention in which each token attends to itself, the earlier tokens of its segment, and those that it continues.
 
-    Keys and values are not copied, with two exceptions: a window that is shorter than a sequence (at most a window's keys are
-    copied for each segment), and whatever the kernels lack: dropout, values of another width than keys, fp32 on CUDA.
+    Keys and values that many tokens share are not copied. At most `COPIED` tokens before a segment are, or a window's if that
+    is shorter than a sequence, and whole paths for what the kernels lack: dropout, values of another width than keys, fp32 on
+    CUDA.
 
     Args:
         query: (1, H, N, D).
@@ -95,11 +99,11 @@ def kernels_for(query: Tensor, value: Tensor) -> list[Kernel]:
 
 def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: float, window: int | None) -> list[Step]:
     """Return the calls that compute the attention of a tree."""
-    reads = tree.own_and_prefix_reads() if window is None else tree.path_reads(window)
+    has_large = len(kernels) > 1 and window is None
+    tree = tree.cut_before_children(ROUND) if has_large else tree
     steps = []
-    for read in reads:
-        large = [pair for pair in read.pairs if len(kernels) > 1 and window is None and _scores(pair) >= LARGE_PAIR]
-        small = [pair for pair in read.pairs if pair not in large]
+    for read in tree.reads(window, COPIED):
+        large, small = _by_size(read) if has_large else ([], read.pairs)
         parts = [*([(kernels[0], small)] if small else []), *((kernels[-1], [pair]) for pair in large)]
         for kernel, pairs in parts:
             call = Call(
@@ -116,12 +120,25 @@ def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: f
     return steps
 
 
+def _by_size(read: Read) -> tuple[list[Pair], list[Pair]]:
+    """Return the pairs for a kernel that takes large ones of round lengths, one in a call, and the rest of all pairs."""
+    large, small = [], []
+    for queries, keys in read.pairs:
+        rest = []
+        for span in queries:
+            part = span.tokens - span.tokens % ROUND
+            is_square = keys == (span,) and part == span.tokens
+            is_round = is_square if read.is_causal else _tokens(keys) % ROUND == 0 and len(keys) == 1
+            if is_round and part * _tokens(keys) >= LARGE_PAIR:
+                large.append(Pair((Span(span.first, span.first + part),), keys))
+                span = Span(span.first + part, span.stop)
+            rest += [span] if span.tokens else []
+        small += [Pair(tuple(rest), keys)] if rest else []
+    return large, small
+
+
 def _tokens(spans: tuple[Span, ...]) -> int:
     return sum(span.tokens for span in spans)
-
-
-def _scores(pair: Pair) -> int:
-    return _tokens(pair.queries) * _tokens(pair.keys)
 
 
 def _places(spans: list[Span], device: torch.device) -> Places:
@@ -157,17 +174,21 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
+        # A key has gradients from many segments: their sum is rounded once.
+        of_keys = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (key, value)]
         for step in ctx.steps:
             read = (query[step.queries], key[step.keys], value[step.keys])
             of_output = output[step.queries], lse[:, step.queries]
-            found = step.kernel.backward(grad[step.queries], *read, *of_output, step.call)
-            for whole, places, part in zip(grads, (step.queries, step.keys, step.keys), found, strict=True):
-                if isinstance(places, slice):
-                    whole[places] += part
+            part, *parts = step.kernel.backward(grad[step.queries], *read, *of_output, step.call)
+            query_grad[step.queries] = query_grad[step.queries] + part if step.adds else part
+            for whole, of_part in zip(of_keys, parts, strict=True):
+                if isinstance(step.keys, slice):
+                    whole[step.keys] += of_part
                 else:
-                    whole.index_add_(0, places, part)
-        return *grads, None
+                    whole.index_add_(0, step.keys, of_part.to(wide))
+        return query_grad, *(x.to(query.dtype) for x in of_keys), None
 
 
 def merged(one: Tensor, lse_one: Tensor, other: Tensor, lse_other: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +204,7 @@ def _by_paths(
     """Return the same with torch's public function, a call for each segment with copies of its path's keys and values."""
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = []
-    for (queries,), spans in tree.path_reads(window)[0].pairs:
+    for (queries,), spans in tree.reads(window or tree.starts[-1])[0].pairs:
         k, v = (torch.cat([x[:, :, slice(*span)] for span in spans], dim=2) for x in (key, value))
         behind = torch.arange(k.shape[2] - queries.tokens, k.shape[2], device=k.device)[:, None]
         behind = behind - torch.arange(k.shape[2], device=k.device)

@@ -5,6 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from rlx.models import tree_attention as attention
+from rlx.models.attention_kernels import CpuFlash
 from rlx.models.prefix_tree import ROOT, Tree
 from rlx.models.tree_attention import tree_attention
 
@@ -38,15 +40,43 @@ def by_hand(query, key, value, tree, window, scaling):
     return torch.cat(results, dim=2).transpose(1, 2)
 
 
-@pytest.mark.parametrize("value_width", [8, 4])
-@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
-@pytest.mark.parametrize("name", TREES)
-def test_like_the_definition_with_gradients(name, window, value_width):
-    tree = Tree(*TREES[name])
-    inputs = tensors(tree.starts[-1], value_width)
+def agree(inputs, tree, window=None):
     got = tree_attention(*inputs, tree, scaling=0.3, window=window)
     expected = by_hand(*inputs, tree, window, 0.3)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     weights = torch.randn(expected.shape, dtype=torch.float64)
     grads = [torch.autograd.grad((x * weights).sum(), inputs) for x in (got, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("copied", [0, 3, 100])
+@pytest.mark.parametrize("value_width", [8, 4])
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize("name", TREES)
+def test_like_the_definition_with_gradients(name, window, value_width, copied, monkeypatch):
+    monkeypatch.setattr(attention, "COPIED", copied)
+    tree = Tree(*TREES[name])
+    agree(tensors(tree.starts[-1], value_width), tree, window)
+
+
+@pytest.mark.parametrize("copied", [0, 3])
+@pytest.mark.parametrize("name", TREES)
+def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
+    """The calls of a GPU, where a second kernel takes large pairs of round lengths, with a kernel of the CPU in its place."""
+    seen = []
+
+    class Large(CpuFlash):
+        def forward(self, query, key, value, call):
+            seen.append((call.query_lengths, call.key_lengths, call.is_causal))
+            return super().forward(query, key, value, call)
+
+    monkeypatch.setattr(attention, "COPIED", copied)
+    monkeypatch.setattr(attention, "ROUND", 2)
+    monkeypatch.setattr(attention, "LARGE_PAIR", 4)
+    monkeypatch.setattr(attention, "kernels_for", lambda query, value: [CpuFlash(), Large()])
+    tree = Tree(*TREES[name])
+    agree(tensors(tree.starts[-1]), tree)
+    assert seen or tree.is_flat
+    for queries, keys, is_causal in seen:
+        assert len(queries) == len(keys) == 1 and queries[0] % 2 == keys[0] % 2 == 0 and queries[0] * keys[0] >= 4
+        assert queries == keys or not is_causal

@@ -6,7 +6,7 @@ from rlx.config.check.context import CheckContext, Faults
 from rlx.config.faults import Fault
 from rlx.config.forecast.decoders import positions_of
 from rlx.config.machine import processes
-from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.config.schema.roles import TINY, ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
 
 MICRO_KEYS = (
     ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
@@ -58,14 +58,30 @@ def sequence_groups_are_whole(s: CheckContext) -> Faults:
             remedy = f"change {key}, or trainer.n_gpus_per_node"
             what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
             yield Fault(what, got, "a divisor of the number of processes", remedy, (key, "trainer.n_gpus_per_node"))
-        keys = (f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation")
-        got = f"{keys[0]}={role.model.use_remove_padding}, {keys[1]}={role.model.attn_implementation}"
-        if together > 1 and not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
+        keys, got, is_packed = _packing(role)
+        if together > 1 and not is_packed:
             what, remedy = (
                 f"{key} shares packed sequences, in rlx's own attention",
                 f"set {keys[0]}=True and {keys[1]}=sdpa",
             )
             yield Fault(what, got, "use_remove_padding=True and sdpa", remedy, (*keys, key))
+
+
+def prefixes_are_shared_in_packed_rows(s: CheckContext) -> Faults:
+    """A prompt is computed once for several responses in rlx's own attention over packed rows."""
+    for role in sharded_roles(s.config):
+        keys, got, is_packed = _packing(role)
+        key = f"{role.model_key}.use_shared_prefix"
+        if role.model.use_shared_prefix is True and not is_packed and s.value(key) is True:
+            what, remedy = f"{key}=True computes prompts in packed rows", f"set {keys[0]}=True and {keys[1]}=sdpa"
+            yield Fault(what, got, "use_remove_padding=True and sdpa", remedy, (*keys, key))
+
+
+def _packing(role: ModelRole) -> tuple[tuple[str, str], str, bool]:
+    """Return the keys that decide whether a role's rows go packed through rlx's own attention, their values, and whether."""
+    keys = (f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation")
+    got = f"{keys[0]}={role.model.use_remove_padding}, {keys[1]}={role.model.attn_implementation}"
+    return keys, got, role.model.use_remove_padding and role.model.attn_implementation == "sdpa"
 
 
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
@@ -213,6 +229,7 @@ TRAINING_RULES = (
     mini_batch_divides_batch,
     micro_batch_has_one_size,
     sequence_groups_are_whole,
+    prefixes_are_shared_in_packed_rows,
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
     betas_are_two,

@@ -117,6 +117,11 @@ UNUSED_KEYS = (
     _flagged("data.shuffle", "data.seed"),
     UnusedKey((f"{MODEL}.tiny.*", "warm_start.*"), lambda s: not is_tiny(s.config), f"{MODEL}.path is not {TINY}"),
     UnusedKey(("critic.model.tiny.*",), lambda s: True, f"the critic has the policy's shape, {MODEL}.tiny"),
+    UnusedKey(
+        (f"{MODEL}.use_shared_prefix", "critic.model.use_shared_prefix"),
+        _is(f"{ROLLOUT}.n", 1),
+        f"{ROLLOUT}.n is 1: each prompt has one response",
+    ),
     *_of_trained_model(ACTOR, MODEL),
     *_of_trained_model("critic", "critic.model"),
     # Updates

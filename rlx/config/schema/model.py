@@ -87,6 +87,12 @@ class ModelConfig:
     use_remove_padding: bool = key(
         True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
     )
+    use_shared_prefix: bool | str = key(
+        "auto",
+        "Compute a prompt once for all its responses in a micro-batch; auto: where that saves more than 3 % of the tokens; "
+        "needs packed rows and sdpa.",
+        words=("auto",),
+    )
     tiled_mlp: int | str = key(
         0,
         "Tokens of a tile in which MLPs and norms are computed, and recomputed in backward; auto: by length and width, about "
