@@ -1,7 +1,25 @@
-"""A leaf: the base class of errors that explain themselves, and suggestions for unknown names."""
+"""A leaf: errors that explain themselves, among them those of files that cannot be written, and suggestions for unknown names."""
 
-from collections.abc import Iterable
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
+
+_FULL = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the quota is used up"}
+_CAUSES = _FULL | {
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "this user may not write there",
+    errno.EPERM: "this user may not write there",
+    errno.ENOENT: "the folder is gone",
+    errno.ESTALE: "the folder is gone",
+    errno.ENOTDIR: "a part of the path is no folder",
+    errno.EIO: "the device reports an error",
+    errno.EFBIG: "the file would be larger than this process may write (ulimit -f)",
+}
 
 
 class ExplainedError(Exception):
@@ -9,6 +27,55 @@ class ExplainedError(Exception):
 
     If it has a cause, such as an error in a user's reward function, the traceback of the cause is shown.
     """
+
+
+class StorageError(ExplainedError, RuntimeError):
+    """A file cannot be written; the message names it, the cause and the free space."""
+
+
+@contextmanager
+def storing(path: str | Path) -> Iterator[None]:
+    """Turn a failure of what is written to this path into a StorageError.
+
+    Libraries report a full disk in their own ways: safetensors names the number of the system's error in its text, and torch
+    says that a position is unexpected. So any error counts as a full disk if no space is left there.
+
+    Args:
+        path: the file or folder that is written; it need not exist.
+
+    Raises:
+        StorageError: the system refused to write, or no space is left.
+    """
+    try:
+        yield
+    except ExplainedError:
+        raise
+    except Exception as fault:
+        free_bytes = _free_bytes(Path(path))
+        number = fault.errno if isinstance(fault, OSError) else _number_in(str(fault))
+        if number is None and free_bytes is not None and free_bytes < 4096:
+            number = errno.ENOSPC
+        if number is None:
+            raise
+        what = _CAUSES.get(number, os.strerror(number))
+        space = "" if free_bytes is None else f" ({free_bytes / 1e9:.3f} GB free)"
+        remedy = "free some space" if number in _FULL else "correct that"
+        raise StorageError(f"cannot write {path}: {what}{space}; {remedy}, then resume the run") from None
+
+
+def _number_in(text: str) -> int | None:
+    """Return the number of the system's error in the text of a library written in Rust."""
+    found = re.search(r"os error (\d+)", text)
+    return int(found[1]) if found else None
+
+
+def _free_bytes(path: Path) -> int | None:
+    """Return the space that is left for this path, or None if it is not known."""
+    nearest = next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), None)
+    try:
+        return None if nearest is None else shutil.disk_usage(nearest).free
+    except OSError:
+        return None
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1) -> str:

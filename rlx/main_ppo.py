@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from rlx.cluster import stay_on_this_machine
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
@@ -94,6 +95,7 @@ def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
     """
     address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
+        stay_on_this_machine()
         return None
     import ray
 

@@ -21,15 +21,10 @@ class ImportFailed(UserCodeError):
 
 
 class Interface(NamedTuple):
-    """How rlx calls a user's code.
+    """How rlx calls a user's code."""
 
-    Args:
-        key: the configuration group whose `path` and `name` locate it.
-        parameters: arguments by position.
-    """
-
-    key: str
-    parameters: tuple[str, ...]
+    key: str  # the configuration group whose `path` and `name` locate it
+    parameters: tuple[str, ...]  # arguments by position
 
 
 POLICY_LOSS = Interface(

@@ -1,7 +1,16 @@
 """Token rewards, advantages and whitening. Shape letters: B samples, T response tokens, G groups (prompts).
 
-A mask is True on tokens that the policy wrote. Tokens outside it (padding, or text of an environment between turns) get 0 and
-are skipped. Everything runs on the driver's CPU; statistics are in fp64 for any input.
+Arguments and results mean the same in all functions:
+
+- scores: (B,) float, finite; one score per sample.
+- mask: (B, T) bool, True on tokens that the policy wrote. Tokens outside it (padding, or text of an environment between turns)
+  are skipped: their entries are not read, they take no time step, and results are 0 there.
+- token_rewards: (B, T) float, the reward of each token.
+- group_id: (B,) int64; samples with the same number are one group, in any order.
+- gamma: discount per token.
+- Advantages are (B, T), of the dtype of the scores, rewards or values that they are computed from.
+
+Everything runs on the driver's CPU; statistics are in fp64 for any input.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +29,9 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, coef: 
     """Return the score on each row's last response token, minus `coef * kl` on every response token.
 
     Args:
-        scores: (B,) float, one score per sample.
-        mask: (B, T) bool.
-        kl: (B, T) float, a per-token KL estimate, or None for no penalty; ignored outside the mask.
+        scores, mask: as above. A row without response tokens has no token for its score and stays 0.
+        kl: (B, T) float, a per-token KL estimate, or None for no penalty.
         coef: weight of the penalty.
-
-    Returns:
-        (B, T) rewards of the dtype of `scores`, 0 outside the mask. A row without response tokens has no token for its score
-        and stays 0.
 
     Source: arXiv:1909.08593, equation 2.
     """
@@ -56,20 +60,15 @@ def overlong_penalty(lengths: Tensor, longest: int, buffer: int, factor: float) 
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return generalised advantage estimates over each row's response tokens.
+    """Return generalised advantage estimates over each row's response tokens, and returns (B, T) = advantages + values.
 
-    The last response token is terminal: nothing is bootstrapped beyond it. Tokens outside the mask take no time step, so the
-    next response token is the successor. Nothing is whitened.
+    The last response token is terminal: nothing is bootstrapped beyond it. The next response token is the successor, over any
+    gap. Nothing is whitened.
 
     Args:
-        token_rewards: (B, T) float, reward of each token; only read inside the mask.
-        values: (B, T) float, value of the state in which each token is chosen; only read inside the mask.
-        mask: (B, T) bool.
-        gamma: discount per token.
+        token_rewards, mask, gamma: as above.
+        values: (B, T) float, value of the state in which each token is chosen.
         lam: GAE's lambda.
-
-    Returns:
-        advantages (B, T) and returns (B, T) = advantages + values, both 0 outside the mask, of the dtype of `values`.
 
     Source: arXiv:1506.02438, equation 16.
     """
@@ -127,13 +126,6 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
     The variance is unbiased; WHITEN_EPS is added to it under the root. Fewer than two entries, or equal entries, give 0.
 
-    Args:
-        x: (B, T) float.
-        mask: (B, T) bool.
-
-    Returns:
-        (B, T) of the dtype of `x`, 0 outside the mask.
-
     Source: advantage normalisation of PPO's public implementations, here over the whole batch.
     """
     chosen = x[mask].double()
@@ -189,17 +181,8 @@ def grpo(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> T
     """Return group-relative advantages: each sample's score minus its group's mean, on all its response tokens.
 
     A_i = r_i - mean(r), with `norm_by_std` divided by (the group's unbiased standard deviation + GRPO_EPS), as verl does;
-    the paper leaves the estimator open. A group of one, or of equal scores, gives 0. Rows without response tokens count
-    in their group.
-
-    Args:
-        scores: (B,) float, finite.
-        mask: (B, T) bool.
-        group_id: (B,) int64; samples with the same number are one group, in any order.
-        norm_by_std: True: GRPO; False: Dr. GRPO.
-
-    Returns:
-        (B, T) advantages of the dtype of `scores`, 0 outside the mask.
+    the paper leaves the estimator open; without it they are Dr. GRPO's. A group of one, or of equal scores, gives 0. Rows
+    without response tokens count in their group.
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2; Dr. GRPO, arXiv:2503.20783, section 3.
     """
@@ -215,8 +198,6 @@ def grpo_passk(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool
 
     A_i = max(0, r_i - max of the others' r), with `norm_by_std` divided as in `grpo`, which verl does and the paper does not.
     A group of one, or with several best samples, gives 0.
-
-    Args and returns: as `grpo`.
 
     Source: arXiv:2503.19595, the leave-one-out advantage of the objective max(r_1, ..., r_k); the name and the division are
     those of verl-project/verl@018f23b.
@@ -238,14 +219,6 @@ def rloo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
     A_i = r_i - sum of r_j over j != i / (n - 1) = n / (n - 1) (r_i - mean(r)). A group of one gives 0. verl keeps the score
     itself there, which is no leave-one-out estimate.
 
-    Args:
-        scores: (B,) float, finite.
-        mask: (B, T) bool.
-        group_id: (B,) int64.
-
-    Returns:
-        (B, T) advantages of the dtype of `scores`, 0 outside the mask.
-
     Source: arXiv:2402.14740; verl-project/verl@018f23b, `rloo`.
     """
     group = _Group.of(scores, group_id)
@@ -258,8 +231,6 @@ def opo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
 
     A_i = r_i - sum(l_j r_j) / sum(l_j) over the group, with l the response's tokens. This baseline has the least variance if
     the squared norm of a response's gradient grows with its length. A group of one gives 0.
-
-    Args and returns: as `rloo`.
 
     Source: arXiv:2505.23585; verl-project/verl@018f23b, `opo`.
     """
@@ -275,14 +246,6 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Te
     G_t = sum of gamma^(k - t) r_k over the row's response tokens k >= t. With the KL in the reward and gamma = 1 it is the
     score minus the KL penalties from t on. Tokens outside the mask take no time step, whereas verl starts anew after them.
 
-    Args:
-        token_rewards: (B, T) float; only read inside the mask.
-        mask: (B, T) bool.
-        gamma: discount per token.
-
-    Returns:
-        (B, T) advantages of the dtype of `token_rewards`, 0 outside the mask.
-
     Source: arXiv:2501.03262; verl-project/verl@018f23b, `reinforce_plus_plus`.
     """
     return masked_whiten(_to_go(token_rewards, mask, gamma), mask)
@@ -290,8 +253,6 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Te
 
 def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
     """Return REINFORCE++ advantages with a baseline: scores less their group's mean, whitened over the batch's tokens.
-
-    Args and returns: as `rloo`.
 
     Source: arXiv:2501.03262; verl-project/verl@018f23b, `reinforce_plus_plus_baseline`.
     """
@@ -302,15 +263,8 @@ def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, group_id: Tensor)
 def remax(token_rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     """Return ReMax advantages: rewards to go minus the score of the greedy response to the same prompt.
 
-    A_t = sum of r_k over the row's response tokens k >= t - b. The baseline b excludes the KL, as in verl.
-
-    Args:
-        token_rewards: (B, T) float; only read inside the mask.
-        greedy_scores: (B,) float, b of each row's prompt.
-        mask: (B, T) bool.
-
-    Returns:
-        (B, T) advantages of the dtype of `token_rewards`, 0 outside the mask.
+    A_t = sum of r_k over the row's response tokens k >= t - b. The baseline b, in `greedy_scores` (B,), excludes the KL, as in
+    verl.
 
     Source: arXiv:2310.10505, algorithm 1; verl-project/verl@018f23b, `remax`.
     """

@@ -4,6 +4,9 @@ Both have the same weights but compute with other kernels and types, so the toke
 assumes. With d = trainer's log-prob - sampler's log-prob of a sampled token, its ratio is r = exp(d). Everything here is a
 function of d over the tokens of the mask. Shape letters: B samples, T response tokens.
 
+All functions take `trainer` (B, T) and `sampler` (B, T), the log-probs of the sampled tokens, and `mask_BT` (B, T) bool, True on
+response tokens; entries elsewhere are not read. They raise ValueError if the shapes differ or the mask has another type.
+
 All is computed in fp64, in which the order of a sum changes no digit that matters. Log-ratios are clamped to +-EXP_LIMIT before
 exp, so that squares stay finite. Nothing carries a gradient.
 """
@@ -45,16 +48,8 @@ def _k3(log_ratio: Tensor) -> Tensor:
 def mismatch_sums(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Return the sums over rows for `mismatch_figures`; the sums of a batch's parts add up to those of the whole.
 
-    Args:
-        trainer: (B, T) log-probs of the sampled tokens under the trainer.
-        sampler: (B, T) the same under the sampler.
-        mask_BT: (B, T) bool, True on response tokens; entries elsewhere are not read.
-
     Returns:
         Scalars fp64: the sums, and the largest |d|, whose maximum over parts is that of the whole.
-
-    Raises:
-        ValueError: the shapes differ, or the mask has another type.
     """
     d = _log_ratio(trainer, sampler, mask_BT)
     no_BT, no_B = ~mask_BT, ~mask_BT.any(dim=1)
@@ -134,7 +129,7 @@ def importance_weights(
     - IcePop's mask: w if low <= w <= high, else 0.
 
     Args:
-        trainer, sampler, mask_BT: as in `mismatch_sums`.
+        trainer, sampler, mask_BT: as above.
         level: `token` or `sequence`.
         low: None, or the lower bound of weights that are kept.
         high: cap, or the upper bound of weights that are kept.
@@ -144,7 +139,7 @@ def importance_weights(
         (B, T) fp32 >= 0 without gradient, 0 outside the mask; exactly 1 for equal log-probs.
 
     Raises:
-        ValueError: the level is unknown, the shapes differ, or the mask has another type.
+        ValueError: also if the level is unknown.
 
     Source: token level, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     https://fengyao.notion.site/off-policy-rl, after Ionides 2008; sequence level, Liu et al. 2025,
@@ -175,7 +170,7 @@ def accepted(
     - `seq_max_k2`: the largest d^2 / 2 is at most high.
 
     Args:
-        trainer, sampler, mask_BT: as in `mismatch_sums`.
+        trainer, sampler, mask_BT: as above.
         criterion: one of the names above.
         low: lower bound; None for 1 / high, not read by the last two.
         high: upper bound.
@@ -184,7 +179,7 @@ def accepted(
         (B, T) bool, a subset of the mask.
 
     Raises:
-        ValueError: the criterion is unknown, the shapes differ, or the mask has another type.
+        ValueError: also if the criterion is unknown.
 
     Source: product and geometric mean, Liu et al. 2025, https://richardli.xyz/rl-collapse, parts 2 and 3 (Seq-MIS, Geo-RS),
     the geometric mean as the sequence's ratio also arXiv:2507.18071, equation 7; the last two, arXiv:2512.23075. The names
@@ -214,16 +209,9 @@ def accepted(
 
 
 def not_vetoed(trainer: Tensor, sampler: Tensor, mask_BT: Tensor, threshold: float) -> Tensor:
-    """Return the response tokens of sequences in which no token's r is below `threshold`.
+    """Return the response tokens (B, T) of sequences in which no token's r is below `threshold` (> 0, typically 1e-4).
 
     One such token means that the trainer would hardly ever write this sequence.
-
-    Args:
-        trainer, sampler, mask_BT: as in `mismatch_sums`.
-        threshold: > 0, typically 1e-4.
-
-    Returns:
-        (B, T) bool, a subset of the mask.
 
     Source: volcengine/verl@0b4e2a8, `rollout_token_veto_threshold`.
     """

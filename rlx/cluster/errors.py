@@ -39,7 +39,6 @@ class WorkerLocation:
         node_id: Ray's name of the node.
         node_ip: address of the node.
         pid: its process id.
-        interface: network interface for gloo: the node's own choice (GLOO_SOCKET_IFNAME), else the one with this address.
         log: file on that node with the process's standard error, if known.
     """
 
@@ -47,7 +46,6 @@ class WorkerLocation:
     node_id: str
     node_ip: str
     pid: int
-    interface: str | None = None
     log: str | None = None
 
 

@@ -12,6 +12,8 @@ import ray
 
 from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class WorkerReply:
@@ -54,7 +56,6 @@ class WorkerProcess:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker: Any = None
-        self._reserved: socket.socket | None = None
         self._log = _Collector()
         logger = logging.getLogger("rlx")
         logger.addHandler(self._log)
@@ -63,24 +64,34 @@ class WorkerProcess:
     def location(self) -> WorkerLocation:
         """Return the node and process of this worker."""
         context = ray.get_runtime_context()
-        address = ray.util.get_node_ip_address()
-        interfaces = [
-            name for name, cards in psutil.net_if_addrs().items() if any(card.address == address for card in cards)
-        ]
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or next(iter(interfaces), None)
         log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else None
-        return WorkerLocation(self._rank, context.get_node_id(), address, os.getpid(), interface, log)
+        return WorkerLocation(self._rank, context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), log)
 
-    def reserve_port(self) -> int:
-        """Reserve a free port without listening on it, so that the process group's store can bind it."""
-        self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind(("", 0))
-        return int(self._reserved.getsockname()[1])
+    def reserve_port(self, address: str) -> int:
+        """Return a free port of this address, and keep it for the process group's store.
 
-    def prepare(self, environment: dict[str, str]) -> None:
-        """Set environment variables."""
+        torch would listen on all interfaces. It takes a bound socket instead, whose number stands in MASTER_LISTEN_FD.
+        """
+        reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's env:// binds the port once more
+        reserved.bind((address, 0))
+        port = int(reserved.getsockname()[1])
+        os.environ["MASTER_LISTEN_FD"] = str(reserved.detach())
+        return port
+
+    def prepare(self, environment: dict[str, str], several_nodes: bool) -> None:
+        """Set environment variables, and choose the network interface of gloo and NCCL unless the node's environment does.
+
+        By default both would listen on an interface that other machines reach, and gloo on that of the host's name, which other
+        nodes often do not reach. So a group on one node gets the loopback interface. On several nodes gloo gets the interface
+        of the node's address, and NCCL chooses its own.
+        """
         os.environ.update(environment)
+        interface = _interface_of(ray.util.get_node_ip_address() if several_nodes else LOOPBACK)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            if not several_nodes:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
     def build(self, worker_class: type, arguments: tuple[Any, ...]) -> WorkerReply:
         """Build the worker."""
@@ -105,3 +116,8 @@ class WorkerProcess:
         except Exception as error:
             value, fault = None, fault_of(self._rank, error)
         return WorkerReply(value, fault, self._log.take())
+
+
+def _interface_of(address: str) -> str | None:
+    cards_of = psutil.net_if_addrs()
+    return next((name for name, cards in cards_of.items() if any(card.address == address for card in cards)), None)

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import ray
 
 from rlx.cluster.errors import ClusterError, one_line
 from rlx.config.schema import PPOConfig
-from rlx.errors import did_you_mean
+from rlx.errors import did_you_mean, storing
 
 _PROBE_S = 10.0
 
@@ -30,7 +31,8 @@ def session(config: PPOConfig) -> Iterator[None]:
 
     It joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else it starts Ray on this machine
     only. If the process has already started Ray, that is used and left running. At the end, also after an exception, Ctrl-C or
-    SIGTERM, all processes that were started here have ended.
+    SIGTERM, all processes that were started here have ended. Ray started here listens on the loopback interface only if
+    `rlx.cluster.stay_on_this_machine` was called before anything imported Ray, as `rlx.main_ppo` does.
 
     Args:
         config: the tree; reads `ray_kwargs.ray_init`.
@@ -48,9 +50,11 @@ def session(config: PPOConfig) -> Iterator[None]:
     try:
         if address == "local":
             _set_local_environment()
+            folder = _private_folder(options.pop("_temp_dir", None))
             with _postponed_interrupt():
-                context = ray.init(address="local", **{"include_dashboard": False, **quiet, **options})
-            folder = Path(context.address_info["session_dir"])
+                ray.init(
+                    address="local", _temp_dir=str(folder / "ray"), **{"include_dashboard": False, **quiet, **options}
+                )
         else:
             _join(address, {**quiet, **options})
         _take_sigterm_as_ctrl_c()
@@ -87,12 +91,25 @@ def accelerator() -> str:
     return "cuda" if ray.cluster_resources().get("GPU") else "cpu"
 
 
+def _private_folder(parent: str | None) -> Path:
+    """Return a new folder of mode 0700 for Ray's folder.
+
+    Ray opens its own folder, with the sockets and logs in it, to all users. The default parent is short, because a socket's path
+    has at most 107 bytes.
+    """
+    chosen = Path(parent or os.environ.get("RAY_TMPDIR") or "/tmp").expanduser()
+    with storing(chosen):
+        chosen.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="rlx_", dir=chosen))
+
+
 def _set_local_environment() -> None:
-    """Turn off usage reports, and set a token for this process if the user has none.
+    """Turn off usage reports and metrics, and set a token for this process if the user has none.
 
     Ray would write a token to the home folder, where two runs that start at the same time would overwrite each other's.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")  # its port would be open to other machines
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -1,6 +1,7 @@
 """Write the help text and docs/configuration.md (`python -m rlx.config.describe` prints it)."""
 
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 from rlx.config.compose.command_line import DEFAULT_GROUPS, group_choices
@@ -27,70 +28,8 @@ Examples:
   python -m rlx.main_ppo --check experiment=gsm8k_grpo_8gpu     the experiment's settings and its memory
 """
 
-INTRODUCTION = """\
-# Configuration
-
-`python -m rlx.config.describe` prints this page; change the code, not the page.
-
-## How is a configuration composed?
-
-The typed tree below holds every key with its default. A YAML file in `configs/experiment/` overrides some keys for one
-experiment, and the command line overrides both:
-
-    python -m rlx.main_ppo experiment=gsm8k_grpo_1gpu trainer.total_epochs=1
-
-If the command names neither an experiment nor `actor_rollout_ref.model.path`, rlx composes `experiment=arithmetic`, which
-needs nothing but this package. Values have Hydra's form: `null`, `True`, `[a,b]`, `{a: 1}`, `${other.key}`,
-`${oc.env:NAME}`. Quote a value with special characters twice, once for the shell: `"key='a=b'"`.
-
-## What is checked, and when?
-
-`python -m rlx.main_ppo --check ...` composes, validates, prints the tree and a prediction of memory, and stops. Before any
-worker starts rlx lists all faults, each with the value found, the value expected and a remedy. The exit code is 2. Faults
-are unknown keys (with the nearest known name), wrong types, values out of range, combinations that cannot work, missing
-devices or packages, folders that cannot be written, and code of your own that cannot be imported or called. One warning
-lists the keys that have no effect under the other options.
-
-Before a warm start and before Ray, a run makes slower checks and lists all faults with exit code 1. It checks the checkpoint
-to resume from, the configs of models, the names in `override_config`, `attn_implementation`, `target_modules` and
-`ray_kwargs.ray_init`, tokenizers, every prompt, and each data source's reward function. Workers check weights and vLLM's options.
-"""
-
-DIFFERENCES = """\
-## What differs from verl
-
-Keys that both have keep verl's names and meanings. The differences:
-
-- The entry is `python -m rlx.main_ppo`; it also runs without arguments. Overrides never need `+`; unknown keys are faults.
-- Defaults: `actor.strategy` is fsdp2, `rollout.calculate_log_probs` is on, `rollout.tensor_model_parallel_size` is 1,
-  `trainer.resume_mode` is disable (a second run starts anew in its own folder).
-- `ppo_mini_batch_size` counts prompts, as in verl, and must divide `data.train_batch_size`. Micro-batch sizes need not
-  divide anything: losses are normalised over the whole mini-batch, whatever the micro-batches and number of processes.
-- Set exactly one of `ppo_micro_batch_size_per_gpu` and `use_dynamic_bsz`. The critic, the reference and the old log-probs
-  take the actor's values for their null keys.
-- `trainer.n_gpus_per_node` counts processes; on CPU the number is free.
-- Null keys of the critic mean the actor's value. With `critic.model.path=null` the critic also takes the actor's
-  `trust_remote_code`, `override_config` and `attn_implementation` if its own are the defaults. As in verl, it does not
-  take `tiled_mlp`, `use_liger`, `enable_activation_offload`, `use_remove_padding=False` or adapters: set them in
-  `critic.model` too. `critic.fsdp` configures its sharding.
-- `model.enable_activation_offload` has options, `model.activation_offload`. It works with and without gradient
-  checkpointing, but not with `actor.use_torch_compile`. The reference shares the actor's model keys, but offloads nothing
-  because it has no backward. Activations that exceed `max_host_bytes` stay on the device, or go to `directory` if it is set;
-  with tier disk `max_host_bytes` bounds the staging memory. rlx checks before a run that the directory exists and is
-  writable; on a cluster each worker checks it at its start.
-- `data.train_files` also takes JSONL and `builtin:arithmetic`; a single file needs no brackets.
-- Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None)` works unchanged. It runs in processes
-  with limits of time and memory. `reward.reward_manager.name` is naive or batch. A reward model has one label per
-  sequence; `reward_model.rule_weight` adds the functions' score. See [rewards.md](rewards.md).
-- `algorithm.rollout_correction` has verl's weights and five of its tests. Bounds of a ratio apply to
-  r = trainer over sampler in every test. `rollout_token_veto_threshold` still exists. The sampler's mismatch is always logged.
-  [rollout.md](rollout.md#mismatch-and-correction) explains the effect of a rejected token.
-- [algorithms.md](algorithms.md) lists advantage estimators, policy losses and their differences. `actor.policy_loss.path`
-  names a file with a policy loss of your own, which returns one number per token; `loss_agg_mode` applies to every loss.
-- `algorithm.filter_groups` works with every estimator. DAPO's length penalty is `reward.overlong_buffer`, in training only.
-
-For these keys and values of verl the error names a remedy:
-"""
+PAGE = Path(__file__).with_name("configuration.md")
+"""The page's text, with <verl>, <memory> and <keys> for the generated parts."""
 
 
 def help_text() -> str:
@@ -107,13 +46,15 @@ def help_text() -> str:
 def page() -> str:
     """Return the text of docs/configuration.md."""
     first_place: dict[type, str] = {}
-    sections = "\n".join(_section(name, child, first_place) for name, child in children(PPOConfig()).items())
-    verl = "\n".join(f"| `{key}` | {remedy} |" for key, remedy in REMEDIES.items())
-    memory = (MEMORY or "").split("\n\n", 1)[1].strip()
-    return (
-        f"{INTRODUCTION}\n{DIFFERENCES}\n| key | what to do |\n|---|---|\n{verl}\n\n"
-        f"## The prediction of memory\n\nA run prints at its start the memory of each phase and the longest sequences that fit; `--check` also prints the parts.\n\n{memory}\n\n## All keys\n\n{sections}"
-    )
+    parts = {
+        "<verl>": "\n".join(f"| `{key}` | {remedy} |" for key, remedy in REMEDIES.items()),
+        "<memory>": (MEMORY or "").split("\n\n", 1)[1].strip(),
+        "<keys>\n": "\n".join(_section(name, child, first_place) for name, child in children(PPOConfig()).items()),
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text
 
 
 def _section(path: str, section: Leaf, first_place: dict[type, str]) -> str:

@@ -5,20 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One fault."""
 
-    Args:
-        what: the key or the combination, and what is wrong with it.
-        got: the value found.
-        expected: the values that are right.
-        remedy: an action for the user.
-        keys: dotted names of the keys concerned. `check` drops a rule's fault about a key that could not be read.
-    """
-
-    what: str
-    got: str
-    expected: str
-    remedy: str
+    what: str  # the key or the combination, and what is wrong with it
+    got: str  # the value found
+    expected: str  # the values that are right
+    remedy: str  # an action for the user
+    # Dotted names of the keys concerned. `check` drops a rule's fault about a key that could not be read.
     keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:

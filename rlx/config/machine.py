@@ -16,39 +16,25 @@ DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/d
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster to join.
+    """A Ray cluster to join."""
 
-    Args:
-        address: from RAY_ADDRESS or ray_kwargs.ray_init.address.
-        node_gpus: GPUs of each machine in it.
-        error: the reason why it could not be reached; None if it answered.
-    """
-
-    address: str
-    node_gpus: tuple[int, ...] = ()
-    error: str | None = None
+    address: str  # from RAY_ADDRESS or ray_kwargs.ray_init.address
+    node_gpus: tuple[int, ...] = ()  # GPUs of each machine in it
+    error: str | None = None  # the reason why it could not be reached; None if it answered
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources of a run.
+    """The resources of a run."""
 
-    Args:
-        gpus: CUDA devices of this machine.
-        cpus: cores that this process may use.
-        packages: the installed ones of OPTIONAL_PACKAGES.
-        cluster: the cluster to join; None starts Ray on this machine alone.
-        vllm: the version of vLLM, None if there is none.
-        device_bytes: memory of the smallest device; None: not known, as on a cluster of several machines.
-        host_bytes: memory of the machine or its container; None: not known, as on a cluster of several machines.
-    """
-
-    gpus: int
-    cpus: int
-    packages: frozenset[str]
-    cluster: Cluster | None = None
-    vllm: str | None = None
+    gpus: int  # CUDA devices of this machine
+    cpus: int  # cores that this process may use
+    packages: frozenset[str]  # the installed ones of OPTIONAL_PACKAGES
+    cluster: Cluster | None = None  # the cluster to join; None starts Ray on this machine alone
+    vllm: str | None = None  # the version of vLLM, None if there is none
+    # Memory of the smallest device; None: not known, as on a cluster of several machines
     device_bytes: int | None = None
+    # Memory of the machine or its container; None: not known, as on a cluster of several machines
     host_bytes: int | None = None
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 class Column(NamedTuple):
@@ -77,15 +78,11 @@ class BatchError(ValueError):
 class Batch:
     """Tensors with B rows, and lists of length B for everything else.
 
-    Args:
-        tensors: a TensorDict of batch size (B,); keys and shapes as in TENSORS.
-        info: lists of length B; keys as in INFO.
-
     Floating columns may be fp64 in tests that ask for it.
     """
 
-    tensors: TensorDict
-    info: dict[str, list[Any]] = field(default_factory=dict)
+    tensors: TensorDict  # of batch size (B,); keys and shapes as in TENSORS
+    info: dict[str, list[Any]] = field(default_factory=dict)  # lists of length B; keys as in INFO
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], info: dict[str, list[Any]] | None = None) -> "Batch":
@@ -193,6 +190,14 @@ def concat(batches: Sequence[Batch]) -> Batch:
             raise BatchError(f"batches differ in info: {sorted(info)} and {sorted(other.info)}")
     tensors = {name: torch.cat([b[name] for b in full]) for name in shapes}
     return Batch.of(tensors, {k: [v for b in full for v in b.info[k]] for k in info})
+
+
+def left_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Return tokens of several lengths as ids (B, T) int64, left padded, and their mask (B, T) bool."""
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    ids_BT = pad_sequence(ids, batch_first=True, padding_value=padding, padding_side="left")
+    masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    return ids_BT, pad_sequence(masks, batch_first=True, padding_side="left")
 
 
 def _shapes_of_rows(batch: Batch) -> dict[str, tuple[int, ...]]:

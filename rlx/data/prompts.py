@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rlx.config.schema import ARITHMETIC, DataConfig
 from rlx.data import gsm8k
 from rlx.data.arithmetic import make_problems
-from rlx.data.batch import Batch
+from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, Rows, open_rows
 from rlx.user_code import DATASET, UserCodeError, load_callable
 
@@ -87,12 +86,7 @@ class PromptDataset:
             file, row = self._locate(position)
             prompts += self._read(file, row, row + 1)
         ids = [self._cut(tokens) for tokens in self._tokenise([prompt.content for prompt in prompts])]
-        width = max(map(len, ids))
-        prompt_ids = torch.full((len(ids), width), self._pad_token_id, dtype=torch.int64)
-        prompt_mask = torch.zeros((len(ids), width), dtype=torch.bool)
-        for row, tokens in enumerate(ids):
-            prompt_ids[row, width - len(tokens) :] = torch.tensor(tokens)
-            prompt_mask[row, width - len(tokens) :] = True
+        prompt_ids, prompt_mask = left_padded(ids, self._pad_token_id)
         info = {
             "data_source": [prompt.data_source for prompt in prompts],
             "ground_truth": [prompt.ground_truth for prompt in prompts],
@@ -196,16 +190,11 @@ class PromptDataset:
         """Return the token ids of each prompt, uncut."""
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
-        of_chats, of_texts = iter(self._tokenise_chats(chats)), iter(self._tokenise_texts(texts))
-        return [next(of_texts if isinstance(content, str) else of_chats) for content in contents]
-
-    def _tokenise_chats(self, chats: list[list[dict[str, Any]]]) -> list[list[int]]:
-        if not chats:
-            return []
-        ids: Any = self._tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, tokenize=True, return_dict=False
+        ids: Any = (
+            self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False) if chats else []
         )
-        return list(ids)
+        of_chats, of_texts = iter(ids), iter(self._tokenise_texts(texts))
+        return [next(of_texts if isinstance(content, str) else of_chats) for content in contents]
 
     def _tokenise_texts(self, texts: list[str]) -> list[list[int]]:
         """Tokenise texts, without the EOS that some tokenizers add and after which a model would generate nothing."""

@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Everything in a model folder except the weights.
+    """Everything in a model folder except the weights."""
 
-    Attributes:
-        head: the kind of output.
-        config: the architecture.
-        generation: sampling defaults and stop tokens; None for a value model.
-        tokenizer: None for a folder without one.
-    """
-
-    head: Head
-    config: "PreTrainedConfig"
-    generation: "GenerationConfig | None"
-    tokenizer: "PreTrainedTokenizerBase | None"
+    head: Head  # the kind of output
+    config: "PreTrainedConfig"  # the architecture
+    generation: "GenerationConfig | None"  # sampling defaults and stop tokens; None for a value model
+    tokenizer: "PreTrainedTokenizerBase | None"  # None for a folder without one
 
     @classmethod
     def of(cls, model: "PreTrainedModel", head: Head, tokenizer: "PreTrainedTokenizerBase | None") -> "ModelCard":

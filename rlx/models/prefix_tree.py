@@ -247,23 +247,22 @@ def _shared(rows: Sequence[Tensor], least_gain: float) -> Iterator[_Node]:
 
     def below(members: list[int], first: int, parent: _Node | None) -> Iterator[_Node]:
         while members:
-            count = most_saving(members, first)
+            count = most_that_pay(members, first)
             cluster, members = members[:count], members[count:]
             stop = min((common[pair] for pair in pairwise(cluster)), default=len(rows[cluster[0]]))
             node = _Node(cluster, Span(first, stop), parent, 0 if parent is None else parent.level + 1)
             yield node
             yield from below([row for row in cluster if len(rows[row]) > stop], stop, node)
 
-    def most_saving(members: list[int], first: int) -> int:
-        """Return how many of these rows, from the first on, save the most tokens with a node of their own; 1 if none pays."""
-        best, count, shared, tokens = 0, 1, len(rows[members[0]]), len(rows[members[0]]) - first
+    def most_that_pay(members: list[int], first: int) -> int:
+        """Return how many of these rows, from the first on, can share a node that saves enough; 1 if none does."""
+        count, shared, tokens = 1, len(rows[members[0]]), len(rows[members[0]]) - first
         for number, pair in enumerate(pairwise(members), start=2):
             shared, tokens = min(shared, common[pair]), tokens + len(rows[pair[1]]) - first
             if shared <= first:
                 break
-            saved = (shared - first) * (number - 1)
-            if saved > max(best, least_gain * tokens):
-                best, count = saved, number
+            if (shared - first) * (number - 1) > least_gain * tokens:
+                count = number
         return count
 
     yield from below(order, 0, None)

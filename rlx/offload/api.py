@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from rlx.offload.recompute.layer import RecomputedLayer
 from rlx.offload.runner import LayerRunner
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
-from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions
 from rlx.offload.runtime.pytree import map_leaves, sort_leaves
 from rlx.offload.runtime.session import OffloadSession
 from rlx.offload.save_all import RegionHooks, run_save_all, unpack
@@ -58,7 +57,7 @@ class LayerForward(ForwardOverride):
         assert module is not None
         forward = self.original(module)
         if module.training and is_checkpointed(module):
-            self.handle.take_over_checkpointing()
+            self.handle._take_over_checkpointing()
         session = self.handle.session
         if session.save == "all":
             return run_save_all(session, self._layer, module, forward, args, kwargs)
@@ -66,8 +65,7 @@ class LayerForward(ForwardOverride):
         others: list[Any] = []
         sort_leaves(args, tensors, others)
         sort_leaves(kwargs.values(), tensors, others)
-        caches = [leaf for leaf in others if is_cache(leaf)] if others else others
-        if caches:
+        if others and (caches := [leaf for leaf in others if is_cache(leaf)]):
             if not module.training:
                 return forward(*args, **kwargs)
             self._check_empty(caches, module)
@@ -82,18 +80,21 @@ class LayerForward(ForwardOverride):
                 f"layer {self._layer.name} got a key/value cache that is filled, which recomputation would fill a second "
                 "time; train without past_key_values and with use_cache=False, or use enable_ckpt=False"
             )
-        self.handle.note_dropped_cache()
+        if self.handle.session.is_first("caches stay empty"):
+            logger.info(
+                "activation offloading: recomputed layers leave the key/value cache empty; pass use_cache=False"
+            )
 
     def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
         module = self.module()
-        # Transformers' own checkpointing must not run inside; disable() or the user may have switched it on since forward.
+        # Transformers' own checkpointing must not run inside. It may have been switched on since forward, by disable() too.
         if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
             return CheckpointingFlags.cleared(module.modules())
         return None
 
 
 def _without_caches(value: Any) -> Any:
-    """Return an argument with None for each cache; without caches the same object, since layers may pass values in it."""
+    """Return an argument with None for each cache; without caches the same object, in which layers may pass values on."""
     others: list[Any] = []
     sort_leaves((value,), [], others)
     return map_leaves(lambda leaf: None if is_cache(leaf) else leaf, value) if any(map(is_cache, others)) else value
@@ -105,19 +106,14 @@ class ActivationOffloading:
     def __init__(self, options: OffloadOptions, save: str) -> None:
         self.options = options
         self.session = OffloadSession(options, save)
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._controller: PlanController | None = None
         if save == "auto":
-            folder = options.measurements_folder
-            self._controller = PlanController(
-                self.session, self._parameters, None if folder is None else self._profile_cache(folder)
-            )
+            self._controller = PlanController(self.session, self._parameters, self._profile_cache())
         self.runner = LayerRunner(self.session, None if self._controller is None else self._controller.decide)
         self.is_enabled = True
         self._layers: list[weakref.ref[LayerForward]] = []
         self._flags = CheckpointingFlags(())
-        self._has_noted_cache = False
-        self._has_noted_checkpointing = False
 
     def stats(self, per_layer: bool = False) -> OffloadStats:
         """Return the statistics since offloading was enabled, also after `disable`. Does not wait for a device.
@@ -135,12 +131,12 @@ class ActivationOffloading:
         """Make equal plans on all ranks with `save="auto"`; no effect with any other `save`.
 
         All ranks of the group call it before their steps, while no graph is alive. After the first call, plans are made here
-        only. The plan of each newly profiled length uses the slowest times and the smallest budget of any rank.
+        only. Each plan uses the slowest times and the smallest budget of any rank.
 
         Args:
             group: the ranks that train together; None: the default group. Without a group this rank plans by itself.
-            reserve_bytes: device memory that this rank will allocate and keep, for example the states of an optimizer that
-                has not stepped yet. Gradients are counted without it.
+            reserve_bytes: device memory that this rank will allocate and keep, besides gradients. Example: the states of an
+                optimizer that has not stepped yet [bytes].
         """
         if self._controller is not None:
             self._controller.agree(group, reserve_bytes)
@@ -150,7 +146,7 @@ class ActivationOffloading:
         return self._controller.measurement() if self._controller is not None else None
 
     def limit_device_bytes(self, nbytes: int) -> None:
-        """Limit plans of `save="auto"` to `nbytes` on the device from now on, in addition to the options' limit.
+        """Limit plans of `save="auto"` to `nbytes` on the device, in addition to `OffloadOptions.max_device_bytes`.
 
         New plans are made from the same profiles: at the next `agree`, or in the next passes if `agree` is never called.
         """
@@ -160,59 +156,52 @@ class ActivationOffloading:
     def disable(self) -> None:
         """Restore the model. Graphs that are alive stay valid; a second call does nothing."""
         self.is_enabled = False
-        for reference in self._layers:
-            forward = reference()
-            if forward is not None:
-                forward.remove()
+        for forward in self._forwards():
+            forward.remove()
         self._layers.clear()
         self._flags.restore()
 
-    def wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+    def _wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
         """Replace the forward of each layer of a model."""
         self._model = weakref.ref(model)
         self._flags = CheckpointingFlags.of(model, layers)
-        self.take_over_checkpointing()
+        self._take_over_checkpointing()
         for index, (name, module) in enumerate(layers):
             layer = RecomputedLayer(index, name)
             self.session.layers.append(layer)
             self._layers.append(weakref.ref(LayerForward(self, layer, module)))
 
-    def take_over_checkpointing(self) -> None:
-        """Switch off transformers' gradient checkpointing of the layers, even if it was switched on after `wrap`."""
-        if self.is_enabled and self._flags.switch_off() and not self._has_noted_checkpointing:
-            self._has_noted_checkpointing = True
+    def _take_over_checkpointing(self) -> None:
+        """Switch off transformers' gradient checkpointing of the layers, even if it was switched on after `_wrap`."""
+        if self.is_enabled and self._flags.switch_off() and self.session.is_first("checkpointing is switched off"):
+            recomputes = SAVE_MODES[self.session.save].recomputes
+            why = "rlx recomputes the layers instead" if recomputes else "enable_ckpt=False asks for no recomputation"
             logger.warning(
-                "activation offloading: gradient checkpointing of transformers is switched off; %s. "
-                "disable() switches it on again",
-                "enable_ckpt=False asks for no recomputation"
-                if self.session.save == "all"
-                else "rlx recomputes the layers instead",
+                f"activation offloading: gradient checkpointing of transformers is switched off; {why}. "
+                "disable() switches it on again"
             )
 
-    def layer_ids(self) -> set[int]:
-        """Ids of the layers that are wrapped."""
-        forwards = filter(None, (reference() for reference in self._layers))
-        return {id(module) for forward in forwards if (module := forward.module()) is not None}
+    def _forwards(self) -> Iterator[LayerForward]:
+        return filter(None, (reference() for reference in self._layers))
+
+    def _layer_ids(self) -> set[int]:
+        modules = (forward.module() for forward in self._forwards())
+        return {id(module) for module in modules if module is not None}
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        model = self._model() if self._model is not None else None
+        model = self._model()
         return iter(()) if model is None else model.parameters()
 
-    def _profile_cache(self, folder: Path) -> ProfileCache:
+    def _profile_cache(self) -> ProfileCache | None:
+        folder = self.options.measurements_folder
+        if folder is None:
+            return None
         return ProfileCache(
             folder,
             self.options,
-            model=lambda: self._model() if self._model is not None else None,
+            model=lambda: self._model(),
             layers=lambda: [layer.name for layer in self.session.layers],
         )
-
-    def note_dropped_cache(self) -> None:
-        """Log once that recomputed layers fill no cache."""
-        if not self._has_noted_cache:
-            self._has_noted_cache = True
-            logger.info(
-                "activation offloading: recomputed layers leave the key/value cache empty; pass use_cache=False"
-            )
 
 
 def enable_activation_offloading(
@@ -227,8 +216,8 @@ def enable_activation_offloading(
 
     Args:
         model: any module, wrapped by FSDP or not.
-        enable_ckpt: offload only the inputs of each layer and recompute the rest (this switches off transformers' own
-            gradient checkpointing); else offload every saved tensor.
+        enable_ckpt: offload the inputs of each layer and recompute the rest (this switches off transformers' own gradient
+            checkpointing); else offload every saved tensor. `OffloadOptions.save` has more modes.
         options: see `OffloadOptions`; None: the defaults.
         layers: modules, module names or class names; None: see `find_layers`.
 
@@ -238,6 +227,7 @@ def enable_activation_offloading(
     Raises:
         ValueError: if no layer is found, if the options contradict `enable_ckpt`, or if the model is already enabled
             with other options or layers.
+        DiskError: if the disk tier is asked for and its directory cannot be used.
     """
     options = options or OffloadOptions()
     save = options.resolve_save(enable_ckpt)
@@ -245,7 +235,7 @@ def enable_activation_offloading(
     wrappers = [forward for _, m in found if isinstance(forward := vars(m).get("forward"), LayerForward)]
     if wrappers:
         handle = wrappers[0].handle
-        same_layers = handle.layer_ids() == {id(module) for _, module in found}
+        same_layers = handle._layer_ids() == {id(module) for _, module in found}
         if same_layers and (handle.options, handle.session.save) == (options, save):
             return handle
         raise ValueError(
@@ -261,7 +251,7 @@ def enable_activation_offloading(
             "activation offloading: %s has %d layers only; little is gained", type(model).__name__, len(found)
         )
     handle = ActivationOffloading(options, save)
-    handle.wrap(model, found)
+    handle._wrap(model, found)
     return handle
 
 
@@ -269,14 +259,15 @@ def enable_activation_offloading(
 def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
     """Offload every tensor that autograd saves inside a block of code, until backward needs it.
 
-    Works on any code and changes no model. Parameters are not offloaded. Frozen buffers are, since they cannot be told from
+    Works on any code and changes no model. Parameters are not offloaded. Buffers are, since they cannot be told from
     activations here. Backward may run inside or after the block.
 
     Args:
-        options: see `OffloadOptions`; `save` may only be `"all"` here.
+        options: see `OffloadOptions`; `save` may only be `"all"` or None.
 
     Raises:
         ValueError: if `save` asks for recomputation, which needs layers.
+        DiskError: if the disk tier is asked for and its directory cannot be used.
     """
     options = options or OffloadOptions()
     save = options.resolve_save(enable_ckpt=False)

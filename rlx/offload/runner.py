@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from rlx.offload.autotune.layer_profile import LayerProfile
 from rlx.offload.autotune.no_recompute import run_without_recompute
 from rlx.offload.autotune.profiler import ProfilingPolicy
-from rlx.offload.recompute.checkpoint import Repeatable, run_recomputed
+from rlx.offload.recompute.checkpoint import RecomputedCall, Repeatable
 from rlx.offload.recompute.layer import RecomputedLayer
+from rlx.offload.recompute.policy import BOUNDARY, RecomputePolicy
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.policy import AttentionPolicy, PlannedPolicy
 from rlx.offload.runtime.session import Layer, OffloadSession
@@ -34,10 +35,9 @@ class LayerRunner:
     """
 
     def __init__(self, session: OffloadSession, decide: Decide | None) -> None:
-        self.decide = decide
         self._session = session
+        self.decide = decide
         self._attention_counts: dict[int, int] = {}  # by layer: attention calls of its latest forward
-        self._has_noted_fallback = False
 
     def run(
         self,
@@ -47,49 +47,37 @@ class LayerRunner:
         kwargs: dict[str, Any],
         tensors: list[Tensor],
     ) -> Any:
-        """Run a layer's forward under the policy of this call; return its outputs.
-
-        Args:
-            layer: state of the layer that outlasts a call.
-            repeatable: its forward.
-            args, kwargs: arguments of the forward.
-            tensors: the tensors in `args` and `kwargs`.
-        """
+        """Run a layer's forward under the policy of this call; return its outputs. Arguments as for `RecomputedCall`."""
         if not any(map(_REQUIRES_GRAD, tensors)) and not any(map(_REQUIRES_GRAD, repeatable.module.parameters())):
             return repeatable.forward(*args, **kwargs)
-        session = self._session
-        if session.save == "attention":
-            attention = AttentionPolicy(self._attention_counts.get(layer.index, 0))
-            outputs = run_recomputed(session, layer, repeatable, args, kwargs, tensors, attention)
-            self._attention_counts[layer.index] = attention.attention_count
-            if not attention.has_cached_ops:
-                self._note_fallback(
-                    logging.WARNING,
-                    "activation offloading: save='attention' has no effect in layer %s, which %s: only its inputs are kept, "
-                    "and attention is recomputed. Use attn_implementation='sdpa', or register_attention. Said once",
-                    layer.name,
-                    attention.refusal or "calls no fused attention that is known",
+        policy = self._policy(layer, repeatable.module, tensors)
+        if isinstance(policy, LayerInstructions):
+            return run_without_recompute(self._session, layer, repeatable.forward, args, kwargs, policy)
+        outputs = RecomputedCall(self._session, layer, repeatable, args, kwargs, tensors, policy).run(args, kwargs)
+        if isinstance(policy, AttentionPolicy):
+            self._attention_counts[layer.index] = policy.attention_count
+            if not policy.has_cached_ops and self._session.is_first("save=attention has no effect"):
+                logger.warning(
+                    f"activation offloading: save='attention' has no effect in layer {layer.name}, which "
+                    f"{policy.refusal or 'calls no fused attention that is known'}: only its inputs are kept, and attention "
+                    "is recomputed. Use attn_implementation='sdpa', or register_attention. Said once",
                 )
-            return outputs
-        decided = None if self.decide is None else self.decide(layer, repeatable.module, tensors)
-        if decided is None:
-            return run_recomputed(session, layer, repeatable, args, kwargs, tensors)
-        if isinstance(decided, LayerProfile):
-            return run_recomputed(session, layer, repeatable, args, kwargs, tensors, ProfilingPolicy(decided))
-        if decided.keep:
-            return run_without_recompute(session, layer, repeatable.forward, args, kwargs, decided)
-        planned = PlannedPolicy(decided)
-        outputs = run_recomputed(session, layer, repeatable, args, kwargs, tensors, planned)
-        if planned.is_off_plan:
-            self._note_fallback(
-                logging.INFO,
-                "activation offloading: layer %s calls other attention or linear maps than when it was measured: from there "
-                "on it is recomputed. Said once",
-                layer.name,
+        elif isinstance(policy, PlannedPolicy) and policy.is_off_plan and self._session.is_first("off plan"):
+            logger.info(
+                f"activation offloading: layer {layer.name} calls other attention or linear maps than when it was measured: "
+                "from there on it is recomputed. Said once",
             )
         return outputs
 
-    def _note_fallback(self, level: int, message: str, *about: str) -> None:
-        if not self._has_noted_fallback:
-            self._has_noted_fallback = True
-            logger.log(level, message, *about)
+    def _policy(
+        self, layer: RecomputedLayer, module: nn.Module, tensors: list[Tensor]
+    ) -> RecomputePolicy | LayerInstructions:
+        """Return the policy of a layer call; for a layer that is not recomputed the plan's instructions."""
+        if self._session.save == "attention":
+            return AttentionPolicy(self._attention_counts.get(layer.index, 0))
+        decided = None if self.decide is None else self.decide(layer, module, tensors)
+        if decided is None:
+            return BOUNDARY
+        if isinstance(decided, LayerProfile):
+            return ProfilingPolicy(decided)
+        return decided if decided.keep else PlannedPolicy(decided)

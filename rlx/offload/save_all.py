@@ -19,7 +19,6 @@ from rlx.offload.storage.regions import (
     is_plain,
     modified_in_place,
     size_bytes,
-    span_length,
     storage_address,
 )
 
@@ -38,10 +37,9 @@ class KeptTensor:
 
     def restore(self) -> Tensor:
         """Return the tensor; RuntimeError if it was written to since."""
-        tensor = self._tensor
-        if tensor._version != self._version:
-            found = f"but is at version {tensor._version}"
-            raise modified_in_place(tensor.shape, tensor.dtype, self._version, found)
+        tensor, version = self._tensor, self._version
+        if tensor._version != version:
+            raise modified_in_place(tensor.shape, tensor.dtype, version, f"but is at version {tensor._version}")
         return tensor
 
 
@@ -70,13 +68,9 @@ def unpack(packed: KeptTensor | OffloadedTensor) -> Tensor:
 
 
 class SaveAllCall(LayerCall):
-    """A layer call, or a part of a region, whose saved tensors are offloaded.
+    """A layer call, or a part of a region, whose saved tensors on one type of device are offloaded.
 
-    Args:
-        session: the session that offloads them.
-        layer: that is called.
-        device_type: tensors on other types of device are not offloaded.
-        fixed: addresses of storages that are never offloaded, see Note [tensors that `save="all"` never offloads].
+    Storages at the addresses `fixed` are not, see Note [tensors that `save="all"` never offloads].
     """
 
     def __init__(self, session: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
@@ -89,7 +83,8 @@ class SaveAllCall(LayerCall):
         """The pack hook."""
         if is_parameter(tensor) or storage_address(tensor) in self._fixed:
             return KeptTensor(tensor)
-        if self._can_offload(tensor):
+        # Tangents that are all zeros may have no storage.
+        if tensor.device.type == self._device_type and is_plain(tensor) and storage_address(tensor):
             offloaded = self.session.offload(tensor, self)
             if offloaded is not None:
                 self.offloaded_bytes += offloaded.nbytes
@@ -100,14 +95,7 @@ class SaveAllCall(LayerCall):
     def begin_unpack(self) -> None:
         """Fetch the calls before this one, when backward enters this call."""
         if self.begin_backward():
-            layers = self.session.options.prefetch_layers
-            self.prefetch(1 if layers is None else layers)
-
-    def _can_offload(self, tensor: Tensor) -> bool:
-        # Tangents that are all zeros may have no storage.
-        if tensor.device.type != self._device_type or not is_plain(tensor) or not storage_address(tensor):
-            return False
-        return span_length(tensor) >= (self.session.options.min_bytes or 1)
+            self.prefetch()
 
 
 def run_save_all(
@@ -118,9 +106,8 @@ def run_save_all(
     Note [tensors that `save="all"` never offloads]
     The layer's parameters and buffers stay on the device, and so do arguments that want no gradient, such as rotary tables
     and masks: the model passes them to every layer, so offloading one frees nothing while a layer is at work. The rule goes
-    by storage, so that it also holds for views, such as a slice of a table that the model has registered as a buffer. A
-    storage that an argument with a gradient uses as well is offloaded: `layer(x, x.detach())` does not keep `x`.
-    Layers that are recomputed follow the same rule.
+    by storage, so that it also holds for views. A storage that an argument with a gradient uses as well is offloaded:
+    `layer(x, x.detach())` does not keep `x`.
     """
     own, arguments = (*module.parameters(), *module.buffers()), list(tensors_in((args, kwargs)))
     accelerators = {tensor.device.type for tensor in (*own, *arguments)} - {"cpu", "meta"}
@@ -141,11 +128,11 @@ class RegionHooks:
         self._device_type = accelerator.type if accelerator is not None else "cpu"
         self._layer = Layer(0, "region")
         session.layers.append(self._layer)
-        self._call: weakref.ref[SaveAllCall] | None = None
+        self._call: Callable[[], SaveAllCall | None] = lambda: None
 
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         """The pack hook."""
-        call = self._call() if self._call is not None else None
+        call = self._call()
         if call is None or call.offloaded_bytes >= STRETCH_BYTES:
             call = SaveAllCall(self._session, self._layer, self._device_type, frozenset())
             self._call = weakref.ref(call)

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rlx.data.batch import SEQUENCE, Batch
+from rlx.data.batch import SEQUENCE, Batch, left_padded
 from rlx.errors import ExplainedError
 
 if TYPE_CHECKING:
@@ -48,12 +46,8 @@ class Conversations:
                 "the reward model has another tokenizer than the policy and needs the prompts' messages, but the data set "
                 "gives no info raw_prompt (text, or a list of messages, for each row); let its batch() give them"
             )
-        ids = [self._tokens(*each) for each in zip(batch.info["raw_prompt"], batch.info["response_text"], strict=True)]
-        lengths = torch.tensor([len(own) for own in ids])
-        width = int(lengths.max())
-        mask_BT = torch.arange(width) >= width - lengths[:, None]
-        ids_BT = torch.zeros(mask_BT.shape, dtype=torch.int64)
-        ids_BT[mask_BT] = torch.tensor([token for own in ids for token in own])
+        texts = zip(batch.info["raw_prompt"], batch.info["response_text"], strict=True)
+        ids_BT, mask_BT = left_padded([self._tokens(*each) for each in texts])
         # The model scores the whole sequence, so any part of it may count as the response.
         return Batch.of({"input_ids": ids_BT, "attention_mask": mask_BT, "response_mask": mask_BT[:, -1:]})
 

@@ -47,21 +47,13 @@ class Loadable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A reward function that a process loads and calls.
+    """A reward function that a process loads and calls."""
 
-    Args:
-        source: path of a user's Python file, or a module of rlx.
-        name: of the function in it.
-        limit_s: longest call [seconds].
-        batched: one call scores a list of samples.
-        options: further arguments by name.
-    """
-
-    source: str
-    name: str
-    limit_s: float
-    batched: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    source: str  # path of a user's Python file, or a module of rlx
+    name: str  # of the function in it
+    limit_s: float  # longest call [seconds]
+    batched: bool = False  # one call scores a list of samples
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments by name
 
     @property
     def is_own(self) -> bool:
@@ -115,19 +107,14 @@ Numbers = dict[str, float]
 
 
 class Outcome(NamedTuple):
-    """The end of a call.
+    """The end of a call."""
 
-    Args:
-        answers: for each sample the numbers reported, including `score`, or a message if the report is wrong.
-        kind: the reason for no answers: the call raised (or returned no list), took too long, or ended its process.
-        fault: the same reason in words.
-        traceback: of the error that the call raised.
-    """
-
+    # For each sample the numbers reported, including `score`, or a message if the report is wrong
     answers: list[Numbers | str]
+    # The reason for no answers: the call raised (or returned no list), took too long, or ended its process
     kind: Literal["", "error", "timeout", "crash"] = ""
-    fault: str = ""
-    traceback: str = ""
+    fault: str = ""  # the same reason in words
+    traceback: str = ""  # of the error that the call raised
 
 
 def raised(fault: BaseException) -> Outcome:

@@ -44,14 +44,10 @@ class RewardError(ExplainedError, ValueError):
 
 
 class Scores(NamedTuple):
-    """One score per sample, and the other numbers that reward functions report.
+    """One score per sample, and the other numbers that reward functions report."""
 
-    Args:
-        scores: (B,) fp32.
-        extra: lists of length B by name; NaN for a sample whose function did not report the number.
-    """
-
-    scores: Tensor
+    scores: Tensor  # (B,) fp32
+    # Lists of length B by name; NaN for a sample whose function did not report the number
     extra: dict[str, list[float]]
 
     def right(self) -> Tensor:
@@ -62,14 +58,10 @@ class Scores(NamedTuple):
 
 
 class RewardModel(NamedTuple):
-    """A model that scores responses, too.
+    """A model that scores responses, too."""
 
-    Args:
-        conversations: writes its input.
-        rule_weight: factor of the functions' score in the sum with the model's; with 0 rlx does not call the functions.
-    """
-
-    conversations: Conversations
+    conversations: Conversations  # writes its input
+    # Factor of the functions' score in the sum with the model's; with 0 rlx does not call the functions
     rule_weight: float
 
 

@@ -60,10 +60,8 @@ def number(value: float, width: int) -> str:
 
 def count(value: float) -> str:
     """Format a quantity without a fixed scale in five characters: 4.3, 9950, 12.3k, 123k, 4.5M."""
-    if abs(value) < 10:
-        return f"{value:.1f}"
     if abs(value) < 10_000 or not math.isfinite(value):
-        return f"{value:.0f}"
+        return f"{value:.{1 if abs(value) < 10 else 0}f}"
     scale, unit = next(((s, u) for s, u in ((1e3, "k"), (1e6, "M"), (1e9, "G")) if abs(value) < 1e3 * s), (1e12, "T"))
     return f"{value / scale:.{1 if abs(value) < 100 * scale else 0}f}{unit}"
 
@@ -76,22 +74,19 @@ def duration(value: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def change(before: float, after: float) -> str:
+    """Format two accuracies: 31.0% -> 84.5% (+53.5 points)."""
+    return f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
+
+
 class ProgressColumn(NamedTuple):
-    """One column of the step table.
+    """One column of the step table."""
 
-    Args:
-        title: in the header.
-        metrics: the column shows the first of these that a step has, else "-".
-        width: in characters.
-        form: formats the number.
-        drop: order on narrow terminals; the column with the highest number is dropped first.
-    """
-
-    title: str
-    metrics: tuple[str, ...]
-    width: int
-    form: Callable[[float], str]
-    drop: int
+    title: str  # in the header
+    metrics: tuple[str, ...]  # the column shows the first of these that a step has, else "-"
+    width: int  # in characters
+    form: Callable[[float], str]  # formats the number
+    drop: int  # order on narrow terminals; the column with the highest number is dropped first
 
 
 # KL is the KL to the reference if the run has one, else the KL between the policy before and after the step; mism is the mean
@@ -171,30 +166,29 @@ class MemoryTable:
     """
 
     def __init__(self) -> None:
-        self._shown: dict[str, float] = {}
+        self._shown: dict[str, tuple[float, float]] = {}  # before and after, by phase [GB]
 
     def lines(self, metrics: Mapping[str, float], width: int, with_header: bool) -> list[str]:
         """Return cells like `roll 3.20>61.0` in the order of the step, in lines of `width` characters; none if nothing is new."""
-        figures = {name: metrics[name] for phase in PHASE_LABELS for name in self._names(phase) if name in metrics}
-        if not with_header and all(self._is_known(name, value) for name, value in figures.items()):
+        figures = {
+            phase: (metrics[f"memory/{phase}_before_gb"], metrics[f"memory/{phase}_after_gb"])
+            for phase in PHASE_LABELS
+            if f"memory/{phase}_before_gb" in metrics
+        }
+        if not figures or not (with_header or any(self._is_new(*figure) for figure in figures.items())):
             return []
         self._shown |= figures
-        cells = [
-            f"{title}\xa0{number(figures[before], 4)}>{number(figures[after], 4)}"
-            for phase, title in PHASE_LABELS.items()
-            for before, after in [self._names(phase)]
-            if before in figures
-        ]
-        folded = textwrap.wrap(
-            "GB\xa0before>after: " + " ".join(cells), width, initial_indent="  ", subsequent_indent="    "
+        cells = (
+            f"{PHASE_LABELS[phase]}\xa0{number(before, 4)}>{number(after, 4)}"
+            for phase, (before, after) in figures.items()
         )
-        return [line.replace("\xa0", " ") for line in folded] if cells else []
+        text = "GB\xa0before>after: " + " ".join(cells)
+        folded = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
+        return [line.replace("\xa0", " ") for line in folded]
 
-    def _names(self, phase: str) -> tuple[str, str]:
-        return f"memory/{phase}_before_gb", f"memory/{phase}_after_gb"
-
-    def _is_known(self, name: str, value: float) -> bool:
-        return name in self._shown and abs(value - self._shown[name]) <= MEMORY_CHANGE * self._shown[name]
+    def _is_new(self, phase: str, figures: tuple[float, float]) -> bool:
+        known = self._shown.get(phase)
+        return known is None or any(abs(x - old) > MEMORY_CHANGE * old for x, old in zip(figures, known, strict=True))
 
 
 class _NoticeHandler(logging.Handler):
@@ -269,9 +263,7 @@ class Progress:
 
         Yields a dict that after the step holds seconds: `timing_s/<phase>` of each phase and `timing_s/step` of all.
         """
-        if (
-            self._first_step is None
-        ):  # bar and estimate start here, without the start-up and a resumed run's earlier steps
+        if self._first_step is None:  # the estimate leaves out the start-up and a resumed run's earlier steps
             self._first_step, self._first_step_began = number, time.perf_counter()
             self._bar.reset(self._task, completed=number - 1)
         self._step = number
@@ -316,8 +308,7 @@ class Progress:
 
     def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
         table = StepTable(self._console.width, self._total_steps)
-        with_header = self._rows % HEADER_EVERY == 0
-        if with_header:
+        if with_header := self._rows % HEADER_EVERY == 0:
             if self._rows and not self._live and self._first_step is not None:
                 elapsed = time.perf_counter() - self._first_step_began
                 left = elapsed / (step - self._first_step + 1) * (self._total_steps - step)
@@ -355,8 +346,8 @@ class Progress:
         facts: dict[str, str] = {}
         if last_validation:
             before, after = first_validation["val/accuracy"], last_validation["val/accuracy"]
-            change = f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
-            facts["held-out accuracy"] = change if first_validation is not last_validation else f"{after:.1%}"
+            is_one = first_validation is last_validation
+            facts["held-out accuracy"] = f"{after:.1%}" if is_one else change(before, after)
         if len(self._rewards) > 1:
             steps = min(STEPS_PER_MEAN, len(self._rewards) // 2)
             first, last = (sum(part) / steps for part in (self._rewards[:steps], self._rewards[-steps:]))

@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.errors import ExplainedError
-from rlx.trainer.progress import PHASE_LABELS
+from rlx.trainer.progress import PHASE_LABELS, change
 from rlx.trainer.tracking import METRICS_FILE
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -87,10 +87,10 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 3, left=0.05, right=0.955, top=0.84, bottom=0.075, hspace=0.38, wspace=0.3)
     panels = [figure.add_subplot(grid[row, column]) for row in range(2) for column in range(3)]
-    draw = (_reward, _accuracy, _kl_and_entropy, _phase_times, _grad_norm, _response_length)
-    for axes, panel in zip(panels, draw, strict=True):
+    for axes, (name, draw) in zip(panels, PANELS.items(), strict=True):
         style(axes)
-        panel(axes, metrics)
+        axes.set_title(name, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+        draw(axes, metrics)
     figure.text(0.05, 0.955, title, fontsize=16, fontweight="bold", color=INK, va="center")
     figure.text(0.05, 0.912, _headline(metrics), fontsize=11.5, color=GREY, va="center")
     figure.savefig(out_png, dpi=DPI)
@@ -99,17 +99,16 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
 
 def _headline(metrics: Metrics) -> str:
     """Return the change from first to last in one line."""
-    _, accuracy = _series(metrics, "val/accuracy")
-    _, reward = _series(metrics, "reward/mean")
+    (_, accuracy), (_, reward), (_, step_s) = (
+        _series(metrics, name) for name in ("val/accuracy", "reward/mean", "timing_s/step")
+    )
     parts = []
-    if accuracy:
-        change = (
-            f" -> {accuracy[-1]:.1%} ({100 * (accuracy[-1] - accuracy[0]):+.1f} points)" if len(accuracy) > 1 else ""
-        )
-        parts.append(f"held-out accuracy {accuracy[0]:.1%}{change}")
+    if len(accuracy) > 1:
+        parts.append(f"held-out accuracy {change(accuracy[0], accuracy[-1])}")
+    elif accuracy:
+        parts.append(f"held-out accuracy {accuracy[0]:.1%}")
     if reward:
         parts.append(f"sampled reward {reward[0]:.3f} -> {reward[-1]:.3f}")
-    step_s = _series(metrics, "timing_s/step")[1]
     if step_s:
         parts.append(f"{len(step_s)} steps, {sum(step_s) / len(step_s):.1f} s each")
     return "   ·   ".join(parts)
@@ -133,10 +132,6 @@ def style(axes: Axes) -> None:
     axes.set_xlabel("step", color=GREY, fontsize=9)
 
 
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
-
-
 def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
     """Draw the points, and their running mean over them if there are many."""
     steps, values = series
@@ -151,8 +146,8 @@ def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
 
 def _held_out(axes: Axes, series: Series) -> None:
     """Draw the line, and its points if they can be told apart."""
-    marker = "o" if len(series[0]) <= 30 else ""
     if series[0]:
+        marker = "o" if len(series[0]) <= 30 else ""
         axes.plot(*series, color=ORANGE, linewidth=1.8, marker=marker, markersize=5, label="held-out")
 
 
@@ -172,12 +167,10 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 
 
 def _legend(axes: Axes, *others: Axes) -> None:
-    entries = [axes.get_legend_handles_labels(), *(other.get_legend_handles_labels() for other in others)]
-    handles = [handle for found, _ in entries for handle in found]
-    if handles:
-        labels = [label for _, found in entries for label in found]
+    lines = [line for each in (axes, *others) for line in each.get_legend_handles_labels()[0]]
+    if lines:
         axes.legend(
-            handles, labels, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=8.5,
+            handles=lines, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=8.5,
             labelcolor=GREY, borderaxespad=0.2, handlelength=1.4, columnspacing=1.0,
         )  # fmt: skip
     else:
@@ -186,14 +179,12 @@ def _legend(axes: Axes, *others: Axes) -> None:
 
 
 def _reward(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Reward")
     _curve(axes, _series(metrics, "reward/mean"), BLUE, "sampled")
     _held_out(axes, _series(metrics, "val/reward"))
     _legend(axes)
 
 
 def _accuracy(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Accuracy")
     _curve(axes, _series(metrics, "reward/accuracy"), BLUE, "sampled")
     steps, values = _series(metrics, "val/accuracy")
     _held_out(axes, (steps, values))
@@ -211,12 +202,9 @@ def _accuracy(axes: Axes, metrics: Metrics) -> None:
 
 
 def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "KL, entropy")
-    to_reference = _series(metrics, "actor/kl_ref")
-    if to_reference[0]:
-        _curve(axes, to_reference, RED, "KL (reference)")
-    else:
-        _curve(axes, _series(metrics, "actor/ppo_kl"), RED, "KL (step)")
+    has_reference = any("actor/kl_ref" in row for row in metrics.values())
+    name, label = ("actor/kl_ref", "KL (reference)") if has_reference else ("actor/ppo_kl", "KL (step)")
+    _curve(axes, _series(metrics, name), RED, label)
     _curve(axes, _series(metrics, "mismatch/kl_k3"), ORANGE, "KL (sampler)")
     right = _right(axes)
     _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy, right")
@@ -228,7 +216,6 @@ def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
 
 def _phase_times(axes: Axes, metrics: Metrics) -> None:
     """Draw the seconds of each phase, stacked; phases with less than 1 % of the time count as the rest."""
-    _title(axes, "Seconds per step")
     rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
     order = [*(name for name in PHASE_LABELS if name in names), *sorted(names - PHASE_LABELS.keys())]
@@ -249,21 +236,19 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
         color, label = PHASE_COLORS.get(name, GREY), name.replace("_", " ")
         axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=label)
         bottom = top
-    handles, labels = axes.get_legend_handles_labels()
     axes.set_ylim(0, max(bottom) * (1.15 + 0.08 * math.ceil(len(shown) / 3)) or 1.0)
     axes.legend(
-        handles[::-1], labels[::-1], loc="upper left", ncols=3, frameon=False, fontsize=8.5, labelcolor=GREY,
+        reverse=True, loc="upper left", ncols=3, frameon=False, fontsize=8.5, labelcolor=GREY,
         handlelength=0.9, columnspacing=1.2, borderaxespad=0.1,
     )  # fmt: skip
 
 
 def _grad_norm(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Gradient norm")
     _curve(axes, _series(metrics, "actor/grad_norm"), BLUE, "actor")
     _curve(axes, _series(metrics, "critic/grad_norm"), ORANGE, "critic")
     skipped = [step for step, row in metrics.items() if row.get("actor/skipped", 0) + row.get("critic/skipped", 0) > 0]
-    for index, step in enumerate(skipped):
-        axes.axvline(step, color=RED, linewidth=1.0, linestyle=":", label="skipped" if index == 0 else None)
+    for step in skipped:
+        axes.axvline(step, color=RED, linewidth=1.0, linestyle=":", label="skipped" if step == skipped[0] else None)
     norms = [v for name in ("actor/grad_norm", "critic/grad_norm") for v in _series(metrics, name)[1] if v > 0]
     if norms and max(norms) / min(norms) > 100 and all(math.isfinite(v) for v in norms):
         axes.set_yscale("log")
@@ -271,7 +256,6 @@ def _grad_norm(axes: Axes, metrics: Metrics) -> None:
 
 
 def _response_length(axes: Axes, metrics: Metrics) -> None:
-    _title(axes, "Response tokens")
     _curve(axes, _series(metrics, "response_length/mean"), BLUE, "mean")
     steps, cut = _series(metrics, "response_length/clip_ratio")
     others = []
@@ -281,6 +265,16 @@ def _response_length(axes: Axes, metrics: Metrics) -> None:
         right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         right.set_ylim(0, min(1.05, 1.3 * max(cut)))
     _legend(axes, *others)
+
+
+PANELS = {
+    "Reward": _reward,
+    "Accuracy": _accuracy,
+    "KL, entropy": _kl_and_entropy,
+    "Seconds per step": _phase_times,
+    "Gradient norm": _grad_norm,
+    "Response tokens": _response_length,
+}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ Pure functions of the driver. Shape letters as in `rlx/data/batch.py`.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -54,15 +55,11 @@ def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
             f"algorithm.filter_groups.metric: got {metric!r}, expected a number that a reward function reports, one of "
             f"{', '.join(named)}"
         )
-    value_B = named[metric].double()
-    known_B, (groups, of_row_B) = ~value_B.isnan(), batch["group_id"].unique(return_inverse=True)
-    lowest_G, highest_G = (
-        torch.full((len(groups),), end, dtype=torch.float64).scatter_reduce(
-            0, of_row_B, value_B.where(known_B, end), how
-        )
-        for end, how in ((math.inf, "amin"), (-math.inf, "amax"))
-    )
-    return (highest_G > lowest_G)[of_row_B].nonzero().flatten().tolist()
+    groups, found = batch["group_id"].tolist(), defaultdict[int, set[float]](set)
+    for group, value in zip(groups, named[metric].tolist(), strict=True):
+        if not math.isnan(value):
+            found[group].add(value)
+    return [row for row, group in enumerate(groups) if len(found[group]) > 1]
 
 
 def take_rows(part: Part, rows: Sequence[int]) -> Part:
@@ -76,10 +73,9 @@ def join(parts: Sequence[Part]) -> Part:
     """Join the rows of all parts. Prompts are left padded to the longest; numbers that a part lacks become NaN."""
     widest = max(batch["input_ids"].shape[1] for batch, _ in parts)
     batch = concat([_widened(batch, widest) for batch, _ in parts])
-    names = sorted({name for _, scores in parts for name in scores.extra})
-    extra = {
-        name: [v for part, scores in parts for v in scores.extra.get(name, [math.nan] * len(part))] for name in names
-    }
+    extra: dict[str, list[float]] = {}
+    for name in sorted({name for _, scores in parts for name in scores.extra}):
+        extra[name] = [x for part, scores in parts for x in scores.extra.get(name, [math.nan] * len(part))]
     return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)
 
 

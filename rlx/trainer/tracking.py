@@ -2,11 +2,13 @@
 
 import json
 import math
+import textwrap
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -19,20 +21,22 @@ class TrackingError(ExplainedError, ValueError):
     """A logger cannot start."""
 
 
-class Logger(Protocol):
+class Logger(ABC):
     """A store of metrics."""
 
+    @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep the metrics of one step."""
 
-    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Keep some generations of the validation at `step`; each row maps a name to its value."""
-
+    @abstractmethod
     def close(self) -> None:
         """Write pending data."""
 
+    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027, most loggers may skip it
+        """Keep some generations of the validation at `step`; each row maps a name to its value."""
 
-class JsonlLogger:
+
+class JsonlLogger(Logger):
     """Writes `metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics.
 
     NaN and infinity become null, because JSON lacks them. Generations are left out, because the dump of the validation holds them.
@@ -51,15 +55,12 @@ class JsonlLogger:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
-    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Do nothing, see the class."""
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class TensorboardLogger:
+class TensorboardLogger(Logger):
     """Writes event files in `tensorboard/`. After a resume it hides the former run's entries beyond `resume_step`."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
@@ -77,7 +78,9 @@ class TensorboardLogger:
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Write one text per generation."""
         for index, row in enumerate(rows):
-            text = "\n\n".join(f"**{name}**\n\n{_indented(str(value))}" for name, value in row.items())
+            # Indented, so that Markdown shows the text verbatim.
+            texts = (f"**{name}**\n\n{textwrap.indent(str(value), '    ')}" for name, value in row.items())
+            text = "\n\n".join(texts)
             self._writer.add_text(f"val/generation_{index}", text, step)
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ class TensorboardLogger:
         self._writer.close()
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """Continues a wandb run with the configuration; its id is kept in the run's folder for a resumed run."""
 
     def __init__(self, run_dir: Path, config_yaml: str, project: str, experiment: str) -> None:
@@ -196,8 +199,3 @@ def _drop_torn_line(path: Path) -> None:
     if whole < len(data):
         with path.open("r+b") as file:
             file.truncate(whole)
-
-
-def _indented(text: str) -> str:
-    """Return Markdown that shows `text` verbatim."""
-    return "\n".join("    " + line for line in text.splitlines())

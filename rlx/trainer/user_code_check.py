@@ -32,23 +32,14 @@ class Named:
 
 
 class UserCode(NamedTuple):
-    """A function or class of the user.
+    """A function or class of the user."""
 
-    Args:
-        what: its description in messages.
-        keys: the keys that configure it, `path` and `name` first.
-        code: the object to load.
-        expected: its signature in words.
-        memory_limit_gb: memory that the process may allocate [10^9 bytes]; None: no limit.
-        in_workers: whether workers import it instead of the driver.
-    """
-
-    what: str
-    keys: tuple[str, ...]
-    code: Loadable
-    expected: str
-    memory_limit_gb: float | None = None
-    in_workers: bool = False
+    what: str  # its description in messages
+    keys: tuple[str, ...]  # the keys that configure it, `path` and `name` first
+    code: Loadable  # the object to load
+    expected: str  # its signature in words
+    memory_limit_gb: float | None = None  # memory that the process may allocate [10^9 bytes]; None: no limit
+    in_workers: bool = False  # whether workers import it instead of the driver
 
 
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlx.models.tiny
@@ -195,11 +197,8 @@ class _Training:
         greedy = Sampling(MAX_ANSWER_TOKENS, temperature=0.0, stop_token_ids=(self._tokenizer.eos_token_id,))
         completions = self._rollout.generate([Request(example.prompt_ids, 0, greedy) for example in self._held_out])
         texts = [self._tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
-        scores = [
-            compute_score(arithmetic.ARITHMETIC_SOURCE, text, example.ground_truth)
-            for text, example in zip(texts, self._held_out, strict=True)
-        ]
-        return sum(scores) / len(scores)
+        answered = zip(texts, (example.ground_truth for example in self._held_out), strict=True)
+        return mean(compute_score(arithmetic.ARITHMETIC_SOURCE, *answer) for answer in answered)
 
 
 def _examples(config: ArithmeticConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
@@ -217,14 +216,9 @@ def _example(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Example
 
 def _padded(rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Tensor, Tensor]:
     """Return ids and labels (B, T), right padded; labels are IGNORED outside the second parts."""
-    width = max(len(given) + len(wanted) for given, wanted in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full((len(rows), width), IGNORED)
-    for row, (given, wanted) in enumerate(rows):
-        end = len(given) + len(wanted)
-        ids[row, :end] = torch.tensor((*given, *wanted))
-        labels[row, len(given) : end] = torch.tensor(wanted)
-    return ids, labels
+    ids = [torch.tensor((*given, *wanted)) for given, wanted in rows]
+    labels = [torch.tensor((*[IGNORED] * len(given), *wanted)) for given, wanted in rows]
+    return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 
 def _progress_bar() -> Progress:

@@ -21,7 +21,8 @@ PROCESS = "process"
 class Worker:
     """Hosts roles. The role name `process` addresses the process as a whole.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment, and in that of rank 0 possibly
+    MASTER_LISTEN_FD, the descriptor of a socket that is bound to this address and port.
 
     Args:
         config: the tree; `trainer.total_training_steps` and the critic's nulls are set, model paths are folders or hub names.
@@ -126,7 +127,7 @@ def join_process_group(choice: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = accelerator.type if accelerator is not None else "cpu"
     if choice == "cpu" or (choice == "auto" and seen != "cuda"):
-        dist.init_process_group("gloo")
+        _init_process_group("gloo")
         return torch.device("cpu")
     if seen != "cuda":
         raise ValueError(
@@ -134,5 +135,19 @@ def join_process_group(choice: str) -> torch.device:
         )
     device = torch.device(seen, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    _init_process_group("cpu:gloo,cuda:nccl")
     return device
+
+
+def _init_process_group(backend: str) -> None:
+    """Join the group, whose store listens on the socket MASTER_LISTEN_FD of rank 0 if that is set, else on all interfaces."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listener = os.environ.get("MASTER_LISTEN_FD")
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0,
+        master_listen_fd=None if listener is None else int(listener),
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -30,6 +30,11 @@ def why_not_writable(folder: Path) -> str | None:
     return None if is_open else f"{nearest} is not writable"
 
 
+def correct_path(key: str) -> str:
+    """Return the remedy for a path that does not exist."""
+    return f"correct {key}; relative paths start at {Path.cwd()}"
+
+
 def is_hub_name(path: str) -> bool:
     """Whether the path has the form of a hub name; the hub is not asked."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.faults import Fault
 from rlx.config.schema import GROUPS, NORM_BY_STD, PPOConfig
 from rlx.config.schema.roles import has_critic, has_reward_model
 
 ESTIMATOR, SAMPLES = "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"
 FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
 LENGTH, LONGEST = "reward.overlong_buffer.len", "data.max_response_length"
-MODE, AGGREGATION = (f"actor_rollout_ref.actor.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode"))
+AGGREGATION = "actor_rollout_ref.actor.loss_agg_mode"
 
 METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
@@ -19,19 +18,17 @@ SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 def estimator_compares_samples(s: CheckContext) -> Faults:
     """Estimators that compare samples need groups of at least two: a single sample has no advantage."""
     if s.config.algorithm.needs(GROUPS) and s.config.actor_rollout_ref.rollout.n == 1:
-        name = s.config.algorithm.adv_estimator
+        what = f"{s.config.algorithm.adv_estimator} compares the responses to one prompt"
         remedy = f"set {SAMPLES}=5, say, or {ESTIMATOR} to one that needs no group: gae, reinforce_plus_plus or remax"
-        keys = (SAMPLES, ESTIMATOR)
-        yield Fault(f"{name} compares the responses to one prompt", f"{SAMPLES}=1", "at least 2", remedy, keys)
+        yield s.fault(what, f"{SAMPLES} >= 2", remedy, SAMPLES, ESTIMATOR)
 
 
 def critic_is_used(s: CheckContext) -> Faults:
     """Keys of the critic need an estimator that trains a critic."""
-    keys = tuple(key for key in s.changed_keys if key.startswith("critic."))
+    keys = [key for key in s.changed_keys if key.startswith("critic.")]
     if keys and not has_critic(s.config):
-        estimator = s.config.algorithm.adv_estimator
         remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set {ESTIMATOR}=gae"
-        yield Fault(f"{estimator} has no critic", ", ".join(keys), "no key below critic", remedy, keys)
+        yield s.fault(f"{s.config.algorithm.adv_estimator} has no critic", "no key below critic", remedy, *keys)
 
 
 def filtered_groups_can_differ(s: CheckContext) -> Faults:
@@ -41,21 +38,15 @@ def filtered_groups_can_differ(s: CheckContext) -> Faults:
         return
     if s.config.actor_rollout_ref.rollout.n == 1:
         remedy = f"set {SAMPLES}=8, say, or {FILTER}=False"
-        got = f"{FILTER}=True, {SAMPLES}=1"
-        yield Fault(
-            "a single response to a prompt differs from none", got, f"{SAMPLES} >= 2", remedy, (FILTER, SAMPLES)
-        )
+        yield s.fault("a single response to a prompt differs from none", f"{SAMPLES} >= 2", remedy, FILTER, SAMPLES)
     known = _metrics(s.config)
     if known is not None and filters.metric not in known:
         expected = f"one of {', '.join(known)}, or a number that a reward function of yours reports"
-        yield Fault(
-            f"{METRIC} is not known", f"{METRIC}={filters.metric}", expected, f"set {METRIC}=acc", (FILTER, METRIC)
-        )
+        yield s.fault(f"{METRIC} is not known", expected, f"set {METRIC}=acc", FILTER, METRIC)
     if filters.metric == "seq_final_reward" and s.config.algorithm.use_kl_in_reward:
-        keys = (METRIC, "algorithm.use_kl_in_reward")
-        got = f"{METRIC}=seq_final_reward, {keys[1]}=True"
         expected = "a metric without the KL: prompts are chosen before log-probs are computed"
-        yield Fault("dynamic sampling does not know the KL", got, expected, f"set {METRIC}=seq_reward", keys)
+        remedy = f"set {METRIC}=seq_reward"
+        yield s.fault("dynamic sampling does not know the KL", expected, remedy, METRIC, "algorithm.use_kl_in_reward")
 
 
 def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
@@ -72,9 +63,8 @@ def penalty_fits_the_length(s: CheckContext) -> Faults:
     """The length penalty begins at a length of 0 or more."""
     overlong, longest = s.config.reward.overlong_buffer, s.config.data.max_response_length
     if overlong.enable and overlong.len > longest:
-        got = f"{LENGTH}={overlong.len}, {LONGEST}={longest}"
         remedy = f"set {LENGTH}={max(1, longest // 5)}, say"
-        yield Fault("the penalty begins before the response", got, f"at most {longest}", remedy, (LENGTH, LONGEST))
+        yield s.fault("the penalty begins before the response", f"at most {longest}", remedy, LENGTH, LONGEST)
 
 
 ALGORITHM_RULES = (

@@ -8,13 +8,9 @@ from rlx.config.schema import RolloutCorrectionConfig
 from rlx.config.schema.keys import Bounds, read_bounds
 
 GROUP = "algorithm.rollout_correction"
-IS, CAP, RS, RS_BOUNDS, VETO, BYPASS = (
-    f"{GROUP}.{name}"
-    for name in (
-        *("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"),
-        *("rollout_token_veto_threshold", "bypass_mode"),
-    )
-)
+IS, CAP = f"{GROUP}.rollout_is", f"{GROUP}.rollout_is_threshold"
+RS, RS_BOUNDS = f"{GROUP}.rollout_rs", f"{GROUP}.rollout_rs_threshold"
+VETO, BYPASS = f"{GROUP}.rollout_token_veto_threshold", f"{GROUP}.bypass_mode"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
@@ -37,10 +33,9 @@ def each_test_has_bounds(s: CheckContext) -> Faults:
     correction = s.config.algorithm.rollout_correction
     criteria, texts = correction.rollout_rs or (), correction.rollout_rs_threshold or ()
     if criteria and len(texts) not in (1, len(criteria)):
-        got = f"{RS} names {len(criteria)}, {RS_BOUNDS} has {len(texts)}"
         typical = {"seq_mean_k1": "0.999_1.001", "seq_mean_k3": "0.001", "seq_max_k2": "0.05"}
         remedy = f"set {RS_BOUNDS}=[{','.join(typical.get(name, '0.5_2.0') for name in criteria)}], say"
-        yield Fault("rejection needs thresholds", got, "one for all or one each", remedy, (RS, RS_BOUNDS))
+        yield s.fault("rejection needs thresholds", "one for all or one each", remedy, RS, RS_BOUNDS)
 
 
 def bounds_suit_the_test(s: CheckContext) -> Faults:
@@ -54,41 +49,35 @@ def bounds_suit_the_test(s: CheckContext) -> Faults:
         if not name.endswith("k1") and low is not None:
             remedy = f"give {name} one number in {RS_BOUNDS}, such as {high}"
             got = f"{low}_{high} for {name}"
-            yield Fault("a divergence has no lower bound", got, "one number", remedy, (RS, RS_BOUNDS))
+            yield s.fault("a divergence has no lower bound", "one number", remedy, RS, RS_BOUNDS, got=got)
         elif name.endswith("k1") and not (low or 1 / high) <= 1 <= high:
-            yield _without_one(RS_BOUNDS, f"{low or 1 / high}_{high} for {name}", (RS, RS_BOUNDS))
+            yield _without_one(s, RS, RS_BOUNDS)
     low, high = read_bounds(correction.rollout_is_threshold)
     if correction.rollout_is is not None and not (low or 0) <= 1 <= high:
-        yield _without_one(CAP, f"{CAP}={correction.rollout_is_threshold}", (IS, CAP))
+        yield _without_one(s, IS, CAP)
 
 
-def _without_one(key: str, got: str, keys: tuple[str, ...]) -> Fault:
-    remedy = f"set {key}=0.5_2.0, say; write decimal points, since YAML reads 0.5_2 as 0.52"
-    return Fault("bounds of a ratio exclude 1, where sampler and trainer agree", got, "bounds around 1", remedy, keys)
-
-
-def _corrections(s: CheckContext) -> list[str]:
-    return [key for key in (IS, RS, VETO) if s.value(key)]
+def _without_one(s: CheckContext, test: str, bounds: str) -> Fault:
+    what = "bounds of a ratio exclude 1, where sampler and trainer agree"
+    remedy = f"set {bounds}=0.5_2.0, say; write decimal points, since YAML reads 0.5_2 as 0.52"
+    return s.fault(what, "bounds around 1", remedy, test, bounds)
 
 
 def bypass_leaves_nothing_to_correct(s: CheckContext) -> Faults:
     """With bypass_mode the trainer computes no old log-probs, so there is no ratio to correct; the loss already contains it."""
-    correction = s.config.algorithm.rollout_correction
-    given = _corrections(s)
-    if correction.bypass_mode and given:
-        got = f"{BYPASS}=True, {', '.join(given)}"
+    given = [key for key in (IS, RS, VETO) if s.value(key)]
+    if s.value(BYPASS) and given:
         remedy = f"remove {' and '.join(given)} (PPO's ratio then divides by the sampler's probability), or {BYPASS}"
         expected = "one of the two: corrections need the trainer's old log-probs, which bypass_mode does not compute"
-        yield Fault("bypass_mode cannot be combined with corrections", got, expected, remedy, (BYPASS, *given))
+        yield s.fault("bypass_mode cannot be combined with corrections", expected, remedy, BYPASS, *given)
 
 
 def log_probs_are_returned(s: CheckContext) -> Faults:
     """Every correction is a function of the sampler's log-probs."""
-    given = [*_corrections(s), *([BYPASS] if s.value(BYPASS) else [])]
+    given = [key for key in (IS, RS, VETO, BYPASS) if s.value(key)]
     if given and not s.value(LOG_PROBS):
-        got = f"{LOG_PROBS}=False, {', '.join(given)}"
         remedy = f"set {LOG_PROBS}=True, or remove {' and '.join(given)}"
-        yield Fault("corrections need the sampler's log-probs", got, f"{LOG_PROBS}=True", remedy, (LOG_PROBS, *given))
+        yield s.fault("corrections need the sampler's log-probs", f"{LOG_PROBS}=True", remedy, LOG_PROBS, *given)
 
 
 CORRECTION_RULES = (

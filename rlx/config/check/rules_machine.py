@@ -1,17 +1,16 @@
-"""Rules about the machine's devices, packages and files. Each rule yields the faults it finds."""
+"""Rules about the machine's devices, packages and files."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.check.folders import is_hub_name, runs_folder, warm_starts_folder, why_not_writable
-from rlx.config.faults import Fault
-from rlx.config.machine import on_accelerator
+from rlx.config.check.folders import correct_path, is_hub_name, runs_folder, warm_starts_folder, why_not_writable
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 
-GPUS, NODES, MODEL = "trainer.n_gpus_per_node", "trainer.nnodes", "actor_rollout_ref.model.path"
+GPUS, NODES, DEVICE = "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device"
+MODEL = "actor_rollout_ref.model.path"
 FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 DATA_KINDS = (".parquet", ".jsonl")
 
@@ -25,7 +24,8 @@ def cluster_answers(s: CheckContext) -> Faults:
     if cluster is not None and cluster.error is not None:
         remedy = "start the cluster (docs/cluster.md), or unset RAY_ADDRESS to run on this machine alone"
         expected = "the head of a running cluster, <host>:<port> (port 6379 by default)"
-        yield Fault("the Ray cluster cannot be joined", f"{cluster.address}: {cluster.error}", expected, remedy)
+        got = f"{cluster.address}: {cluster.error}"
+        yield s.fault("the Ray cluster cannot be joined", expected, remedy, got=got)
 
 
 def nodes_need_a_cluster(s: CheckContext) -> Faults:
@@ -34,13 +34,14 @@ def nodes_need_a_cluster(s: CheckContext) -> Faults:
     if nodes > 1 and s.machine.cluster is None:
         remedy = f"start Ray on each machine and set RAY_ADDRESS (docs/cluster.md), or set {NODES}=1"
         got = f"{NODES}={nodes}, RAY_ADDRESS not set"
-        yield Fault("several machines need a Ray cluster to join", got, "RAY_ADDRESS=<host>:<port>", remedy, (NODES,))
+        expected = "RAY_ADDRESS=<host>:<port>"
+        yield s.fault("several machines need a Ray cluster to join", expected, remedy, NODES, got=got)
 
 
 def gpus_suffice(s: CheckContext) -> Faults:
     """Each process needs a GPU of its own; on CPU the number of processes is free."""
     trainer, cluster = s.config.trainer, s.machine.cluster
-    if not on_accelerator(s.config, s.machine) or (cluster is not None and cluster.error):
+    if not s.on_accelerator or (cluster is not None and cluster.error):
         return
     nodes, per_node, offered = trainer.nnodes, trainer.n_gpus_per_node, s.machine.node_gpus
     if nodes > 1 and cluster is None:
@@ -50,18 +51,10 @@ def gpus_suffice(s: CheckContext) -> Faults:
     where = "this machine has" if cluster is None else f"the cluster at {cluster.address} has"
     best = max(offered, default=0)
     remedy = f"set {GPUS}={best}" if best and nodes == 1 else f"lower {GPUS} or {NODES}, or set trainer.device=cpu"
-    yield Fault(
-        "more GPUs are asked for than there are",
-        f"{GPUS}={per_node} on {nodes} machine(s); {where} {_per_machine(offered)}",
-        f"at least {per_node} GPU(s) on each of {nodes} machine(s)",
-        remedy,
-        (GPUS, NODES, "trainer.device"),
-    )
-
-
-def _per_machine(gpus: tuple[int, ...]) -> str:
-    """Return `2 GPUs`, or `4 + 4 + 0 GPUs` for several machines."""
-    return f"{' + '.join(str(n) for n in gpus) or '0'} GPU(s)"
+    found = " + ".join(map(str, offered)) or "0"  # per machine: 4 + 4 + 0
+    got = f"{GPUS}={per_node} on {nodes} machine(s); {where} {found} GPU(s)"
+    expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"
+    yield s.fault("more GPUs are asked for than there are", expected, remedy, GPUS, NODES, DEVICE, got=got)
 
 
 # Packages
@@ -70,10 +63,7 @@ def _per_machine(gpus: tuple[int, ...]) -> str:
 def packages_are_installed(s: CheckContext) -> Faults:
     """Optional packages that the configuration needs are installed."""
     adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
-    models = dict.fromkeys(role.model_key for role in sharded_roles(s.config))  # actor and reference share one
-    flash = [
-        f"{key}.attn_implementation" for key in models if s.value(f"{key}.attn_implementation") == "flash_attention_2"
-    ]
+    flash = [key for key, kernel in _kernels(s).items() if kernel == "flash_attention_2"]
     liger = [f"{role.model_key}.use_liger" for role in trained_roles(s.config) if role.model.use_liger]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
@@ -85,30 +75,27 @@ def packages_are_installed(s: CheckContext) -> Faults:
     for package, keys, remedy in needs:
         for key in keys:
             if package not in s.machine.packages:
-                got = f"{key}={s.value(key)}"
-                yield Fault(f"the package {package} is not installed", got, f"the package {package}", remedy, (key,))
+                yield s.fault(f"the package {package} is not installed", f"the package {package}", remedy, key)
 
 
-def liger_has_an_accelerator(s: CheckContext) -> Faults:
-    """liger's kernels run on GPUs only."""
-    for role in trained_roles(s.config):
-        key = f"{role.model_key}.use_liger"
-        if role.model.use_liger and not on_accelerator(s.config, s.machine):
-            got, remedy = f"{key}=True, trainer.device={s.config.trainer.device}", f"set {key}=False"
-            yield Fault("liger's kernels need a GPU", got, "a CUDA device", remedy, (key, "trainer.device"))
+def _kernels(s: CheckContext) -> dict[str, str]:
+    """Return the attention kernel of each model by its key; actor and reference share one."""
+    keys = (f"{role.model_key}.attn_implementation" for role in sharded_roles(s.config))
+    return {key: s.value(key) for key in keys}
 
 
-def attention_has_an_accelerator(s: CheckContext) -> Faults:
-    """flash-attn's kernels run on GPUs only, flex_attention has no backward on CPU. Another rule reports a missing package."""
-    if on_accelerator(s.config, s.machine):
+def kernels_have_an_accelerator(s: CheckContext) -> Faults:
+    """liger's and flash-attn's kernels run on GPUs only, and flex_attention has no backward on CPU."""
+    if s.on_accelerator:
         return
-    for model in dict.fromkeys(role.model_key for role in sharded_roles(s.config)):
-        key = f"{model}.attn_implementation"
-        name = s.value(key)
-        is_missing = name == "flash_attention_2" and "flash_attn" not in s.machine.packages
-        if name in FOR_GPUS and not is_missing:
-            got, remedy = f"{key}={name}, trainer.device={s.config.trainer.device}", f"set {key}=sdpa"
-            yield Fault("this kernel of attention needs a GPU", got, "a CUDA device", remedy, (key, "trainer.device"))
+    for role in trained_roles(s.config):
+        if role.model.use_liger:
+            key = f"{role.model_key}.use_liger"
+            yield s.fault("liger's kernels need a GPU", "a CUDA device", f"set {key}=False", key, DEVICE)
+    for key, kernel in _kernels(s).items():
+        is_missing = kernel == "flash_attention_2" and "flash_attn" not in s.machine.packages  # another rule reports it
+        if kernel in FOR_GPUS and not is_missing:
+            yield s.fault("this kernel of attention needs a GPU", "a CUDA device", f"set {key}=sdpa", key, DEVICE)
 
 
 # Files
@@ -120,29 +107,23 @@ def models_exist(s: CheckContext) -> Faults:
     if has_critic(s.config) and s.config.critic.model.path is not None:
         paths["critic.model.path"] = s.config.critic.model.path
     for key, path in paths.items():
-        keys = (key,)
         expected = f"a Hugging Face folder, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
         if path is None:
-            yield Fault("there is no model", f"{key}=null", expected, f"set {key}", keys)
+            yield s.fault("there is no model", expected, f"set {key}", key)
         elif path.startswith("builtin:") and path != TINY:
-            yield Fault("there is no such built-in model", f"{key}={path}", expected, f"set {key}={TINY}", keys)
+            yield s.fault("there is no such built-in model", expected, f"set {key}={TINY}", key)
         elif path == TINY and not is_tiny(s.config):
             remedy = f"set {key}=null: the critic starts from the actor's model"
             alone = f"null, or a model of its own; {TINY} if {MODEL} is {TINY} too"
-            yield Fault("the built-in critic judges the built-in policy only", f"{key}={path}", alone, remedy, keys)
+            yield s.fault("the built-in critic judges the built-in policy only", alone, remedy, key)
         elif path != TINY and not _is_model(path):
-            remedy = f"correct {key}; relative paths start at {Path.cwd()}"
-            yield Fault(
-                "the model folder does not exist or has no config.json", f"{key}={path}", expected, remedy, keys
-            )
+            yield s.fault("the model folder does not exist or has no config.json", expected, correct_path(key), key)
 
 
 def _is_model(path: str) -> bool:
     """Whether this is a model folder or has the form of a hub name; the hub is not asked."""
     folder = Path(path).expanduser()
-    if folder.exists():
-        return (folder / "config.json").is_file()
-    return is_hub_name(path)
+    return (folder / "config.json").is_file() if folder.exists() else is_hub_name(path)
 
 
 def data_files_exist(s: CheckContext) -> Faults:
@@ -152,20 +133,19 @@ def data_files_exist(s: CheckContext) -> Faults:
         files: tuple[str, ...] = s.value(key)
         expected = f"files ending in {' or '.join(DATA_KINDS)}, or {ARITHMETIC}"
         if not files:
-            yield Fault(f"{key} is empty", f"{key}=[]", expected, f"name at least one file in {key}", (key,))
+            yield s.fault(f"{key} is empty", expected, f"name at least one file in {key}", key)
         for file in files:
             if file == ARITHMETIC:
                 continue
             if file.startswith("builtin:"):
-                yield Fault(
-                    "there is no such built-in task", f"{key}={file}", expected, f"set {key}={ARITHMETIC}", (key,)
-                )
+                what, remedy = "there is no such built-in task", f"set {key}={ARITHMETIC}"
             elif not Path(file).expanduser().is_file():
-                remedy = f"correct {key}; relative paths start at {Path.cwd()}"
-                yield Fault("a data file does not exist", f"{key}={file}", expected, remedy, (key,))
+                what, remedy = "a data file does not exist", correct_path(key)
             elif Path(file).suffix not in DATA_KINDS:
-                remedy = "convert it to Parquet or JSON lines"
-                yield Fault("a data file is of an unknown kind", f"{key}={file}", expected, remedy, (key,))
+                what, remedy = "a data file is of an unknown kind", "convert it to Parquet or JSON lines"
+            else:
+                continue
+            yield s.fault(what, expected, remedy, key, got=f"{key}={file}")
 
 
 def user_code_exists(s: CheckContext) -> Faults:
@@ -173,13 +153,11 @@ def user_code_exists(s: CheckContext) -> Faults:
     custom = s.config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         keys = ("data.custom_cls.path", "data.custom_cls.name")
-        got = f"{keys[0]}={custom.path}, {keys[1]}={custom.name}"
-        yield Fault("a dataset class needs file and name", got, "both or neither", f"set {' and '.join(keys)}", keys)
+        yield s.fault("a dataset class needs file and name", "both or neither", f"set {' and '.join(keys)}", *keys)
     for key in ("data.custom_cls.path", "custom_reward_function.path", "actor_rollout_ref.actor.policy_loss.path"):
         path = s.value(key)
         if path is not None and not (Path(path).expanduser().is_file() and Path(path).suffix == ".py"):
-            remedy = f"correct {key}; relative paths start at {Path.cwd()}"
-            yield Fault("a file of your own does not exist", f"{key}={path}", "a Python file", remedy, (key,))
+            yield s.fault("a file of your own does not exist", "a Python file", correct_path(key), key)
 
 
 def checkpoint_exists(s: CheckContext) -> Faults:
@@ -189,10 +167,9 @@ def checkpoint_exists(s: CheckContext) -> Faults:
         folder = Path(trainer.resume_from_path).expanduser()
         if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "driver.json").is_file():
             remedy = f"correct {key}; checkpoints are in <run folder>/checkpoints"
-            got = f"{key}={trainer.resume_from_path}"
             expected = "a folder named global_step_N with a driver.json, which is written last"
             what = "does not exist" if not folder.is_dir() else "is none, or not finished"
-            yield Fault(f"the checkpoint to resume from {what}", got, expected, remedy, (key,))
+            yield s.fault(f"the checkpoint to resume from {what}", expected, remedy, key)
 
 
 def folders_can_be_written(s: CheckContext) -> Faults:
@@ -203,7 +180,7 @@ def folders_can_be_written(s: CheckContext) -> Faults:
             value = s.value(key) or f"null, which means {folder}"
             got, expected = f"{key}={value}: {wrong}", "a folder that is writable, or can be made"
             remedy = f"change {key}, or let this user write there"
-            yield Fault("the run cannot write to this folder", got, expected, remedy, (key,))
+            yield s.fault("the run cannot write to this folder", expected, remedy, key, got=got)
 
 
 def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
@@ -228,8 +205,7 @@ MACHINE_RULES = (
     nodes_need_a_cluster,
     gpus_suffice,
     packages_are_installed,
-    liger_has_an_accelerator,
-    attention_has_an_accelerator,
+    kernels_have_an_accelerator,
     models_exist,
     data_files_exist,
     user_code_exists,

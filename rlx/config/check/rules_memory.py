@@ -21,8 +21,8 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
     if not over:
         return
     remedy = f"{remedies(forecast, is_least=True)}; {CHECK}=warn runs all the same"
-    of_device = [phase for phase in over if not forecast.fits(phase._replace(host=0.0), REFUSED_FROM)]
-    on_host = [phase for phase in over if not forecast.fits_host(phase, REFUSED_FROM)]
+    of_device = [phase for phase in over if not phase.fits_device(REFUSED_FROM)]
+    on_host = [phase for phase in over if not phase.fits_host(REFUSED_FROM)]
     if of_device:
         memory = "device" if forecast.on_device else "host"
         expected = f"at most {usable(forecast, of_device)} GB; {_margin(s)}"
@@ -41,8 +41,8 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
     forecast = MemoryForecast.of(s.config, s.machine)
     is_refused = s.config.trainer.memory_check == "refuse" and forecast.oversized(is_least=True, margin=REFUSED_FROM)
     over = [] if is_refused else forecast.oversized()
-    of_device = [phase for phase in over if not forecast.fits(phase._replace(host=0.0))]
-    on_host = [phase for phase in over if not forecast.fits_host(phase)]
+    of_device = [phase for phase in over if not phase.fits_device()]
+    on_host = [phase for phase in over if not phase.fits_host()]
     if of_device:
         where = "device" if forecast.on_device else "host"
         longest = min(forecast.longest(phase.name) or 0 for phase in of_device)

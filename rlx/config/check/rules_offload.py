@@ -9,8 +9,10 @@ from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import ModelRole, trained_roles
-from rlx.config.schema.tree import as_text
+from rlx.config.schema.tree import LEAVES, as_text
 from rlx.offload.runtime.options import OffloadOptions, folder_problem
+
+COMPILE = "actor_rollout_ref.actor.use_torch_compile"
 
 
 def offloading_roles(s: CheckContext) -> list[ModelRole]:
@@ -30,30 +32,16 @@ def offload_needs_fsdp(s: CheckContext) -> Faults:
             key = f"{role.model_key}.enable_activation_offload"
             remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
             got = f"{role.key}.strategy={role.strategy}, {key}=True"
-            yield Fault("activation offloading needs FSDP", got, "strategy fsdp or fsdp2", remedy, (key,))
+            yield s.fault("activation offloading needs FSDP", "strategy fsdp or fsdp2", remedy, key, got=got)
 
 
-def offload_without_compile(s: CheckContext) -> Faults:
-    """Layers that offload are not compiled: the engine cannot see the activations of a compiled layer."""
-    policy = s.config.actor_rollout_ref
-    if policy.model.enable_activation_offload and policy.actor.use_torch_compile:
-        keys = ("actor_rollout_ref.model.enable_activation_offload", "actor_rollout_ref.actor.use_torch_compile")
-        yield Fault(
-            "activation offloading cannot be combined with compiled layers",
-            ", ".join(f"{key}=True" for key in keys),
-            "one of the two",
-            f"set {keys[1]}=False, or {keys[0]}=False",
-            keys,
-        )
-
-
-def tiling_without_compile(s: CheckContext) -> Faults:
-    """Tiled layers are not compiled: the graph would break at each MLP and norm."""
-    policy = s.config.actor_rollout_ref
-    if policy.model.tiled_mlp and policy.actor.use_torch_compile:
-        keys = ("actor_rollout_ref.model.tiled_mlp", "actor_rollout_ref.actor.use_torch_compile")
-        got, remedy = f"{keys[0]}={policy.model.tiled_mlp}, {keys[1]}=True", f"set {keys[1]}=False, or {keys[0]}=0"
-        yield Fault("tiles cannot be combined with compiled layers", got, "one of the two", remedy, keys)
+def nothing_else_in_compiled_layers(s: CheckContext) -> Faults:
+    """The engine cannot see the activations of a compiled layer, and tiles would break its graph at each MLP and norm."""
+    for name, what in (("enable_activation_offload", "activation offloading"), ("tiled_mlp", "tiles")):
+        key = f"actor_rollout_ref.model.{name}"
+        if s.value(COMPILE) and s.value(key):
+            remedy = f"set {COMPILE}=False, or {key}={as_text(LEAVES[key].default)}"
+            yield s.fault(f"{what} cannot be combined with compiled layers", "one of the two", remedy, key, COMPILE)
 
 
 def offload_options_agree(s: CheckContext) -> Faults:
@@ -77,8 +65,7 @@ def _faults_of_options(role: ModelRole, checks_folder: bool) -> Faults:
 
 OFFLOAD_RULES = (
     offload_needs_fsdp,
-    offload_without_compile,
-    tiling_without_compile,
+    nothing_else_in_compiled_layers,
     offload_options_agree,
 )
 

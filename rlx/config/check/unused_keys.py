@@ -6,18 +6,19 @@ from functools import partial
 from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
-from rlx.config.machine import on_accelerator, processes
+from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD
 from rlx.config.schema.roles import TINY, has_critic, has_reference, has_reward_model, is_tiny
+from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
 
 
 class UnusedKey(NamedTuple):
     """Keys (patterns; `*` matches anything) without effect if `when` is true, and the reason in words."""
 
-    keys: tuple[str, ...]
-    when: Callable[[CheckContext], bool]
     why: str
+    when: Callable[[CheckContext], bool]
+    keys: tuple[str, ...]
 
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
@@ -38,18 +39,23 @@ def _below(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)
 
 
-def _is_off(key: str) -> Callable[[CheckContext], bool]:
-    """Whether the value of a key is False, None, 0 or empty."""
-    return lambda s: not s.value(key)
+def _row(why: str, when: Callable[[CheckContext], bool], *keys: str) -> UnusedKey:
+    return UnusedKey(why, when, keys)
 
 
-def _is_set(key: str) -> Callable[[CheckContext], bool]:
-    """Whether a number is given; null and -1 mean that it is not."""
-    return lambda s: s.value(key) not in (None, -1)
+def _without(flag: str, *keys: str) -> UnusedKey:
+    """Return the row of keys that are only read if another key is not False, null, 0 or empty."""
+    return _row(f"{flag} is not set", lambda s: not s.value(flag), *keys)
 
 
-def _is(key: str, value: object) -> Callable[[CheckContext], bool]:
-    return lambda s: s.value(key) == value
+def _with(number: str, *keys: str) -> UnusedKey:
+    """Return the row of keys that another key replaces if it is neither null nor -1."""
+    return _row(f"{number} is set", lambda s: s.value(number) not in (None, -1), *keys)
+
+
+def _if(key: str, value: object, *keys: str) -> UnusedKey:
+    """Return the row of keys that are not read while another one has this value."""
+    return _row(f"{key} is {as_text(value)}", lambda s: s.value(key) == value, *keys)
 
 
 def _no_files_of_the_task(s: CheckContext) -> bool:
@@ -82,148 +88,119 @@ def _only_a_model_scores(s: CheckContext) -> bool:
 
 def _engine_reads_not(unread: UnreadOptions, offload: str, s: CheckContext) -> bool:
     options = OffloadOptions.unchecked(**vars(s.value(offload)))
-    return unread.when(options, on_accelerator(s.config, s.machine))
+    return unread.when(options, s.on_accelerator)
 
 
 def _on_cpu(s: CheckContext) -> bool:
-    return not on_accelerator(s.config, s.machine)
+    return not s.on_accelerator
 
 
-def _flagged(flag: str, *keys: str) -> UnusedKey:
-    """Return the row of keys that are only read with a flag."""
-    return UnusedKey(keys, _is_off(flag), f"{flag} is not set")
+def _always(s: CheckContext) -> bool:
+    return True
+
+
+def _both_clips_are_given(s: CheckContext) -> bool:
+    actor = s.config.actor_rollout_ref.actor
+    return None not in (actor.clip_ratio_low, actor.clip_ratio_high)
 
 
 def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
     """Return the rows of the actor or the critic, whose keys are below `role` and `model`."""
     offload, optim = f"{model}.activation_offload", f"{role}.optim"
     return (
-        _flagged(f"{model}.enable_activation_offload", f"{offload}.*"),
+        _without(f"{model}.enable_activation_offload", f"{offload}.*"),
         *(
-            UnusedKey(_below(offload, *unread.options), partial(_engine_reads_not, unread, offload), unread.why)
+            _row(unread.why, partial(_engine_reads_not, unread, offload), *_below(offload, *unread.options))
             for unread in UNREAD_OPTIONS
         ),
-        _flagged(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),
-        _flagged(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
-        UnusedKey((f"{optim}.min_lr_ratio",), _is(f"{optim}.lr_scheduler_type", "constant"), "lr is constant"),
-        UnusedKey((f"{optim}.lr_warmup_steps_ratio",), _is_set(f"{optim}.lr_warmup_steps"), "lr_warmup_steps is set"),
+        _without(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),
+        _without(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
+        _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
+        _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
     )
 
 
 UNUSED_KEYS = (
     # Data and models
-    UnusedKey(("data.truncation",), _is("data.filter_overlong_prompts", True), "overlong prompts are dropped, not cut"),
-    UnusedKey(("data.arithmetic.*",), _no_files_of_the_task, f"no data file is {ARITHMETIC}"),
-    _flagged("data.shuffle", "data.seed"),
-    UnusedKey((f"{MODEL}.tiny.*", "warm_start.*"), lambda s: not is_tiny(s.config), f"{MODEL}.path is not {TINY}"),
-    UnusedKey(("critic.model.tiny.*",), lambda s: True, f"the critic has the policy's shape, {MODEL}.tiny"),
-    UnusedKey(
-        (f"{MODEL}.use_shared_prefix", "critic.model.use_shared_prefix"),
-        _is(f"{ROLLOUT}.n", 1),
-        f"{ROLLOUT}.n is 1: each prompt has one response",
-    ),
+    _row("overlong prompts are dropped, not cut", lambda s: s.config.data.filter_overlong_prompts, "data.truncation"),
+    _row(f"no data file is {ARITHMETIC}", _no_files_of_the_task, "data.arithmetic.*"),
+    _without("data.shuffle", "data.seed"),
+    _row(f"{MODEL}.path is not {TINY}", lambda s: not is_tiny(s.config), f"{MODEL}.tiny.*", "warm_start.*"),
+    _row(f"the critic has the policy's shape, {MODEL}.tiny", _always, "critic.model.tiny.*"),
+    _if(f"{ROLLOUT}.n", 1, f"{MODEL}.use_shared_prefix", "critic.model.use_shared_prefix"),
     *_of_trained_model(ACTOR, MODEL),
     *_of_trained_model("critic", "critic.model"),
     # Updates
-    _flagged(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    _flagged(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
-    _flagged(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
-    UnusedKey((f"{REF}.*",), lambda s: not has_reference(s.config), "neither use_kl_loss nor use_kl_in_reward is set"),
-    UnusedKey(
-        (f"{ACTOR}.clip_ratio",),
-        lambda s: None not in (s.value(f"{ACTOR}.clip_ratio_low"), s.value(f"{ACTOR}.clip_ratio_high")),
-        "clip_ratio_low and clip_ratio_high are both set",
-    ),
-    UnusedKey(
-        _below(ACTOR, "clip_ratio*"),
-        _loss_without(*(mode for mode in LOSS_MODES if mode != "sapo")),
-        "sapo has no clip",
-    ),
-    UnusedKey((f"{ACTOR}.clip_ratio_c",), _loss_without("vanilla"), "only the vanilla loss has a dual clip"),
-    UnusedKey(_below(ACTOR, "tau_pos", "tau_neg"), _loss_without("sapo"), "policy_loss.loss_mode is not sapo"),
-    UnusedKey((f"{ACTOR}.policy_loss.loss_mode",), _is_set(f"{ACTOR}.policy_loss.path"), "policy_loss.path is set"),
-    _flagged(f"{ACTOR}.policy_loss.path", f"{ACTOR}.policy_loss.name"),
-    UnusedKey(
-        tuple(f"{fsdp}.{name}" for fsdp in FSDP for name in ("param_offload", "optimizer_offload")),
+    _without(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+    _without(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
+    _without(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+    _row("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config), f"{REF}.*"),
+    _row("clip_ratio_low and clip_ratio_high are both set", _both_clips_are_given, f"{ACTOR}.clip_ratio"),
+    _row("sapo has no clip", _loss_without(*(set(LOSS_MODES) - {"sapo"})), f"{ACTOR}.clip_ratio*"),
+    _row("only the vanilla loss has a dual clip", _loss_without("vanilla"), f"{ACTOR}.clip_ratio_c"),
+    _row("policy_loss.loss_mode is not sapo", _loss_without("sapo"), f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg"),
+    _with(f"{ACTOR}.policy_loss.path", f"{ACTOR}.policy_loss.loss_mode"),
+    _without(f"{ACTOR}.policy_loss.path", f"{ACTOR}.policy_loss.name"),
+    _row(
+        "on CPU everything is in host memory",
         _on_cpu,
-        "on CPU bytes only move within host memory",
+        *(f"{fsdp}.{name}" for fsdp in FSDP for name in ("param_offload", "optimizer_offload", "offload_policy")),
     ),
-    UnusedKey(tuple(f"{fsdp}.offload_policy" for fsdp in FSDP), _on_cpu, "on CPU everything is in host memory"),
-    UnusedKey((f"{REF}.fsdp_config.optimizer_offload",), lambda s: True, "the reference has no optimizer"),
-    UnusedKey(
-        ("trainer.balance_batch", *(f"{fsdp}.forward_prefetch" for fsdp in FSDP)),
-        lambda s: processes(s.config) == 1,
+    _row("the reference has no optimizer", _always, f"{REF}.fsdp_config.optimizer_offload"),
+    _row(
         "there is one process",
+        lambda s: processes(s.config) == 1,
+        "trainer.balance_batch",
+        *(f"{fsdp}.forward_prefetch" for fsdp in FSDP),
     ),
     # Generation
-    UnusedKey(_below(ROLLOUT, *VLLM_ONLY), _is(f"{ROLLOUT}.name", "hf"), f"{ROLLOUT}.name is hf"),
-    UnusedKey(
-        _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n"),
-        _is_off(f"{ROLLOUT}.val_kwargs.do_sample"),
-        "validation is greedy: val_kwargs.do_sample is not set",
-    ),
+    _if(f"{ROLLOUT}.name", "hf", *_below(ROLLOUT, *VLLM_ONLY)),
+    _without(f"{ROLLOUT}.val_kwargs.do_sample", *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n")),
     # Rewards and algorithm
-    _flagged(f"{JUDGE}.enable", f"{JUDGE}.*"),
-    _flagged(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
-    UnusedKey((f"{JUDGE}.model.fsdp_config.optimizer_offload",), lambda s: True, "a reward model has no optimizer"),
-    UnusedKey((f"{OWN}.*", *OF_FUNCTIONS), _only_a_model_scores, f"{JUDGE}.rule_weight is 0: a model alone scores"),
-    _flagged(
+    _without(f"{JUDGE}.enable", f"{JUDGE}.*"),
+    _without(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
+    _row("a reward model has no optimizer", _always, f"{JUDGE}.model.fsdp_config.optimizer_offload"),
+    _row(f"{JUDGE}.rule_weight is 0: a model alone scores", _only_a_model_scores, f"{OWN}.*", *OF_FUNCTIONS),
+    _without(
         f"{OWN}.path",
         *_below(OWN, "name", "reward_kwargs", "data_sources"),
         *("reward.reward_manager.name", "reward.max_concurrent"),
     ),
-    UnusedKey(("reward.format_score",), _own_function_scores_all, "a custom_reward_function scores all"),
-    _flagged("reward.format", "reward.format_weight"),
-    _flagged("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
-    UnusedKey(
-        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-        _is("algorithm.kl_ctrl.type", "fixed"),
-        "algorithm.kl_ctrl.type is fixed",
-    ),
-    UnusedKey(
-        _below(CORRECTION, "rollout_is_threshold", "rollout_is_batch_normalize"),
-        _is(f"{CORRECTION}.rollout_is", None),
-        f"{CORRECTION}.rollout_is is null",
-    ),
-    UnusedKey((f"{CORRECTION}.rollout_rs_threshold",), _is_off(f"{CORRECTION}.rollout_rs"), "rollout_rs is null"),
-    UnusedKey(
-        (f"{ROLLOUT}.log_prob_*",),
-        lambda s: s.config.algorithm.rollout_correction.bypass_mode,
-        "bypass_mode leaves the phase of the old log-probs out",
-    ),
+    _row("a custom_reward_function scores all", _own_function_scores_all, "reward.format_score"),
+    _without("reward.format", "reward.format_weight"),
+    _without("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
+    _if("algorithm.kl_ctrl.type", "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+    _if(f"{CORRECTION}.rollout_is", None, *_below(CORRECTION, "rollout_is_threshold", "rollout_is_batch_normalize")),
+    _without(f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"),
+    _if(f"{CORRECTION}.bypass_mode", True, f"{ROLLOUT}.log_prob_*"),
     *(
-        UnusedKey((f"algorithm.{name}",), _does_not_estimate_with(name), "adv_estimator does not read it")
+        _row("adv_estimator does not read it", _does_not_estimate_with(name), f"algorithm.{name}")
         for name in (GAMMA, LAM, NORM_BY_STD)
     ),
-    _flagged("algorithm.filter_groups.enable", "algorithm.filter_groups.*", "data.gen_batch_size"),
-    _flagged("reward.overlong_buffer.enable", "reward.overlong_buffer.*"),
-    UnusedKey(
-        ("trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"),
-        lambda s: not has_critic(s.config),
+    _without("algorithm.filter_groups.enable", "algorithm.filter_groups.*", "data.gen_batch_size"),
+    _without("reward.overlong_buffer.enable", "reward.overlong_buffer.*"),
+    _row(
         "adv_estimator has no critic",
+        lambda s: not has_critic(s.config),
+        *("trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"),
     ),
     # The loop
-    UnusedKey(
-        ("trainer.total_epochs",), _is_set("trainer.total_training_steps"), "trainer.total_training_steps is set"
-    ),
-    UnusedKey(
-        ("trainer.resume_from_path",),
-        lambda s: s.config.trainer.resume_mode != "resume_path",
+    _with("trainer.total_training_steps", "trainer.total_epochs"),
+    _row(
         "resume_mode is not resume_path",
+        lambda s: s.config.trainer.resume_mode != "resume_path",
+        "trainer.resume_from_path",
     ),
-    UnusedKey(
-        ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.save_contents"),
-        lambda s: s.config.trainer.save_freq <= 0,
+    _row(
         "trainer.save_freq is not set: nothing is saved",
+        lambda s: s.config.trainer.save_freq <= 0,
+        *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.save_contents"),
     ),
-    UnusedKey(
-        (
-            "data.val_batch_size",
-            f"{ROLLOUT}.val_kwargs.*",
-            *_below("trainer", "validation_data_dir", "log_val_generations"),
-        ),
-        _never_validates,
+    _row(
         "the run never validates",
+        _never_validates,
+        *("data.val_batch_size", f"{ROLLOUT}.val_kwargs.*"),
+        *("trainer.validation_data_dir", "trainer.log_val_generations"),
     ),
 )
 

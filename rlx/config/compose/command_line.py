@@ -32,17 +32,11 @@ MODEL_KEY = "actor_rollout_ref.model.path"
 
 @dataclass(frozen=True)
 class Composed:
-    """A command line after it was read.
+    """A command line after it was read."""
 
-    Args:
-        partial: the tree as far as it could be read; without faults it is `config`.
-        set_keys: dotted names of the keys that the command line sets (not the packaged YAML files).
-        faults: keys and overrides that could not be read.
-    """
-
-    partial: PPOConfig
-    set_keys: frozenset[str]
-    faults: tuple[Fault, ...]
+    partial: PPOConfig  # the tree as far as it could be read; without faults it is `config`
+    set_keys: frozenset[str]  # dotted names of the keys that the command line sets (not the packaged YAML files)
+    faults: tuple[Fault, ...]  # keys and overrides that could not be read
 
     @property
     def config(self) -> PPOConfig:

@@ -1,5 +1,6 @@
 """Find settings with which a run fits into memory: the keys to change, and the largest micro-batch."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -66,20 +67,15 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
 def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
     """Yield changes that lower the memory that is too small, the one that costs least time first."""
     over = forecast.oversized()
-    is_device = any(not forecast.fits(phase._replace(host=0.0)) for phase in over)
-    is_host = any(not forecast.fits_host(phase) for phase in over)
     roles = sharded_roles(forecast.config)
-    if is_device:
+    if not all(phase.fits_device() for phase in over):
         for role in roles:
             yield from _of_activations(forecast, role)
         if forecast.on_device:
             yield from _of_states(forecast, roles)
-    elif is_host:
-        flags = [
-            f"{role.fsdp_key}.{name}"
-            for role in roles
-            for name in ("param_offload", "optimizer_offload", "offload_policy")
-        ]
+    else:  # the host's memory is too small
+        names = ("param_offload", "optimizer_offload", "offload_policy")
+        flags = (f"{role.fsdp_key}.{name}" for role in roles for name in names)
         yield from (Change(key, False) for key in flags if value_at(forecast.config, key))
 
 
@@ -145,11 +141,7 @@ def _sizes(forecast: MemoryForecast) -> Iterator[Size]:
 def _lowered(forecast: MemoryForecast, fits: Callable[..., bool]) -> Change | None:
     """Return the largest value of one of the sizes with which the run fits; None if there is none."""
     for size in _sizes(forecast):
-        below, above = size.least, size.most
-        if below >= above or not fits(size.change(below)):
-            continue
-        while above - below > 1:
-            middle = (below + above) // 2
-            below, above = (middle, above) if fits(size.change(middle)) else (below, middle)
-        return size.change(below)
+        if size.least < size.most and fits(size.change(size.least)):
+            above = range(size.least + 1, size.most)
+            return size.change(size.least + bisect_left(above, True, key=lambda units: not fits(size.change(units))))
     return None

@@ -20,23 +20,30 @@ Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them
 gradient, which FSDP keeps whole until backward ends; prefill of `rollout.name=hf`; staging memory of a disk.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlx.config.forecast.decoders import Known, decoders
-from rlx.config.forecast.role_memory import BYTES, RoleMemory, load, role_memories
+from rlx.config.forecast.role_memory import (
+    CPU_CACHE_BYTES,
+    RoleMemory,
+    SamplerMemory,
+    load,
+    role_memories,
+    sampler_memory,
+)
 from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.config.schema.roles import MicroSize, log_prob_size
+from rlx.config.schema.roles import log_prob_size
 from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
 from rlx.offload.plan.memory import StateBytes
 from rlx.offload.plan.scenario import Scenario
 from rlx.offload.runtime.options import DEFAULT_SAVE
 
 CUDA_BYTES = 2e9  # on a device, outside vLLM's share, which has a reserve of its own
-CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 LENGTH_STEP = 64  # tokens; the longest sequence is found to this precision
 LONGEST = 1 << 24  # tokens; the search for the longest sequence ends here
 NO_LIMIT = 1 << 60
@@ -56,45 +63,43 @@ OF_ROLE = {
 
 
 class Phase(NamedTuple):
-    """The most memory that one process needs in a phase [bytes].
-
-    Args:
-        name: of the phase.
-        parts: of the peak: others, weights, gradients, optimizer, gathered, working, sampler.
-        limit: of the parts' sum; None: not known.
-        where: the part of the phase that reaches the peak; empty if the phase has one part only.
-        host: states and activations of all roles in host memory.
-        disk: activations on disk.
-        lacking: bytes that the sampler's share lacks for one sequence.
-    """
+    """The most memory that one process needs in a phase [bytes]."""
 
     name: str
-    parts: dict[str, float]
-    limit: float | None
-    where: str = ""
-    host: float = 0.0
-    disk: float = 0.0
-    lacking: float = 0.0
+    parts: dict[str, float]  # of the peak: others, weights, gradients, optimizer, gathered, working, sampler
+    limit: float | None  # of the parts' sum; None: not known
+    host: float  # states and activations of all roles in host memory
+    host_limit: float | None
+    where: str = ""  # the part of the phase that reaches the peak; empty if the phase has one part only
+    disk: float = 0.0  # activations on disk
+    lacking: float = 0.0  # bytes that the sampler's share lacks for one sequence
 
     @property
     def peak(self) -> float:
         """Sum of the parts."""
         return sum(self.parts.values())
 
+    def fits(self, margin: float = 1.0) -> bool:
+        """Whether the phase fits into `margin` times the memory of device, host and sampler."""
+        return self.fits_device(margin) and self.fits_host(margin)
+
+    def fits_device(self, margin: float = 1.0) -> bool:
+        """Whether the peak fits into `margin` times its limit, and a sequence into that of the sampler's share."""
+        has_room = self.limit is None or self.peak <= self.limit * margin
+        return has_room and self.lacking <= self.parts.get("sampler", 0.0) * (margin - 1)
+
+    def fits_host(self, margin: float = 1.0) -> bool:
+        """Whether `host` fits into `margin` times its limit."""
+        return self.host_limit is None or self.host <= self.host_limit * margin
+
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """The phases of a configuration on a machine.
-
-    Args:
-        config: the tree.
-        machine: where the run takes place.
-        known: the shape of each role's model; a role of unknown shape counts as 0 bytes.
-    """
+    """The phases of a configuration on a machine."""
 
     config: PPOConfig
     machine: Machine
-    known: Mapping[str, Known]
+    known: Mapping[str, Known]  # the shape of each role's model; a role of unknown shape counts as 0 bytes
 
     @classmethod
     def of(cls, config: PPOConfig, machine: Machine) -> "MemoryForecast":
@@ -135,6 +140,10 @@ class MemoryForecast:
     def _memories(self) -> dict[str, RoleMemory]:
         return role_memories(self.config, self.machine, dict(self.known))
 
+    @cached_property
+    def _sampler(self) -> SamplerMemory:
+        return sampler_memory(self.config, self._memories.get("actor"), self.on_device, self.memory_bytes)
+
     # Phases -------------------------------------------------------------------------------------------------------
 
     @property
@@ -155,53 +164,29 @@ class MemoryForecast:
             is_least: count only the memory that is certain: one sample of this length if only the number of packed samples is
                 limited, or if transformers decodes several at once.
         """
-        longest = self.length if length is None else length
-        own, batch = self._memories[OF_ROLE[name]], self.config.data.train_batch_size
+        own, longest = self._memories[OF_ROLE[name]], self.length if length is None else length
         if name == "rollout":
-            return self._rollout(own, longest, is_least)
+            return self._rollout(longest, is_least)
         if name == "sync":
             return self._sync(own)
         if name.startswith("update_"):
             return self._update(name, own, longest, is_least)
-        policy = self.config.actor_rollout_ref
-        micro = log_prob_size(policy.rollout, policy.actor) if name == "old_log_prob" else own.role.micro
-        return self._forward(name, own, micro, batch, longest, is_least)
+        return self._forward(name, own, longest, is_least)
 
     def longest(self, name: str) -> int | None:
         """Return the longest sequences, to 64 tokens, with which a phase fits under these settings; None if any fit."""
-
-        def fits(steps: int) -> bool:
-            return self.fits(self.phase(name, steps * LENGTH_STEP))
-
-        below, above = 0, LONGEST // LENGTH_STEP
-        if fits(above):
-            return None
-        while above - below > 1:
-            middle = (below + above) // 2
-            below, above = (middle, above) if fits(middle) else (below, middle)
-        return below * LENGTH_STEP
-
-    def fits(self, phase: Phase, margin: float = 1.0) -> bool:
-        """Whether a phase fits into `margin` times the memory of device, host and sampler."""
-        has_room = phase.limit is None or phase.peak <= phase.limit * margin
-        return (
-            has_room
-            and phase.lacking <= phase.parts.get("sampler", 0.0) * (margin - 1)
-            and self.fits_host(phase, margin)
-        )
+        lengths = range(LENGTH_STEP, LONGEST + 1, LENGTH_STEP)
+        fitting = bisect_left(lengths, True, key=lambda length: not self.phase(name, length).fits())
+        return None if fitting == len(lengths) else fitting * LENGTH_STEP
 
     def oversized(self, is_least: bool = False, margin: float = 1.0) -> list[Phase]:
-        """Return the phases that do not fit; arguments as for `phase` and `fits`."""
-        return [phase for phase in self.phases(is_least) if not self.fits(phase, margin)]
-
-    def fits_host(self, phase: Phase, margin: float = 1.0) -> bool:
-        """Whether the phase's `host` fits into `margin` times the host's memory."""
-        return self.host_bytes is None or phase.host <= self.host_bytes * margin
+        """Return the phases that do not fit; arguments as for `phase` and `Phase.fits`."""
+        return [phase for phase in self.phases(is_least) if not phase.fits(margin)]
 
     # Each kind ----------------------------------------------------------------------------------------------------
 
     def _update(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
-        role, on_host = own.role, own.optimizer_on_host
+        role = own.role
         tokens, logits = load(own, self.config, role.micro, role.mini_batch_prompts, length, is_least)
         host_room, disk = self._places(role.model)
         states, others = own.on_device(own.update), self._others(own)
@@ -209,35 +194,31 @@ class MemoryForecast:
             states=states,
             other_bytes=others,
             disk_bytes_per_s=DISK_BYTES_PER_S * disk,
-            hardware=replace(PROFILES["h200"], host_bytes=host_room + states.optimizer * on_host),
+            hardware=replace(PROFILES["h200"], host_bytes=host_room + states.optimizer * own.optimizer_on_host),
         )
         plan = setting.plan(_mode(role.model), tokens * role.together)
-        sent = plan.prediction.host_bytes
-        stays = max(0, sent - host_room)
+        offloaded = min(plan.prediction.host_bytes, host_room)
+        stays = plan.prediction.host_bytes - offloaded  # the host has no room for it
         peaks = setting.phases(plan)._asdict()
         peaks = {where: peak + stays * (where != "step" and peak > 0) for where, peak in peaks.items()}
         where = max(peaks, key=lambda one: peaks[one])
-        parts = _parts(states, others, 0.0 if on_host else states.optimizer, where != "step")
-        parts["working"] = peaks[where] - sum(parts.values())
-        host = (self._host_at_rest(own) + own.host_at_work + sent - stays) * self.on_device
-        return Phase(name, parts, self._limit, WHERE.get(where, where), host, plan.prediction.disk_bytes)
+        parts = _parts(own, states, others, peaks[where], is_gathered=where != "step")
+        host = self._on_host(own) + offloaded * self.on_device
+        where = "optimizer step" if where == "step" else where
+        return self._phase(name, parts, host, where=where, disk=plan.prediction.disk_bytes)
 
-    def _forward(
-        self, name: str, own: RoleMemory, micro: MicroSize, prompts: int, length: int, is_least: bool
-    ) -> Phase:
+    def _forward(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
+        policy, prompts = self.config.actor_rollout_ref, self.config.data.train_batch_size
+        micro = log_prob_size(policy.rollout, policy.actor) if name == "old_log_prob" else own.role.micro
         tokens, logits = load(own, self.config, micro, prompts, length, is_least)
         states, others = own.on_device(own.forward), self._others(own)
         setting = self._setting(own, logits)._replace(states=states, other_bytes=others)
-        peak = setting.without_backward(tokens * own.role.together)
-        parts = _parts(states, others, 0.0 if own.optimizer_on_host else states.optimizer, is_gathered=True)
-        parts["working"] = peak - sum(parts.values())
-        return Phase(name, parts, self._limit, host=self._host_at_rest(own) + own.host_at_work)
+        parts = _parts(own, states, others, setting.without_backward(tokens * own.role.together), is_gathered=True)
+        return self._phase(name, parts, self._on_host(own))
 
-    def _rollout(self, actor: RoleMemory, length: int, is_least: bool) -> Phase:
-        others = sum(each.device_at_rest for each in self._memories.values())
-        host_at_rest, weights = self._host_at_rest(None), self._sampler_weights(actor)
+    def _rollout(self, length: int, is_least: bool) -> Phase:
         rollout, lacking, limit = self.config.actor_rollout_ref.rollout, 0.0, self._limit
-        cache = length * self._cache_bytes(actor)
+        weights, cache = self._sampler.weights, length * self._sampler.token_cache
         if rollout.name == "hf":
             rows = -(-self.config.data.train_batch_size * rollout.n // processes(self.config))
             sampler = weights + cache * (1 if is_least else min(rollout.max_num_seqs, rows))
@@ -248,19 +229,22 @@ class MemoryForecast:
         else:
             sampler, limit = rollout.gpu_memory_utilization * self.memory_bytes, self.memory_bytes - CUDA_BYTES
             lacking = max(0.0, weights + cache - sampler)
-        return Phase("rollout", {"others": others, "sampler": sampler}, limit, host=host_at_rest, lacking=lacking)
+        parts = {"others": self._idle(), "sampler": sampler}
+        return self._phase("rollout", parts, self._on_host(), lacking=lacking)._replace(limit=limit)
 
     def _sync(self, actor: RoleMemory) -> Phase:
-        others = sum(each.device_at_rest for each in self._memories.values() if each is not actor)
         states = actor.on_device(actor.forward)
         parts = {
-            "others": others,
+            "others": self._idle(actor),
             "weights": states.weights,
             "optimizer": 0.0 if actor.optimizer_on_host else states.optimizer,
             "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
-            "sampler": max(self._sampler_weights(actor), self._sampler_at_rest()),
+            "sampler": max(self._sampler.weights, self._sampler.at_rest),
         }
-        return Phase("sync", parts, self._limit, host=self._host_at_rest(actor) + actor.host_at_work)
+        return self._phase("sync", parts, self._on_host(actor))
+
+    def _phase(self, name: str, parts: dict[str, float], host: float, **others: Any) -> Phase:
+        return Phase(name, parts, self._limit, host, self.host_bytes, **others)
 
     # Shared by the phases ----------------------------------------------------------------------------------------------
 
@@ -283,7 +267,7 @@ class MemoryForecast:
         )
 
     def _places(self, model: ModelConfig) -> tuple[int, bool]:
-        """Return the host's limit of offloaded bytes, and whether a disk takes the excess; otherwise it stays on the device."""
+        """Return the host's limit of offloaded bytes, and whether a disk takes the excess, which else stays on the device."""
         options = model.activation_offload
         if options.tier == "disk":
             return 0, True
@@ -292,44 +276,18 @@ class MemoryForecast:
         cap = options.max_host_bytes
         return (NO_LIMIT, False) if cap is None else (cap, options.directory is not None)
 
+    def _idle(self, own: RoleMemory | None = None) -> float:
+        """Return the bytes on the device of all roles but the working one."""
+        return sum(each.device_at_rest for each in self._memories.values() if each is not own)
+
     def _others(self, own: RoleMemory) -> float:
-        """Return the bytes of the other roles and of the sampler on the device while one role works."""
-        return sum(each.device_at_rest for each in self._memories.values() if each is not own) + self._sampler_at_rest()
+        """Return the bytes on the device of the idle roles and of the sampler."""
+        return self._idle(own) + self._sampler.at_rest
 
-    def _host_at_rest(self, own: RoleMemory | None) -> float:
-        """Return the bytes of all roles but one on the host."""
-        return sum(each.host_at_rest for each in self._memories.values() if each is not own)
-
-    def _sampler_at_rest(self) -> float:
-        rollout, actor = self.config.actor_rollout_ref.rollout, self._memories.get("actor")
-        weights = 0.0 if actor is None else self._sampler_weights(actor)
-        if rollout.name == "hf":
-            return weights
-        if not self.on_device:
-            return weights + CPU_CACHE_BYTES
-        return 0.0 if rollout.free_cache_engine else rollout.gpu_memory_utilization * (self.memory_bytes or 0.0)
-
-    def _sampler_weights(self, actor: RoleMemory) -> float:
-        return actor.decoder.parameters * self._sampler_element / self._ranks
-
-    def _cache_bytes(self, actor: RoleMemory) -> float:
-        """Return the bytes of the keys and values of one token."""
-        decoder = actor.decoder
-        heads = max(1.0, decoder.kv_heads / self._ranks)
-        return 2 * len(decoder.windows) * heads * decoder.head_width * self._sampler_element
-
-    @property
-    def _ranks(self) -> int:
-        rollout = self.config.actor_rollout_ref.rollout
-        return 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
-
-    @property
-    def _sampler_element(self) -> int:
-        dtype = self.config.actor_rollout_ref.rollout.dtype
-        return (2 if self.on_device else 4) if dtype == "auto" else BYTES[dtype]
-
-
-WHERE = {"step": "optimizer step"}
+    def _on_host(self, own: RoleMemory | None = None) -> float:
+        """Return the bytes on the host while one role works, activations aside; by default while none does."""
+        idle = sum(each.host_at_rest for each in self._memories.values() if each is not own)
+        return idle + (0.0 if own is None else own.host_at_work)
 
 
 def _mode(model: ModelConfig) -> str:
@@ -341,6 +299,12 @@ def _mode(model: ModelConfig) -> str:
     return save if save in ("attention", "all") else "inputs to the host"
 
 
-def _parts(states: StateBytes, others: float, optimizer: float, is_gathered: bool) -> dict[str, float]:
-    parts = {"others": others, "weights": states.weights, "gradients": states.gradients}
-    return parts | {"optimizer": optimizer, "gathered": states.gathered * is_gathered}
+def _parts(own: RoleMemory, states: StateBytes, others: float, peak: float, is_gathered: bool) -> dict[str, float]:
+    parts = {
+        "others": others,
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": 0.0 if own.optimizer_on_host else states.optimizer,
+        "gathered": states.gathered * is_gathered,
+    }
+    return {**parts, "working": peak - sum(parts.values())}

@@ -9,27 +9,20 @@ from rlx.config.schema.roles import MicroSize, ModelRole, sharded_roles
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.memory import StateBytes, state_bytes
 
+CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class RoleMemory(NamedTuple):
-    """One process's share of a role under FSDP [bytes].
-
-    Args:
-        role, decoder: the role and its model's shape.
-        stored, element, shards: bytes of a stored weight and of an element of activations, processes of a sharding group.
-        update, forward: states of the model in an update and in a pass without backward, on device or host.
-        has_device: whether the role runs on an accelerator, so that states can be offloaded.
-    """
+    """One process's share of a role under FSDP [bytes]."""
 
     role: ModelRole
-    decoder: Decoder
-    stored: int
-    element: int
-    shards: int
-    update: StateBytes
-    forward: StateBytes
-    has_device: bool
+    decoder: Decoder  # its model's shape
+    stored: int  # of a stored weight
+    element: int  # of an element of activations
+    update: StateBytes  # states of the model in an update, on device or host
+    forward: StateBytes  # the same in a pass without backward
+    has_device: bool  # whether the role runs on an accelerator, so that states can be offloaded
 
     @property
     def is_on_host(self) -> bool:
@@ -95,14 +88,49 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
 
     update, forward = states(role.trained), states(False)
     forward = forward._replace(optimizer=update.optimizer)
-    return RoleMemory(role, decoder, stored, element, shards, update, forward, on_device)
+    return RoleMemory(role, decoder, stored, element, update, forward, on_device)
+
+
+class SamplerMemory(NamedTuple):
+    """One process's share of the sampler [bytes]."""
+
+    weights: float
+    token_cache: float  # keys and values of one token
+    at_rest: float  # while another role works
+
+
+def sampler_memory(
+    config: PPOConfig, actor: RoleMemory | None, on_device: bool, memory_bytes: float | None
+) -> SamplerMemory:
+    """Return the sampler's memory; weights of an unknown model count as 0.
+
+    Args:
+        config: the tree.
+        actor: has the model's shape; None: not known.
+        on_device: whether the run uses accelerators.
+        memory_bytes: of a process's device.
+    """
+    rollout, weights, token_cache = config.actor_rollout_ref.rollout, 0.0, 0.0
+    if actor is not None:
+        ranks = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
+        element = (2 if on_device else 4) if rollout.dtype == "auto" else BYTES[rollout.dtype]
+        decoder = actor.decoder
+        weights = decoder.parameters * element / ranks
+        heads = max(1.0, decoder.kv_heads / ranks)
+        token_cache = 2 * len(decoder.windows) * heads * decoder.head_width * element
+    if rollout.name == "hf":
+        return SamplerMemory(weights, token_cache, at_rest=weights)
+    if not on_device:
+        return SamplerMemory(weights, token_cache, at_rest=weights + CPU_CACHE_BYTES)
+    share = rollout.gpu_memory_utilization * (memory_bytes or 0.0)
+    return SamplerMemory(weights, token_cache, at_rest=0.0 if rollout.free_cache_engine else share)
 
 
 class Load(NamedTuple):
-    """The most tokens of a micro-batch on one process: all tokens, and those whose log-probs are computed."""
+    """The largest micro-batch on one process."""
 
     tokens: int
-    logits: int
+    logits: int  # tokens whose log-probs are computed
 
 
 def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, length: int, is_least: bool) -> Load:

@@ -26,17 +26,10 @@ class MicroSize(NamedTuple):
 
 
 class ModelRole(NamedTuple):
-    """A model under FSDP.
+    """A model under FSDP."""
 
-    Args:
-        name: actor, critic, ref or reward.
-        key, model_key, fsdp_key: prefixes of the keys of its update or log-probs, of its model and of its sharding.
-        micro: size of a forward on one process.
-        trained: whether it has gradients and an optimizer.
-        together: processes that share each sequence.
-    """
-
-    name: str
+    name: str  # actor, critic, ref or reward
+    # Prefixes of the keys of its update or log-probs, of its model and of its sharding
     key: str
     model_key: str
     fsdp_key: str
@@ -44,9 +37,9 @@ class ModelRole(NamedTuple):
     fsdp: FSDPConfig
     strategy: str
     mini_batch_prompts: int
-    micro: MicroSize
-    trained: bool
-    together: int = 1
+    micro: MicroSize  # size of a forward on one process
+    trained: bool  # whether it has gradients and an optimizer
+    together: int = 1  # processes that share each sequence
 
 
 def has_critic(config: PPOConfig) -> bool:

@@ -19,20 +19,18 @@ class NoRecomputeCall(LayerCall):
     def __init__(self, session: OffloadSession, layer: Layer, instructions: LayerInstructions) -> None:
         super().__init__(session, layer)
         layer.counters.kept_bytes += instructions.saved_bytes
-        layers = session.options.prefetch_layers
-        self.prefetch_layers = 1 if layers is None else layers
-        self.fetches_early = layers is not None or instructions.fetch_early
+        self.prefetches_early = session.options.prefetch_layers is not None or instructions.prefetch_early
 
     def enter(self, gradient: Tensor) -> None:
         """Hook of the layer's outputs: the layer's backward begins."""
         self.begin_backward()
-        if self.fetches_early:
-            self.prefetch(self.prefetch_layers)
+        if self.prefetches_early:
+            self.prefetch()
 
     def pass_op(self, gradient: Tensor) -> None:
         """Hook of an operation's results: backward has passed all operations after it."""
         self.begin_backward()
-        self.prefetch(self.prefetch_layers)
+        self.prefetch()
 
 
 class _LateHook(OpMode):
@@ -69,11 +67,11 @@ def run_without_recompute(
 ) -> Any:
     """Run a layer's forward unchanged; return its outputs."""
     call = NoRecomputeCall(session, layer, instructions)
-    before = call.previous() if call.previous is not None else None
-    if call.fetches_early or before is None or not before.offloaded:
+    before = call.previous()
+    if call.prefetches_early or before is None or not before.offloaded:
         outputs = forward(*args, **kwargs)
     else:
-        with _LateHook(call, instructions.fetch_call):
+        with _LateHook(call, instructions.prefetch_call):
             outputs = forward(*args, **kwargs)
     _hook(outputs, call.enter)
     return outputs

@@ -16,7 +16,7 @@ from rlx.offload.replay.instructions import LayerInstructions
 # Part of the cache key, so that a run does not read profiles with another meaning. Raise it when the same layers on the same
 # machine would get other figures (by a change in `layer_profile.py`, `profiler.py` or here), and when the fields of `PassProfile`
 # or of a class inside it change.
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 _SMALL = 256  # results at least this many times smaller than their layer's largest are kept, if other operations are dead then
 _MAX_OPERATIONS = 12  # planned for each layer, the slowest first; more would make the search slow
@@ -61,9 +61,9 @@ class LayerKind(NamedTuple):
             on_device=on_device.union(self.small),
             off_device=off_device,
             call_names=self.names,
-            fetch_early=fetch == 0,
-            fetch_call=point.call if point.call >= 0 else None,
-            fetch_below=point.slots if point.call >= 0 else None,
+            prefetch_early=fetch == 0,
+            prefetch_call=point.call if point.call >= 0 else None,
+            prefetch_below=point.slots if point.call >= 0 else None,
             saved_bytes=self.cost.saved_bytes,
         )
         if self.flow is None or layer.keep:

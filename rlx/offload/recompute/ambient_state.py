@@ -1,7 +1,6 @@
 """The state around a layer's forward: random generators, autocast, default device, allowed attention kernels.
 
-A recomputation must see the same state. It runs on autograd's threads, outside of the context managers that were active in
-forward. So the state is saved before forward and restored around the recomputation.
+A recomputation must see the same state, but runs on autograd's threads, outside of the context managers around forward.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ _is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dt
 class _Sections:
     """Sections of code whose random numbers must be repeatable: forwards, and recomputations of layers that drew numbers.
 
-    A device has one generator for all threads. If two threads draw from it at once, their numbers interleave and cannot be
-    repeated. So each section notes whether another thread ran a section meanwhile. Nested sections of one thread are harmless.
+    A device has one generator for all threads. If two threads draw at once, their numbers interleave and cannot be repeated.
+    So each section notes whether another thread ran a section meanwhile.
     """
 
     def __init__(self) -> None:
@@ -98,17 +97,11 @@ _sections = _Sections()
 
 
 class AmbientState:
-    """The state at the start of a layer's forward.
-
-    Args:
-        devices: the accelerators of the layer's inputs; the CPU's state is always saved.
-    """
+    """The state at the start of a layer's forward: the CPU's, and that of accelerators."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._kinds: tuple[str, ...] = ()
-        if self._devices:
-            self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
+        self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
         self._surroundings = _surroundings(self._kinds)
         self._is_drawn = True
         self._section = _sections.begin()
@@ -123,11 +116,7 @@ class AmbientState:
         _sections.end(self._section)
 
     def end_forward(self) -> None:
-        """Forward has ended. Note whether it drew random numbers.
-
-        Raises:
-            RuntimeError: if it drew while another thread ran a section.
-        """
+        """Forward has ended. Note whether it drew random numbers; RuntimeError if so while another thread ran a section."""
         try:
             is_same = self._random == self.random_state()
         finally:
@@ -211,10 +200,7 @@ class AmbientState:
 
 
 def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return default device, attention kernels, autocast's cache, then autocast's state on the CPU and on other devices.
-
-    A plain tuple is fast; it is read twice per layer and step.
-    """
+    """Return default device, attention kernels, autocast's cache, then autocast's state on the CPU and on other devices."""
     return (
         # Only a mode changes the default device, per thread. An empty tensor is 5 times as fast as torch.get_default_device.
         torch.empty(0).device if has_torch_function(_ANYTHING) else _CPU,

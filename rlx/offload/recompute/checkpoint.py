@@ -1,8 +1,8 @@
 """Boundary mode: a layer keeps its inputs, offloaded, and is recomputed when backward reaches it.
 
 Rule 1. Forward runs under saved-tensor hooks. Each tensor that autograd saves is replaced by a slot, a number: autograd
-    gets 0 for the first tensor, 1 for the second. The layer's inputs are offloaded;
-    those that are small or need no gradient stay on the device. Nothing else of the layer is kept.
+    gets 0 for the first tensor, 1 for the second. The layer's inputs are offloaded; those that are small or need no
+    gradient stay on the device. Nothing else of the layer is kept.
 Rule 2. Backward asks for a slot. The first request fetches the inputs and runs the layer's forward again. The n-th
     tensor that autograd saves now is the value of slot n.
 Rule 3. The recomputation stops after the last slot. Example: a layer ends with a linear map `down(h)`, whose backward
@@ -12,16 +12,15 @@ Rule 4. Each value is given away once. If backward asks for a slot again (`retai
 Rule 5. The recomputation must save what forward saved: as many tensors, of the same shapes and dtypes, of the same
     parameters. Otherwise it raises `RecomputeError`.
 
-A `RecomputePolicy` may deviate: it may keep results, so that recomputation skips their operations, or profile the layer.
-`torch.utils.checkpoint` (non-reentrant) also runs forward a second time to fill placeholders, and stops early. But it
-does not offload inputs, does not report writes to saved tensors, and always restores the random state.
+A `RecomputePolicy` may keep results, so that recomputation skips their operations, or profile the layer. Compared with
+`torch.utils.checkpoint` (non-reentrant), this engine offloads inputs and reports writes to saved tensors.
 
 Note [writes to saved tensors]
 Plain autograd raises an error if a saved tensor is written to before backward reads it. So does this engine. A slot
 compares the version counter of its tensor with the version at the save (Note [who may write to a saved tensor] in
-`saved_slots.py`). Two examples raise. The layer writes to a saved tensor after the last slot, where recomputation has
-stopped. A caller writes to the layer's output. A layer that writes to its own input cannot be run twice: it raises at the
-end of its forward. A write to an input after the layer has ended is harmless once the bytes have been offloaded.
+`saved_slots.py`). Two examples that raise: the layer writes to a saved tensor after the last slot, where recomputation
+has stopped; a caller writes to the layer's output. A layer that writes to its own input cannot be run twice: it raises at
+the end of its forward. A write to an input after the layer has ended is harmless once the bytes have been offloaded.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import AmbientState, RandomState, accelerators_of
 from rlx.offload.recompute.collector import Collector
-from rlx.offload.recompute.errors import changed, not_the_same, other_mode, too_early
+from rlx.offload.recompute.errors import RecomputeError, changed, not_the_same
 from rlx.offload.recompute.layer import RecomputedLayer
 from rlx.offload.recompute.module_state import ModuleState, TensorSites
-from rlx.offload.recompute.policy import BOUNDARY, Around, RecomputePolicy
+from rlx.offload.recompute.policy import Around, RecomputePolicy
 from rlx.offload.recompute.saved_slots import SavedSlots
 from rlx.offload.recompute.stash import LayerInputs, StashedTensor, modified_input, release_leaf_memory
 from rlx.offload.runtime.session import LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange
-from rlx.offload.storage.regions import is_plain, size_bytes, span_length
+from rlx.offload.storage.regions import is_plain, size_bytes
 from rlx.offload.storage.stats import mark
 
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
@@ -58,57 +57,23 @@ _NOTHING: Values = ([], [])
 
 
 class Repeatable(NamedTuple):
-    """A module's forward that can be run a second time.
-
-    Args:
-        module: the layer.
-        forward: its forward, bound.
-        context: returns a context to enter around a recomputation, or None.
-    """
+    """A layer's forward that can be run a second time."""
 
     module: nn.Module
-    forward: Callable[..., Any]
-    context: Callable[[], contextlib.AbstractContextManager[None] | None]
-
-
-def run_recomputed(
-    session: OffloadSession,
-    layer: RecomputedLayer,
-    repeatable: Repeatable,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    policy: RecomputePolicy = BOUNDARY,
-) -> Any:
-    """Run a layer's forward and return its outputs; backward will recompute the layer.
-
-    Args:
-        session: offloads the inputs.
-        layer: the layer's state that outlasts a call.
-        repeatable: the forward.
-        args, kwargs: its arguments.
-        tensors: the tensors in them.
-        policy: of this call.
-    """
-    call = RecomputedCall(session, layer, repeatable, args, kwargs, tensors, policy)
-    context = None
-    try:
-        with call.hooks():
-            context = policy.begin_forward(call)
-            if context is None:
-                outputs = repeatable.forward(*args, **kwargs)
-            else:
-                with context:
-                    outputs = repeatable.forward(*args, **kwargs)
-    except BaseException:
-        call.abandon_forward()
-        raise
-    call.end_forward(context, outputs)
-    return outputs
+    forward: Callable[..., Any]  # bound
+    context: Callable[[], contextlib.AbstractContextManager[None] | None]  # to enter around a recomputation
 
 
 class RecomputedCall(LayerCall):
-    """One forward call of a layer that backward will repeat. Arguments as for `run_recomputed`."""
+    """One forward call of a layer that backward will repeat.
+
+    Args:
+        session, layer: see `LayerCall`.
+        repeatable: the layer's forward.
+        args, kwargs: arguments of the forward.
+        tensors: the tensors in them.
+        policy: of this call.
+    """
 
     layer: RecomputedLayer
 
@@ -142,9 +107,30 @@ class RecomputedCall(LayerCall):
         )
         self._ambient = AmbientState(accelerators)
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Return the hooks of forward. Both are called for every saved tensor, so they are written for speed."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run forward and return its outputs.
 
+        Raises:
+            RuntimeError: if the layer wrote to one of its inputs, or drew random numbers that cannot be repeated.
+        """
+        forward, context = self._repeatable.forward, None
+        try:
+            with self._hooks():
+                context = self._policy.begin_forward(self)
+                if context is None:
+                    outputs = forward(*args, **kwargs)
+                else:
+                    with context:
+                        outputs = forward(*args, **kwargs)
+        except BaseException:
+            self._slots.release_forward()
+            self._ambient.leave_forward()
+            raise
+        self._end_forward(context, outputs)
+        return outputs
+
+    def _hooks(self) -> saved_tensors_hooks:
+        """Return the hooks of forward. Both are called for every saved tensor, so they are written for speed."""
         aliases, versions = self._slots.aliases, self._slots.versions
 
         def unpack(index: int) -> Tensor:
@@ -160,7 +146,7 @@ class RecomputedCall(LayerCall):
             if index < self._border:
                 self._pass_border(index)
             if self._ended is not None:
-                self._hand_to_stream(tensor)
+                _hand_to_stream(tensor, self._ended)
             return tensor
 
         return saved_tensors_hooks(self._slots.packer(), unpack)
@@ -184,7 +170,7 @@ class RecomputedCall(LayerCall):
         """Offload a result, or keep it on the device if it is small; None if the host has no room."""
         offloaded = self._offload(tensor)
         if offloaded is None:
-            if size_bytes(tensor) >= max(self.session.options.min_bytes, 1):
+            if size_bytes(tensor) >= self.session.min_bytes:
                 return None
             self.layer.counters.kept_bytes += size_bytes(tensor)
         return StashedTensor(tensor, offloaded, is_result=True)
@@ -194,24 +180,7 @@ class RecomputedCall(LayerCall):
         self.layer.counters.kept_bytes += size_bytes(tensor)
         return StashedTensor(tensor, None, is_result=True)
 
-    # The end of forward.
-
-    def abandon_forward(self) -> None:
-        """An exception has ended forward."""
-        self._slots.release_forward()
-        self._ambient.leave_forward()
-
-    def end_forward(self, context: contextlib.AbstractContextManager[object] | None, outputs: Any) -> None:
-        """Close forward.
-
-        Args:
-            context: the policy's.
-            outputs: of the layer.
-
-        Raises:
-            RuntimeError: if the layer wrote to one of its inputs, so that recomputation would read the new value, or drew
-                random numbers that cannot be repeated.
-        """
+    def _end_forward(self, context: contextlib.AbstractContextManager[object] | None, outputs: Any) -> None:
         try:
             self._policy.end_forward(context, outputs)
             self.layer.specs = self._slots.end_forward(self.layer.specs)
@@ -226,8 +195,6 @@ class RecomputedCall(LayerCall):
                 "recomputed; write out of place in the layer, or use enable_ckpt=False"
             )
 
-    # Backward.
-
     def evict(self, needed_by: LayerCall | None = None) -> None:
         """Release the device memory of this call, also of values that backward never asked for (a branch without a loss)."""
         self._values = _NOTHING
@@ -236,7 +203,10 @@ class RecomputedCall(LayerCall):
     def _value(self, index: int) -> tuple[Tensor, list[Any], list[int]]:
         """Return the value of a slot, and the values of all slots with their versions; recompute the layer if needed."""
         if not self._slots.aliases:
-            raise too_early(self.layer.name)
+            raise RecomputeError(
+                f"layer {self.layer.name} runs a backward pass inside its own forward, which cannot be recomputed before it "
+                "has ended; use enable_ckpt=False, or leave the layer out of layers="
+            )
         if self._slots.is_written(index):
             raise self._slots.written(index)
         with self._lock:
@@ -252,15 +222,7 @@ class RecomputedCall(LayerCall):
     def _pass_border(self, index: int) -> None:
         self._border = self._policy.pass_border(index)
         if index < self._prefetch_below:
-            self.prefetch(1)
-
-    def _hand_to_stream(self, tensor: Tensor) -> None:
-        """Make a tensor ready for the current stream (Note [layers on several streams] in `collector.py`)."""
-        if self._ended is not None and not tensor.is_cpu:
-            stream = torch.accelerator.current_stream(tensor.device)
-            stream.wait_event(self._ended)
-            if is_plain(tensor):
-                tensor.record_stream(stream)
+            self.prefetch()
 
     def _offload_input(self, tensor: Tensor) -> OffloadedRange | None:
         offloaded = self._offload(tensor) if self._policy.offloads_inputs else None
@@ -271,8 +233,6 @@ class RecomputedCall(LayerCall):
     def _offload(self, tensor: Tensor) -> OffloadedRange | None:
         if not is_plain(tensor) or tensor.is_meta or (self._device is not None and tensor.is_cpu):
             return None
-        if span_length(tensor) < (self.session.options.min_bytes or 1):
-            return None
         return self.session.offload(tensor, self)
 
     def _recompute(self) -> list[Tensor]:
@@ -282,9 +242,8 @@ class RecomputedCall(LayerCall):
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
         args, kwargs, inputs = self._inputs.restored()
-        layers = self.session.options.prefetch_layers
-        if layers is not None or policy.prefetches_early:
-            self.prefetch(1 if layers is None else layers)
+        if self.session.options.prefetch_layers is not None or policy.prefetches_early:
+            self.prefetch()
         else:
             self._prefetch_below = policy.prefetch_below(len(self._slots.versions))
             self._border = policy.first_border(self._prefetch_below)
@@ -299,7 +258,10 @@ class RecomputedCall(LayerCall):
 
     def _check_unchanged(self) -> None:
         if self._repeatable.module.training != self._was_training:
-            raise other_mode(self.layer.name, self._was_training)
+            raise RecomputeError(
+                f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
+                "and is not in backward, which has to recompute it; switch modes between steps only"
+            )
         if change := self._state.changed():
             raise changed(self.layer.name, change)
         written = self._inputs.written_constant()
@@ -307,10 +269,7 @@ class RecomputedCall(LayerCall):
             raise modified_input(written)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around | None = None) -> list[Tensor]:
-        """Run forward up to the last tensor that autograd saves; return the saved tensors.
-
-        `around` makes a context of the policy's, in which forward runs.
-        """
+        """Run forward up to the last tensor that autograd saves; return the saved tensors (`Run` of a policy)."""
         may_stop = self._policy.reuses_results or self._device is not None or self._slots.is_rest_worth_skipping()
         collector = Collector(self.layer, self._slots, self._began_on, may_stop, self._ambient)
         saved = collector.saved
@@ -343,3 +302,12 @@ class RecomputedCall(LayerCall):
             return [tensor if type(tensor) is Parameter else tensor.detach() for tensor in saved]
         finally:
             saved.clear()  # Note [the work of hooks] in saved_slots.py
+
+
+def _hand_to_stream(tensor: Tensor, recomputed: torch.Event) -> None:
+    """Make a tensor ready for the current stream (Note [layers on several streams] in `collector.py`)."""
+    if not tensor.is_cpu:
+        stream = torch.accelerator.current_stream(tensor.device)
+        stream.wait_event(recomputed)
+        if is_plain(tensor):
+            tensor.record_stream(stream)

@@ -6,8 +6,8 @@ the last saved tensor would skip the waits behind it. So a layer that saves a te
 which its recomputation began is run to its end, in this recomputation and all later ones.
 
 Asking for the current stream takes time. The hook asks at every tensor if the layer's saved tensors have new shapes or
-dtypes, otherwise at the last tensor only. Backward may reach a part on a side stream first. The recomputation then begins
-on that stream and sees no other. So this stream is compared with the one on which forward began.
+dtypes, otherwise at the last tensor only. If backward reaches a part on a side stream first, the recomputation begins on
+that stream and sees no other. So this stream is compared with the one on which forward began.
 
 Backward may read the tensors on any of the streams. Each of them first waits for the recomputation.
 """
@@ -35,7 +35,7 @@ class _EnoughRecomputedError(BaseException):
 
 
 class Collector:
-    """Collects the tensors of one recomputation (a `Recomputation` for the policy).
+    """Collects the tensors of one recomputation.
 
     Args:
         layer: the layer that is recomputed.
@@ -60,7 +60,7 @@ class Collector:
         self._layer = layer
         self._ambient = ambient
         self._home: torch.Stream | None = None
-        self._checks_each = False
+        self._checks_each = False  # see Note [layers on several streams]
         if began_on is not None:
             self._home = torch.accelerator.current_stream(began_on.device)
             layer.uses_streams = layer.uses_streams or self._home != began_on
@@ -79,28 +79,20 @@ class Collector:
     def _hook(self) -> Callable[[Tensor], None]:
         # The graph of the saved tensors holds the hook, so the hook must hold no reference to the layer's call.
         saved, count, layer, home = self.saved, self._count, self._layer, self._home
-        if home is None:
+        checks_each = self._checks_each
 
-            def collect(tensor: Tensor) -> None:
-                saved.append(tensor)
-                if len(saved) >= count:
-                    raise _EnoughRecomputedError
+        def collect(tensor: Tensor) -> None:
+            saved.append(tensor)
+            if len(saved) >= count:
+                raise _EnoughRecomputedError
 
-        elif self._checks_each:
+        def collect_on_streams(tensor: Tensor) -> None:
+            saved.append(tensor)
+            is_last = len(saved) >= count
+            if (is_last or checks_each) and _is_on_one_stream(layer, home) and is_last:
+                raise _EnoughRecomputedError
 
-            def collect(tensor: Tensor) -> None:
-                saved.append(tensor)
-                if _is_on_one_stream(layer, home) and len(saved) >= count:
-                    raise _EnoughRecomputedError
-
-        else:
-
-            def collect(tensor: Tensor) -> None:
-                saved.append(tensor)
-                if len(saved) >= count and _is_on_one_stream(layer, home):
-                    raise _EnoughRecomputedError
-
-        return collect
+        return collect if home is None else collect_on_streams
 
     def fill(self, first_slot: int, tensors: list[Tensor]) -> None:
         """Fill slots with tensors that need not be computed."""
@@ -109,7 +101,7 @@ class Collector:
             self.fail(f"{first_slot} tensors were saved and {len(saved)} are at this point")
         saved.extend(tensors)
         self.filled = self.filled | set(range(first_slot, len(saved)))
-        if len(saved) >= self._count and (self._home is None or _is_on_one_stream(self._layer, self._home)):
+        if len(saved) >= self._count and _is_on_one_stream(self._layer, self._home):
             raise _EnoughRecomputedError
 
     def skip_to(self, random_state: RandomState) -> None:
@@ -125,8 +117,10 @@ class Collector:
         return self._home.record_event() if self._home is not None and self._layer.uses_streams else None
 
 
-def _is_on_one_stream(layer: RecomputedLayer, home: torch.Stream) -> bool:
-    """Whether the layer has computed on one stream only, up to now."""
+def _is_on_one_stream(layer: RecomputedLayer, home: torch.Stream | None) -> bool:
+    """Whether the layer has computed on one stream only, up to now; True on the CPU."""
+    if home is None:
+        return True
     if torch.accelerator.current_stream(home.device) != home:
         layer.uses_streams = True
     return not layer.uses_streams

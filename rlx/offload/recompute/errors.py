@@ -7,22 +7,6 @@ class RecomputeError(RuntimeError):
     """A recomputation differs from the forward that it repeats."""
 
 
-def too_early(layer: str) -> RecomputeError:
-    """Return the error for a backward inside a layer's forward."""
-    return RecomputeError(
-        f"layer {layer} runs a backward pass inside its own forward, which cannot be recomputed before it has ended; "
-        "use enable_ckpt=False, or leave the layer out of layers="
-    )
-
-
-def other_mode(layer: str, was_training: bool) -> RecomputeError:
-    """Return the error for a layer that was switched between training and evaluation."""
-    return RecomputeError(
-        f"layer {layer} was in {'training' if was_training else 'evaluation'} mode in forward "
-        "and is not in backward, which has to recompute it; switch modes between steps only"
-    )
-
-
 def changed(layer: str, change: str) -> RecomputeError:
     """Return the error for a parameter or buffer that has changed since forward."""
     return RecomputeError(

@@ -19,11 +19,8 @@ Site = tuple[weakref.ref[nn.Module], str]
 class TensorSites:
     """The parameters and buffers of a layer as (module, attribute) pairs, with weak references to the modules.
 
-    Slots check the parameters that autograd saves. The others (biases) are checked here, which is slow. So this class
-    remembers which parameters the last forward saved, and `ModuleState` skips these.
-
-    Args:
-        layer: the whole layer.
+    Slots check the parameters that autograd saves. `ModuleState` checks the others (biases), which is slow. So this class
+    remembers which parameters the last forward saved.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -55,8 +52,7 @@ class ModuleState:
     """Parameters and buffers of a layer at the start of one forward call.
 
     A parameter that has changed since then is an error, because its old value is lost. Small buffers (running statistics,
-    counters, scales) get their old values back during the recomputation. That does not increase their version counters, since
-    graphs may have saved the buffers.
+    counters, scales) get their old values back during the recomputation, without a new version: graphs may have saved them.
     """
 
     def __init__(self, sites: TensorSites) -> None:
@@ -70,31 +66,25 @@ class ModuleState:
         self._large_buffers: list[_BufferState] = []
         for module, name in sites.buffers:
             buffer = _BufferState(module, name, *_tensor_at(module, name), None)
-            if _is_small(buffer.tensor):
+            if isinstance(buffer.tensor, Tensor) and buffer.tensor.nbytes < _SMALL_BYTES:
                 # Always copied, since batch normalisation changes its statistics without increasing the version.
                 self._buffers.append(buffer._replace(value=buffer.tensor.detach().clone()))
             else:
                 self._large_buffers.append(buffer)
 
     def end_forward(self, saved: Iterable[Parameter]) -> None:
-        """Note the end of forward, in which autograd has saved the parameters `saved`.
-
-        Raises:
-            RuntimeError: if forward changed a large buffer, of which no copy exists.
-        """
+        """Note which parameters autograd has saved in forward; RuntimeError if forward changed a large buffer."""
         self._saved = list(saved)
         ids = list(map(id, self._saved))
         if ids != self._saved_ids:
             self._watch_unsaved(ids)
         self._required_grad = self._require_grad()
-        for buffer in self._large_buffers:
-            tensor, version = _tensor_at(buffer.module, buffer.name)
-            if tensor is not buffer.tensor or version != buffer.version:
-                raise RuntimeError(
-                    f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "
-                    f"{buffer.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
-                    "Leave the layer out of layers=, or use enable_ckpt=False"
-                )
+        if buffer := self._changed_large_buffer():
+            raise RuntimeError(
+                f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "
+                f"{buffer.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
+                "Leave the layer out of layers=, or use enable_ckpt=False"
+            )
 
     def _watch_unsaved(self, saved_ids: list[int]) -> None:
         sites = self._sites
@@ -131,10 +121,15 @@ class ModuleState:
             # FSDP1 sets new views in each pass; they are not of type Parameter.
             if now is not was and Parameter in (type(now), type(was)):
                 return f"its parameter {name!r} has been replaced"
+        if buffer := self._changed_large_buffer():
+            return f"its buffer {buffer.name!r} has been modified"
+        return None
+
+    def _changed_large_buffer(self) -> _BufferState | None:
         for buffer in self._large_buffers:
             tensor, version = _tensor_at(buffer.module, buffer.name)
             if tensor is not buffer.tensor or version != buffer.version:
-                return f"its buffer {buffer.name!r} has been modified"
+                return buffer
         return None
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
@@ -171,7 +166,3 @@ def _versions(tensors: list[Any]) -> list[int]:
 def _tensor_at(module: weakref.ref[nn.Module], name: str) -> tuple[Any, int]:
     tensor = getattr(module(), name, None)
     return tensor, tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
-
-
-def _is_small(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.nbytes < _SMALL_BYTES

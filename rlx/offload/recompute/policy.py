@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from rlx.offload.recompute.ambient_state import RandomState
+from rlx.offload.recompute.collector import Collector
 from rlx.offload.recompute.stash import StashedTensor
 
 
@@ -32,21 +33,8 @@ class LayerRecording(Protocol):
         """Return the state of the random generators."""
 
 
-class Recomputation(Protocol):
-    """One run of a layer's forward in backward, as a policy sees it."""
-
-    def fill(self, first_slot: int, tensors: list[Tensor]) -> None:
-        """Fill slots with tensors that need not be computed; may end the run with an exception."""
-
-    def skip_to(self, random_state: RandomState) -> None:
-        """Set the random generators to a state that forward had."""
-
-    def fail(self, how: str) -> NoReturn:
-        """Raise the error for a layer that does not repeat its forward."""
-
-
-Around = Callable[[Recomputation], AbstractContextManager[object]]
-Run = Callable[..., list[Tensor]]  # takes an `Around` or nothing
+Around = Callable[[Collector], AbstractContextManager[object]]  # makes a context to recompute in
+Run = Callable[..., list[Tensor]]  # runs forward again, in an `Around` if given; returns the saved tensors
 
 
 class RecomputePolicy:
@@ -79,21 +67,14 @@ class RecomputePolicy:
         """Backward has reached the layer."""
 
     def recompute(self, run: Run) -> list[Tensor]:
-        """Return the saved tensors of a recomputation.
-
-        Args:
-            run: runs forward again and returns the saved tensors. Takes a function that makes the context to run it in.
-        """
+        """Return the saved tensors of a recomputation."""
         return run()
 
     def end_recompute(self) -> None:
         """The layer has been recomputed; its backward follows."""
 
     def prefetch_below(self, slots: int) -> int:
-        """Return the slot below which backward prefetches the layer before this one; the call has `slots` slots.
-
-        Backward asks for slots from the last to the first. Example: of 20 slots, prefetch begins at slot 9.
-        """
+        """Return the slot of `slots` below which backward prefetches the layer before this one. Example: of 20, at slot 9."""
         return (slots + 1) // 2
 
     def first_border(self, prefetch_below: int) -> int:

@@ -5,10 +5,9 @@ has ended, slot 7 keeps of `y` its shape, its dtype and a way to tell whether `y
 
 Note [the work of hooks]
 Autograd calls a hook for each tensor that it saves. Work in a hook costs several times as much as in a loop, because
-the layer's kernels run between the calls. So the hooks only append tensors to a list. The tensors are
-examined when forward, or the recomputation, has ended. Until then a layer's saved tensors stay alive, as they do without
-offloading. This takes less memory than recomputing the layer takes later. The lists are cleared in any case, because
-the graph holds the hooks, the hooks hold the lists, and the tensors hold the graph.
+the layer's kernels run between the calls. So the hooks only append tensors to a list, which is examined when forward, or the
+recomputation, has ended. Until then a layer's saved tensors stay alive, which takes less memory than recomputing the layer
+takes later. The lists are cleared in any case: the graph holds the hooks, these hold the lists, and the tensors hold the graph.
 
 Note [who may write to a saved tensor]
 Plain autograd raises an error for a write to a saved tensor, so the slots must notice one.
@@ -95,12 +94,7 @@ class SavedSlots:
         return pack
 
     def end_forward(self, expected: TensorSpecs | None) -> TensorSpecs:
-        """Keep all but the memory of the saved tensors; return their specs.
-
-        Args:
-            expected: the specs that this method returned for the layer's last forward. If they still hold, the same
-                object is returned, so that equal specs need no comparison later.
-        """
+        """Keep all but the memory of the saved tensors; return their specs: `expected`, of the last forward, if these hold."""
         versions, by_base = self.versions, self.alias_by_base
         aliases: list[weakref.ref[Tensor]] = []
         others: list[Tensor] = []
@@ -140,8 +134,8 @@ class SavedSlots:
     def is_rest_worth_skipping(self) -> bool:
         """Whether, on the CPU, the operations after the last slot take longer than the exception that skips them.
 
-        The size of a product with a parameter decides. The result is True for any other operation, and with several processes:
-        sizes differ between ranks, and the rest may contain a collective operation.
+        The size of a product with a parameter decides. True for any other operation, and with several processes: sizes differ
+        between ranks, and the rest may contain a collective operation.
         """
         last, shapes = len(self.versions) - 1, self.specs.shapes
         other = self._others[-1] if shapes else 0
@@ -167,21 +161,17 @@ class SavedSlots:
         """Return the error for a write to the tensor of a slot."""
         version = self.versions[index]
         assert version is not None
-        if version < 0:
-            version = ~version
         parameter = self.parameters.get(index)
         if parameter is not None:
             shape, dtype = parameter.shape, parameter.dtype
         else:
             other = self._others.index(index)
             shape, dtype = self.specs.shapes[other] or torch.Size(), self.specs.dtypes[other]
-        return modified_in_place(shape, dtype, version, "but was written to after that")
+        saved_at = version if version >= 0 else ~version
+        return modified_in_place(shape, dtype, saved_at, "but was written to after that")
 
     def difference(self, saved: Sequence[Tensor]) -> str | None:
-        """Say how the tensors of a recomputation differ from those of forward; None if they do not.
-
-        Parameters and their views are checked by `changed_parameter`.
-        """
+        """Say how the tensors of a recomputation, other than parameters, differ from those of forward; None if they do not."""
         if len(saved) != len(self.versions):
             return f"{len(self.versions)} tensors were saved and {len(saved)} are now"
         others = [saved[index] for index in self._others]
@@ -193,11 +183,9 @@ class SavedSlots:
         return None
 
     def changed_parameter(self, saved: Sequence[Tensor], filled: Set[int]) -> str | None:
-        """Say how a saved parameter was changed since forward; None if none was.
+        """Say how a parameter in `saved`, the tensors of a recomputation, was changed since forward; None if none was.
 
-        Args:
-            saved: the tensors of a recomputation.
-            filled: slots whose tensors were not computed. They may be copies of a parameter instead of views.
+        Tensors of the slots `filled` were not computed. They may be copies of a parameter instead of views.
         """
         versions, parameters = self.versions, self.parameters
         others = list(map(type, saved)).count(Parameter)

@@ -19,13 +19,12 @@ from rlx.offload.storage.stats import Counters
 class StashedTensor:
     """A tensor for as long as a layer may be recomputed: offloaded bytes, or an alias of a tensor on the device.
 
-    It holds an alias and never the tensor itself. The tensor would hold the graph, and the graph holds this object.
+    It never holds the tensor itself, which would hold the graph, and the graph holds this object.
 
     Args:
-        tensor: the tensor; `tensor()` returns its shape, dtype and strides unchanged.
+        tensor: the tensor.
         offloaded: its offloaded bytes; None: they are on the device.
-        is_result: an operation computed the tensor, or the tensor that it is an alias of. It is then no leaf if it
-            requires a gradient.
+        is_result: an operation of the layer computed it. It is then no leaf if it requires a gradient.
     """
 
     __slots__ = ("_is_leaf", "_layout", "_offloaded", "_requires_grad", "_version", "version_alias")
@@ -60,20 +59,17 @@ class StashedTensor:
         return self.is_untouched if self._offloaded is None else not self._offloaded.is_torn
 
     def tensor(self) -> Tensor:
-        """Return the tensor, ready for the current stream. Call it in gradient mode only.
+        """Return the tensor, ready for the current stream; RuntimeError if it was overwritten. Call it in gradient mode only.
 
         It requires a gradient if the original did, and is a leaf if the original was one: a layer may ask for both.
-
-        Raises:
-            RuntimeError: if the bytes were overwritten.
         """
         if self._offloaded is not None and self._layout is not None:
             tensor = self._layout.restore(*self._offloaded.on_device())
+        elif not self.is_untouched:
+            raise modified_input(self.version_alias)
+        elif isinstance(self.version_alias, Parameter):
+            return self.version_alias
         else:
-            if not self.is_untouched:
-                raise modified_input(self.version_alias)
-            if isinstance(self.version_alias, Parameter):
-                return self.version_alias
             tensor = self.version_alias.detach()
         tensor.requires_grad_(self._requires_grad)
         # expand_as makes a view with the same strides, also for a dimension of length 1.
@@ -91,7 +87,7 @@ class LayerInputs:
         tensors: the tensors in them.
         offload: offloads a tensor; returns None for one that is kept on the device.
         counters: of the layer.
-        alias_by_base: gets, for each input, the alias that shares its version counter (see `SavedSlots`).
+        alias_by_base: gets the alias of each input (see `SavedSlots`).
     """
 
     def __init__(
@@ -147,14 +143,8 @@ class LayerInputs:
         return None
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Return the arguments for a recomputation, and the tensors that were made for it.
-
-        Raises:
-            RuntimeError: if an input was overwritten.
-        """
-        tensors: dict[int, Tensor] = {}
-        for stashed in self._stashed:
-            tensors[id(stashed)] = stashed.tensor()
+        """Return the arguments for a recomputation, and the tensors that were made for it; RuntimeError if one was overwritten."""
+        tensors = {id(stashed): stashed.tensor() for stashed in self._stashed}
         for kept, _ in self._constants:
             if kept.requires_grad:
                 tensors[id(kept)] = kept.detach()

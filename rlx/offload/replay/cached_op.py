@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import RandomState, has_autocast
 from rlx.offload.recompute.stash import StashedTensor
-from rlx.offload.runtime.pytree import map_leaves, tensors_in
+from rlx.offload.runtime.pytree import map_leaves, replace_leaves, sort_leaves, tensors_in
 from rlx.offload.storage.regions import VersionProbe, is_plain, size_bytes, span_bytes, storage_address
 
 # A fused kernel of attention saves at most this many times the bytes of its result, besides its arguments. Attention that
@@ -26,18 +26,13 @@ Stash = Callable[[Tensor], StashedTensor | None]  # stashes a tensor; None if th
 
 
 class _FromArgument(NamedTuple):
-    """A saved tensor that is an argument of the call, or a view of an argument's memory.
+    """A saved tensor that is an argument of the call, or a view of an argument's memory."""
 
-    Args:
-        argument: the number of the argument.
-        view: None for the argument itself. Else the saved tensor's shape, stride and offset from the argument's first
-            element [elements], then the argument's shape and stride.
-        dtype: autocast casts the argument to this dtype first.
-    """
-
-    argument: int
+    argument: int  # the number of the argument
+    # None for the argument itself. Else the saved tensor's shape, stride and offset from the argument's first element
+    # [elements], then the argument's shape and stride.
     view: tuple[torch.Size, tuple[int, ...], int, torch.Size, tuple[int, ...]] | None
-    dtype: torch.dtype
+    dtype: torch.dtype  # autocast casts the argument to this dtype first
 
     def of(self, arguments: Sequence[Tensor]) -> Tensor | None:
         """Return the tensor, made from the arguments of the repeated call; None if their strides have changed."""
@@ -54,28 +49,36 @@ class _FromArgument(NamedTuple):
 Source = _FromArgument | StashedTensor  # of a saved tensor
 
 
+class _Layout(NamedTuple):
+    """The layout of a dead op's result."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def memory(self, poison: bool) -> Tensor:
+        memory = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if poison:
+            memory.fill_(torch.nan)
+        return memory.requires_grad_(self.requires_grad)
+
+
 class CachedOp:
     """An operation of forward that recomputation need not run: it fills the operation's slots and hands out its result.
 
     Args:
-        function: the function that was called.
+        function: that was called; `arguments` are the tensors among its arguments.
         first_slot: the number of tensors that autograd had saved before.
-        arguments: the tensors among the arguments.
         saved: the sources of the tensors that autograd saved in the call, in order.
-        result: the function's result.
+        result: of the function.
     """
-
-    is_dead = False  # nobody reads the result
 
     __slots__ = ("_parameters", "_probes", "_result", "_saved", "first_slot", "function", "random_state")
 
     def __init__(
-        self,
-        function: Any,
-        first_slot: int,
-        arguments: Sequence[Tensor],
-        saved: list[Source],
-        result: Any,
+        self, function: Any, first_slot: int, arguments: Sequence[Tensor], saved: list[Source], result: Any
     ) -> None:
         self.function = function
         self.first_slot = first_slot
@@ -92,33 +95,33 @@ class CachedOp:
 
     def stash_result(self, stash: Stash, result: Any) -> bool:
         """Stash the result; False if the layer has written to it, or if there is no room."""
-        has_room = True
-
-        def stash_leaf(leaf: Any) -> Any:
-            nonlocal has_room
-            if not isinstance(leaf, Tensor):
-                return leaf
-            stashed = stash(leaf)
-            has_room = has_room and stashed is not None
-            return stashed
-
         if not self.is_result_untouched:
             return False
-        self._result = map_leaves(stash_leaf, result)
-        return has_room
+        stashed = {id(tensor): stash(tensor) for tensor in tensors_in(result)}
+        self._result = replace_leaves(result, stashed)
+        return None not in stashed.values()
+
+    def forget_result(self, result: Tensor) -> None:
+        """Make this a dead op: nobody reads the result, so that memory without values is handed out."""
+        self._result = _Layout(result.shape, result.stride(), result.dtype, result.device, result.requires_grad)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether `forget_result` was called."""
+        return type(self._result) is _Layout
 
     @property
     def is_result_untouched(self) -> bool:
-        """Whether the layer has not written to the result."""
+        """Whether nothing has written to the result."""
         return all(probe.is_untouched for probe in self._probes)
 
     @property
     def is_whole(self) -> bool:
         """Whether all stashed bytes are the original ones."""
-        results: list[StashedTensor] = []
-        map_leaves(lambda leaf: results.append(leaf) if isinstance(leaf, StashedTensor) else None, self._result)
-        saved = (value for value in self._saved if isinstance(value, StashedTensor))
-        return all(value.is_whole for value in (*saved, *results))
+        leaves: list[Any] = [*self._saved]
+        if not self.is_dead:
+            sort_leaves((self._result,), [], leaves)
+        return all(leaf.is_whole for leaf in leaves if isinstance(leaf, StashedTensor))
 
     def saved(self, arguments: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the tensors that autograd would save, in order; None if the arguments differ from those of forward."""
@@ -132,8 +135,10 @@ class CachedOp:
             tensors.append(tensor)
         return tensors
 
-    def result(self) -> Any:
-        """Return the result, ready for the current stream."""
+    def result(self, poison: bool = False) -> Any:
+        """Return the result, ready for the current stream; `poison` fills the memory of a dead op with NaN."""
+        if self.is_dead:
+            return self._result.memory(poison)
         return map_leaves(lambda leaf: leaf.tensor() if isinstance(leaf, StashedTensor) else leaf, self._result)
 
 

@@ -3,9 +3,9 @@
 Note [how it is known that nobody reads]
 While a layer is profiled, every torch function that it calls is noted, with the results among its arguments; results are
 recognized by their storage. Linear maps and the functions in `_KNOWN` read their arguments and make one result. Any other
-function may do anything, so it counts as a reader of its arguments. Only a function that returns a view counts as no
-reader: a view is the same result. Autograd reads the tensors that it saves. If an argument has a graph but no noted
-function made it, something computes unseen; then the layer has no dead ops.
+function may do anything, so it needs its arguments, unless it returns a view: a view is the same result. Autograd needs the
+tensors that it saves. If an argument has a graph but no noted function made it, something computes unseen; then the layer has
+no dead ops.
 """
 
 from __future__ import annotations
@@ -44,33 +44,22 @@ def known_name(function: Any, kwargs: Any) -> str | None:
 
 
 class OpNode(NamedTuple):
-    """One operation of a layer.
+    """One operation of a layer."""
 
-    Args:
-        op: its index (Note [op indices] in `rlx.offload.replay.instructions`).
-        reads: the positions of the nodes whose results it was given.
-        may_be_dead: its slots can be filled from its arguments, and its result is one tensor of floating point numbers.
-    """
-
-    op: int
-    reads: tuple[int, ...]
-    may_be_dead: bool
+    op: int  # its index (Note [op indices] in `rlx.offload.replay.instructions`)
+    reads: tuple[int, ...]  # positions of the nodes whose results it was given
+    may_be_dead: (
+        bool  # its slots can be filled from its arguments, and its result is one tensor of floating point numbers
+    )
 
 
 class Dataflow(NamedTuple):
-    """The operations of a layer.
-
-    Args:
-        nodes: in the order in which they run.
-        read: positions of the nodes whose results autograd saves, or an unknown function reads.
-        other_names: names of the operations with a negative index, in order.
-        reads: (function, op) for each read of a result of an operation, in order.
-    """
+    """The operations of a layer, in the order in which they run."""
 
     nodes: tuple[OpNode, ...]
-    read: tuple[int, ...]
-    other_names: tuple[str, ...]
-    reads: tuple[tuple[str, int], ...]
+    needed: tuple[int, ...]  # positions of the nodes whose results autograd saves, or an unknown function reads
+    other_names: tuple[str, ...]  # of the operations with a negative index
+    reads: tuple[tuple[str, int], ...]  # (function, op) for each read of a result of an operation
 
     def dead_ops(self, cached: Collection[int]) -> frozenset[int]:
         """Return the operations whose results nobody reads if the results of `cached` are kept.
@@ -78,7 +67,7 @@ class Dataflow(NamedTuple):
         Operations behind the last one that is read are not among them: recomputation stops before them.
         """
         needed: set[int] = set()
-        ways = [*self.read]
+        ways = [*self.needed]
         for node in self.nodes:
             if not node.may_be_dead and node.op not in cached:
                 ways += node.reads
@@ -111,22 +100,18 @@ class Trail:
         self._made[id(storage)] = weakref.ref(storage), number
 
     def of(self, tensor: Tensor) -> int | None:
-        """Return the operation of whose result a tensor is, or is a view; None if it is none."""
+        """Return the operation whose result a tensor is, or is a view of; None if there is none."""
         storage = tensor.untyped_storage()
         reference, number = self._made.get(id(storage), (None, 0))
         return number if reference is not None and reference() is storage else None
 
 
 class DataflowRecorder:
-    """Notes the dataflow of a layer while it is profiled.
-
-    Args:
-        inputs: addresses of the storages of the layer's inputs.
-    """
+    """Notes the dataflow of a layer while it is profiled; `inputs` are the addresses of its inputs' storages."""
 
     def __init__(self, inputs: Container[int]) -> None:
         self._nodes: list[OpNode] = []
-        self._read: set[int] = set()
+        self._needed: set[int] = set()
         self._other_names: list[str] = []
         self._reads: list[tuple[str, int]] = []
         self._trail = Trail()
@@ -143,7 +128,7 @@ class DataflowRecorder:
         here = {storage_address(tensor) for tensor in arguments if is_plain(tensor)}
         is_new = all(is_plain(tensor) and storage_address(tensor) not in here for tensor in results)
         if not is_new:
-            self._read.update(reads)  # it returns an argument or a view of one
+            self._needed.update(reads)  # it returns an argument or a view of one
         else:
             for tensor in results:
                 self._trail.note(tensor, position)
@@ -158,7 +143,7 @@ class DataflowRecorder:
         here = {storage_address(tensor) for tensor in arguments if is_plain(tensor)}
         are_views = bool(results) and all(is_plain(tensor) and storage_address(tensor) in here for tensor in results)
         if has_written or not are_views:
-            self._read.update(reads)
+            self._needed.update(reads)
 
     def dataflow(self, saved: Sequence[Tensor]) -> Dataflow | None:
         """Return the dataflow at the end of the layer; None if something computes unseen."""
@@ -167,8 +152,8 @@ class DataflowRecorder:
         for tensor in saved:
             number = self._trail.of(tensor) if is_plain(tensor) else None
             if number is not None:
-                self._read.add(number)
-        return Dataflow(tuple(self._nodes), tuple(sorted(self._read)), tuple(self._other_names), tuple(self._reads))
+                self._needed.add(number)
+        return Dataflow(tuple(self._nodes), tuple(sorted(self._needed)), tuple(self._other_names), tuple(self._reads))
 
     def _readers(self, name: str, arguments: Sequence[Tensor]) -> list[int]:
         found = []

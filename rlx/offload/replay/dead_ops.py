@@ -25,69 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx.offload.recompute.policy import LayerRecording, Run
-from rlx.offload.replay.cached_op import CachedOp, Source, sources_of, why_not_cacheable
-from rlx.offload.replay.dataflow import Trail
+from rlx.offload.recompute.policy import Run
+from rlx.offload.replay.cached_op import CachedOp
 from rlx.offload.replay.replay_mode import ReplayMode
 from rlx.offload.storage.regions import is_plain
 
 logger = logging.getLogger("rlx.offload")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class DeadOp(CachedOp):
-    """A cached op whose result nobody reads: its slots are filled, its result is memory without values."""
-
-    __slots__ = ("_device", "_dtype", "_requires_grad", "_shape", "_stride")
-
-    is_dead = True
-
-    def __init__(
-        self, function: Any, first_slot: int, arguments: Sequence[Tensor], saved: list[Source], result: Tensor
-    ) -> None:
-        super().__init__(function, first_slot, arguments, saved, result)
-        self._shape, self._stride, self._dtype = result.shape, result.stride(), result.dtype
-        self._device, self._requires_grad = result.device, result.requires_grad
-
-    def result(self, poison: bool = False) -> Tensor:
-        """Return memory of the result's shape, strides and dtype; `poison`: full of NaN."""
-        empty = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
-        if poison:
-            empty.fill_(torch.nan)
-        return empty.requires_grad_(self._requires_grad)
-
-
-class DeadOpRecorder:
-    """Keeps a `DeadOp` for each operation that is to be skipped, and notes who reads their results.
-
-    Args:
-        recording: the layer call.
-        dead_ops: indices of the operations to skip.
-    """
-
-    def __init__(self, recording: LayerRecording, dead_ops: frozenset[int]) -> None:
-        self.reads: list[tuple[str, int]] = []
-        self._recording = recording
-        self._dead_ops = dead_ops
-        self._results = Trail()
-
-    def note_reads(self, name: str, arguments: Sequence[Tensor]) -> None:
-        """Note that a function is called with these arguments."""
-        if self._dead_ops:
-            for tensor in arguments:
-                op = self._results.of(tensor) if type(tensor) is Tensor else None
-                if op is not None:
-                    self.reads.append((name, op))
-
-    def run(self, op: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> tuple[Any, DeadOp | None]:
-        """Run an operation; return its result, and its dead op or None if it cannot be skipped."""
-        first_slot = self._recording.slot_count
-        result = function(*args, **kwargs)
-        saved = sources_of(self._recording.saved_since(first_slot), arguments)
-        if saved is None or not isinstance(result, Tensor) or why_not_cacheable((*arguments, result)) is not None:
-            return result, None
-        self._results.note(result, op)
-        return result, DeadOp(function, first_slot, arguments, saved, result)
 
 
 class DeadOpNeededError(BaseException):
@@ -104,7 +48,7 @@ class DeadOpReplayMode(ReplayMode):
         self._poisons = poisons
 
     def _result(self, cached_op: CachedOp) -> Any:
-        return cached_op.result(poison=self._poisons) if isinstance(cached_op, DeadOp) else cached_op.result()
+        return cached_op.result(self._poisons)
 
     def _run_again(self, function: Any, args: Any, kwargs: Any) -> Any:
         raise DeadOpNeededError  # its arguments may be results of dead ops
@@ -116,7 +60,7 @@ class DeadOpProof:
     def __init__(self) -> None:
         self._is_given = False
         self._is_begun = False
-        self._verdict: Tensor | None = None
+        self._verdict: Tensor | None = None  # of the device, until the host has read it
         self._passed: torch.Event | None = None
 
     @property
@@ -157,13 +101,7 @@ class DeadOpProof:
 def recompute_without_dead_ops(
     run: Run, cached_ops: Mapping[int, CachedOp | None], calls: int, proof: DeadOpProof
 ) -> list[Tensor]:
-    """Recompute a layer without its dead ops once that is proved; give the proof if nobody has.
-
-    Args:
-        run: see `RecomputePolicy.recompute`.
-        cached_ops, calls: see `ReplayMode`.
-        proof: of the layer's kind.
-    """
+    """Recompute a layer without its dead ops once that is proved for its kind; give the proof if nobody has."""
     complete = partial(ReplayMode, cached_ops, calls)
     if proof.is_given:
         with contextlib.suppress(DeadOpNeededError):

@@ -47,11 +47,7 @@ class CachedOpPolicy(RecomputePolicy):
 
 
 class AttentionPolicy(CachedOpPolicy):
-    """`save="attention"`.
-
-    Args:
-        expected: see `AttentionRecorder`.
-    """
+    """`save="attention"`; for `expected` see `AttentionRecorder`."""
 
     def __init__(self, expected: int) -> None:
         super().__init__()
@@ -75,7 +71,7 @@ class PlannedPolicy(CachedOpPolicy):
         super().__init__()
         self.is_off_plan = False  # the layer makes other calls than when it was profiled
         self.offloads_inputs = instructions.offload_boundary
-        self.prefetches_early = instructions.fetch_early
+        self.prefetches_early = instructions.prefetch_early
         self.reuses_results = bool(instructions.cached_ops or instructions.dead_ops)
         self._instructions = instructions
 
@@ -100,5 +96,5 @@ class PlannedPolicy(CachedOpPolicy):
 
     def prefetch_below(self, slots: int) -> int:
         """Prefetch where the plan says."""
-        below = self._instructions.fetch_below
+        below = self._instructions.prefetch_below
         return super().prefetch_below(slots) if below is None else below

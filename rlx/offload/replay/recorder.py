@@ -24,8 +24,7 @@ from torch.autograd.graph import Node
 from rlx.offload.recompute.policy import LayerRecording
 from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
-from rlx.offload.replay.dataflow import CALL, known_name
-from rlx.offload.replay.dead_ops import DeadOpRecorder
+from rlx.offload.replay.dataflow import CALL, Trail, known_name
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
@@ -39,11 +38,7 @@ _MAX_NODES, _MAX_LEVELS = 96, 12  # of the graph, searched behind a call; levels
 
 
 class Recorder(OpMode):
-    """Makes cached ops while a layer's forward runs; subclasses choose the calls.
-
-    Args:
-        recording: the layer call.
-    """
+    """Makes cached ops while a layer's forward runs, of which it sees a `LayerRecording`; subclasses choose the calls."""
 
     def __init__(self, recording: LayerRecording) -> None:
         super().__init__()
@@ -78,7 +73,6 @@ class Recorder(OpMode):
         return op
 
     def _stash(self, op: int, tensor: Tensor) -> StashedTensor | None:
-        """Stash a tensor for a cached op."""
         return self._recording.stash(tensor)
 
     def _record(
@@ -140,6 +134,11 @@ class Recorder(OpMode):
         if cached_op is not None and not cached_op.stash_result(lambda tensor: self._stash(op, tensor), result):
             self.cached_ops[op] = None
 
+    def _is_reached(self, op: int) -> bool:
+        """Whether an operation is cached, and recomputation does not stop before it, at the end of the layer."""
+        cached_op = self.cached_ops[op]
+        return cached_op is not None and cached_op.next_slot < self._recording.slot_count
+
     def _drop_pending(self) -> None:
         for op in self._pending:
             self.cached_ops[op] = None
@@ -152,9 +151,7 @@ class AttentionRecorder(Recorder):
     Only the layer's end shows which linear map is the last one. So the result of each map after attention is held until
     the next map runs; one result is held at a time.
 
-    Args:
-        recording: the layer call.
-        expected: the number of attention calls in the layer's previous forward; 0 for the first.
+    `expected` is the number of attention calls in the layer's previous forward; 0 for the first.
     """
 
     def __init__(self, recording: LayerRecording, expected: int) -> None:
@@ -180,19 +177,13 @@ class AttentionRecorder(Recorder):
     def _settle(self, outputs: Any) -> None:
         if self._pending and self.attention_count:
             op, (result, _) = next(reversed(self._pending.items()))
-            cached_op = self.cached_ops[op]
-            if cached_op is not None and cached_op.next_slot < self._recording.slot_count:
+            if self._is_reached(op):
                 self._stash_result(op, result)
                 self._pending.pop(op)
 
 
 class PlannedRecorder(Recorder):
-    """The operations that a plan names, and the dead ops.
-
-    Args:
-        recording: the layer call.
-        instructions: the plan for the layer.
-    """
+    """The operations that a plan names, and the dead ops."""
 
     def __init__(self, recording: LayerRecording, instructions: LayerInstructions) -> None:
         super().__init__(recording)
@@ -202,7 +193,8 @@ class PlannedRecorder(Recorder):
         self.sees_all = bool(instructions.other_names)
         self._other_count = 0
         self._is_same_flow = True  # the other operations are those of the profile, up to now
-        self._dead_ops = DeadOpRecorder(recording, instructions.dead_ops)
+        self._dead_results = Trail()
+        self._dead_op_reads: list[tuple[str, int]] = []
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         arguments = tensors_in((args, kwargs))
@@ -211,16 +203,16 @@ class PlannedRecorder(Recorder):
         elif self._pending and self.attention_count:
             self._stash_reached(arguments)
         op = self._next_op()
-        self._dead_ops.note_reads(CALL, arguments)
-        is_wanted = self._is_wanted(op, function, args, is_attention)
+        self._note_reads(CALL, arguments)
+        is_wanted = self._is_wanted(op, function, args, is_attention)  # also notes whether the layer is off the plan
         if op in self._instructions.dead_ops:
             result = self._run_dead(op, function, args, kwargs, arguments)
-        elif not is_wanted:
-            result = function(*args, **kwargs)
-            self.attention_count += is_attention
-        else:
+        elif is_wanted:
             result, cached_op = self._record(function, args, kwargs, arguments, is_attention, op)
             self._note_cached_op(op, cached_op, result, is_attention)
+        else:
+            result = function(*args, **kwargs)
+            self.attention_count += is_attention
         self._note_call(is_attention)
         return result
 
@@ -229,14 +221,14 @@ class PlannedRecorder(Recorder):
         super().end_forward(outputs)
         names, reads = self._instructions.other_names, self._instructions.dead_op_reads
         is_same = self._is_same_flow and not self.is_off_plan and self._other_count == len(names)
-        if not is_same or tuple(self._dead_ops.reads) != reads:
+        if not is_same or tuple(self._dead_op_reads) != reads:
             self.cached_ops = {op: one for op, one in self.cached_ops.items() if one is None or not one.is_dead}
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
         """See `OpMode.run_other`."""
         instructions, arguments = self._instructions, tensors_in((args, kwargs))
         name = known_name(function, kwargs)
-        self._dead_ops.note_reads(getattr(function, "__name__", "") if name is None else name, arguments)
+        self._note_reads(getattr(function, "__name__", "") if name is None else name, arguments)
         if name is None:
             return function(*args, **kwargs)
         self._other_count += 1
@@ -255,12 +247,22 @@ class PlannedRecorder(Recorder):
         return result
 
     def _run_dead(self, op: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
-        result, dead_op = self._dead_ops.run(op, function, args, kwargs, arguments)
-        if dead_op is None:
+        result, cached_op = self._record(function, args, kwargs, arguments, False, op)
+        if cached_op is None or not isinstance(result, Tensor):
             self._is_same_flow = False
         else:
-            self.cached_ops[op] = dead_op
+            cached_op.forget_result(result)
+            self.cached_ops[op] = cached_op
+            self._dead_results.note(result, op)
         return result
+
+    def _note_reads(self, name: str, arguments: list[Tensor]) -> None:
+        """Note that a function is called with these arguments, if results of dead ops are among them."""
+        if self._instructions.dead_ops:
+            for tensor in arguments:
+                op = self._dead_results.of(tensor) if type(tensor) is Tensor else None
+                if op is not None:
+                    self._dead_op_reads.append((name, op))
 
     def _is_wanted(self, op: int, function: Any, args: Any, is_attention: bool) -> bool:
         names = self._instructions.call_names
@@ -274,8 +276,7 @@ class PlannedRecorder(Recorder):
 
     def _settle(self, outputs: Any) -> None:
         for op in tuple(self._pending):
-            cached_op = self.cached_ops[op]
-            if cached_op is None or cached_op.next_slot >= self._recording.slot_count:  # recomputation stops before it
+            if not self._is_reached(op):
                 self._pending.pop(op)
                 self.cached_ops[op] = None
         if self._pending:
@@ -363,7 +364,7 @@ def _reached(tensors: Iterable[Tensor], wanted: Container[Node]) -> dict[Node, b
 def _is_worth_caching(function: Any, args: Sequence[Any]) -> bool:
     """Whether repeating a linear map takes longer than fetching its result, by operations per byte of it."""
     index = 1 if function is torch.addmm else 0  # after the bias
-    if len(args) <= index or not isinstance(args[index], Tensor) or not args[index].dim():
+    tensor = args[index] if len(args) > index else None
+    if not isinstance(tensor, Tensor) or not tensor.dim():
         return False
-    tensor: Tensor = args[index]
     return 2 * tensor.shape[-1] >= MIN_OPERATIONS_PER_BYTE * tensor.element_size()

@@ -1,9 +1,8 @@
 """Replay: in recomputation cached ops hand out their results instead of running.
 
 In forward a recorder (`recorder.py`) sees each call of attention and of a linear map, and the tensors that autograd saved in
-it. For a call that can be cached it makes a `CachedOp`: the result, and for each saved tensor either a view of an argument
-or stashed bytes. In recomputation a `ReplayMode` sees the same calls in the same order. A cached op does not run: its slots
-are filled and its result is handed out.
+it. For a call that can be cached it makes a `CachedOp`. In recomputation a `ReplayMode` sees the same calls in the same order.
+A cached op does not run: its slots are filled and its result is handed out.
 
 Which calls are cached? With `save="attention"`: attention, the linear maps before it (the q, k and v projections), the
 first one after it (the output projection), and the layer's last one if anything after it makes recomputation pass it.
@@ -23,7 +22,6 @@ Note [when a cached op is right]
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rlx.offload.recompute.policy import Recomputation
+from rlx.offload.recompute.collector import Collector
 from rlx.offload.replay.cached_op import CachedOp, autocast_dtype
 from rlx.offload.replay.dataflow import GETTER, known_name
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
@@ -52,12 +50,8 @@ if hasattr(F, "grouped_mm"):
 # Those of them whose arguments autocast casts.
 _CAST: frozenset[Any] = frozenset({F.linear, torch.addmm, torch.mm, F.scaled_dot_product_attention})
 _WRAPPED: set[type] = set()  # autograd Functions whose `apply` asks for the active OpMode
-# Attention kernels that are an autograd Function and so no torch function, by module: flash-attn 2, 3 and 4.
-_KERNEL_FUNCTIONS = {
-    "flash_attn.flash_attn_interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
-    "flash_attn_interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
-    "flash_attn.cute.interface": ("FlashAttnFunc", "FlashAttnVarlenFunc"),
-}
+# Modules with attention kernels that are an autograd Function and so no torch function: flash-attn 2, 3 and 4.
+_KERNEL_MODULES = {"flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"}
 _active = threading.local()
 
 
@@ -67,8 +61,8 @@ def register_attention(function: Any) -> None:
     Args:
         function: a function that torch dispatches (`torch.ops.<namespace>.<name>`, a function of `torch.nn.functional`),
             or a subclass of `torch.autograd.Function`, whose `apply` is wrapped for the life of the process. It may
-            return a tensor or a tuple with tensors. The tensors that it saves for backward must be arguments, outputs
-            or small.
+            return a tensor or a tuple with tensors. The tensors that it saves for backward must be arguments, outputs or
+            small.
 
     Raises:
         ValueError: for anything else.
@@ -98,12 +92,11 @@ def register_attention(function: Any) -> None:
 
 def register_known_attention() -> None:
     """Register the kernels of flash-attn that are imported already."""
-    for module, names in _KERNEL_FUNCTIONS.items():
-        if module in sys.modules:
-            for name in names:
-                function = getattr(importlib.import_module(module), name, None)
-                if function is not None:
-                    register_attention(function)
+    for module in _KERNEL_MODULES & sys.modules.keys():
+        for name in ("FlashAttnFunc", "FlashAttnVarlenFunc"):
+            function = getattr(sys.modules[module], name, None)
+            if function is not None:
+                register_attention(function)
 
 
 class OpMode(TorchFunctionMode):
@@ -187,7 +180,7 @@ class ReplayMode(OpMode):
 
     skips_dead_ops = False
 
-    def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Recomputation) -> None:
+    def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Collector) -> None:
         super().__init__()
         self._cached_ops = cached_ops
         self._calls = calls

@@ -12,13 +12,10 @@ from torch import nn
 
 
 class ForwardOverride:
-    """Replaces a module's forward; subclasses define `__call__`.
+    """Replaces a module's forward from now on; subclasses define `__call__`.
 
     `module.__call__` calls it, after the module's pre-hooks and before its hooks. So hooks run once per call. Under FSDP
     the parameters are gathered when it runs: in forward, and again when backward reaches the module.
-
-    Args:
-        module: the module whose forward is replaced, from now on.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -74,53 +74,43 @@ def _fsdp_blocks(model: nn.Module) -> list[NamedLayer]:
         return []
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    def is_unit(module: nn.Module) -> bool:
-        return isinstance(module, (FSDPModule, FullyShardedDataParallel)) and module is not model
+    # Blocks are in lists. A root, an embedding or an output head may be wrapped too, but is in none.
+    members = _members(model, (nn.ModuleList, nn.Sequential))
+    units = (FSDPModule, FullyShardedDataParallel)
+    return _outermost(model, lambda module: isinstance(module, units) and id(module) in members)
 
-    members = {
-        id(member)
-        for module in model.modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-        for member in module.children()
-    }
-    # Blocks are in lists. A root, an embedding or an output head may be a unit too, but is in none.
-    return _outermost(model, lambda module: is_unit(module) and id(module) in members)
+
+def _members(model: nn.Module, lists: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[int]:
+    """Return the ids of the modules that are in lists."""
+    return {id(member) for module in model.modules() if isinstance(module, lists) for member in module.children()}
 
 
 def _no_split_layers(model: nn.Module) -> list[NamedLayer]:
     classes: set[str] = set()
     for module in model.modules():
         classes.update(getattr(module, "_no_split_modules", None) or ())
-    members = {id(m) for module in model.modules() if isinstance(module, nn.ModuleList) for m in module}
+    members = _members(model, nn.ModuleList)
     named = _outermost(model, lambda module: type(module).__name__ in classes)
     # Some models also name embeddings and poolers there; layers are in lists.
     return [(name, module) for name, module in named if id(module) in members] or named
 
 
 def _list_members(model: nn.Module) -> list[NamedLayer]:
-    def is_list_of_layers(module: nn.Module) -> bool:
-        return isinstance(module, nn.ModuleList) and len({type(member) for member in module}) == 1
-
-    lists = _outermost(model, is_list_of_layers)
+    lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList) and len(set(map(type, module))) == 1)
     return [(f"{name}.{key}" if name else key, layer) for name, group in lists for key, layer in group.named_children()]
 
 
 def _inside_fsdp1(module: nn.Module) -> nn.Module:
     """Return the module that FSDP1 wraps, if it does: its forward runs with the parameters gathered."""
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FullyShardedDataParallel
+    if not torch.distributed.is_available():
+        return module
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-        if isinstance(module, FullyShardedDataParallel):
-            return module.module
-    return module
+    return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
 class CheckpointingFlags:
-    """The flags of modules that switch transformers' gradient checkpointing on.
-
-    Args:
-        modules: modules that may have the flag; held weakly.
-    """
+    """The flags that switch transformers' gradient checkpointing on, of modules that are held weakly."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = weakref.WeakSet(modules)

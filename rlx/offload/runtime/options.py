@@ -13,12 +13,27 @@ from rlx.offload.storage.staging import MIN_STAGING_BYTES, chunk_bytes, staging_
 
 logger = logging.getLogger("rlx.offload")
 
-RECOMPUTING = ("boundary", "attention", "auto")  # values of `save` that recompute layers
+
+class SaveMode(NamedTuple):
+    """What a value of `save` means everywhere."""
+
+    recomputes: bool  # layers are recomputed
+    # For how many layer calls a copy to the host may take before compute waits for it. A layer's inputs are offloaded at its
+    # beginning. Tensors that are offloaded at its end need the next layer's time.
+    copying_calls: int
+
+
+SAVE_MODES = {
+    "boundary": SaveMode(True, 1),
+    "attention": SaveMode(True, 1),
+    "all": SaveMode(False, 2),
+    "auto": SaveMode(True, 2),
+}
 DEFAULT_SAVE = {True: "boundary", False: "all"}  # what `save=None` means with and without recomputation
 _COUNT = {"minimum": 0}
 # The values of each option, in addition to its type. `words` are accepted instead of a number.
 LIMITS: dict[str, dict[str, Any]] = {
-    "save": {"choices": (None, "boundary", "attention", "all", "auto")},
+    "save": {"choices": (None, *SAVE_MODES)},
     "tier": {"choices": ("cpu", "disk")},
     **dict.fromkeys(("prefetch_layers", "max_inflight_bytes", "min_bytes", "max_host_bytes"), _COUNT),
     "max_device_bytes": {**_COUNT, "words": ("auto",)},
@@ -26,19 +41,13 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 
 class OptionFault(NamedTuple):
-    """A combination of options that cannot work.
+    """A combination of options that cannot work; options and values as the caller of `OffloadOptions.faults` writes them."""
 
-    Args:
-        what: the reason.
-        got, expected, remedy: options and values, as the caller of `OffloadOptions.faults` writes them.
-        options: the options involved; the first is the one to change.
-    """
-
-    what: str
+    what: str  # the reason
     got: str
     expected: str
     remedy: str
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # that are involved; the first is the one to change
 
     def __str__(self) -> str:
         return f"{self.what}: got {self.got}, expected {self.expected}; {self.remedy}"
@@ -62,9 +71,9 @@ class OffloadOptions:
 
     Args:
         save: the tensors to offload. `"boundary"`: the inputs of each layer; the rest is recomputed. `"attention"`: also the
-            results of attention and its projections, which are then not recomputed. `"auto"`: as planned from profiles,
-            which decide which layers and results are kept on the device, offloaded or recomputed. `"all"`: every tensor
-            that autograd saves. None: `"boundary"` with recomputation, `"all"` without.
+            results of attention and its projections, which are then not recomputed. `"auto"`: a plan made from profiles
+            decides which layers and results are kept on the device, offloaded or recomputed. `"all"`: every tensor that
+            autograd saves. None: `"boundary"` with recomputation, `"all"` without.
         tier: `"cpu"`, host memory, or `"disk"`, a file without a name in `directory`.
         directory: folder of that file; it must exist, be writable and have room on the machine that offloads. On the cpu
             tier it takes the bytes that exceed `max_host_bytes`, and has no effect if that is None.
@@ -77,15 +86,14 @@ class OffloadOptions:
         use_streams: copy on separate streams instead of on the compute stream.
         max_host_bytes: hard cap of the host memory that this model or region takes, buffers for the disk included [bytes].
             Other tensors stay on the device, or go to disk if `directory` is set. None: no cap; disk buffers take 384 MiB.
-        max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. Gradients
-            and memory that exists before the layers begin do not count. The working set of a layer, the head and the loss
-            count, and so do the parameters and gradients that FSDP2 gathers and reduces layer by layer. `"auto"`: 95 % of
-            the device, less gradients and memory that exists before the layers begin, such as weights and optimizer states;
-            without an accelerator as little as possible.
+        max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. The working
+            set of a layer, the head, the loss, and the parameters and gradients that FSDP2 gathers and reduces layer by layer
+            count. Gradients do not, nor does memory that exists before the layers begin, such as weights and optimizer
+            states. `"auto"`: 95 % of the device, less these two; without an accelerator as little as possible.
         cache_directory: folder in which `save="auto"` keeps profiles for later runs of the same layers: times and sizes of
-            calls, with a description of layers, device and versions in words and digests; no weights, no data. It is made if
-            it does not exist. If it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in
-            `$XDG_CACHE_HOME`, or in `~/.cache`. None: nothing is read or written.
+            calls, and a description of layers, device and versions; no weights, no data. It is made if it does not exist. If
+            it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in `$XDG_CACHE_HOME`, or in
+            `~/.cache`. None: nothing is read or written.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -115,10 +123,8 @@ class OffloadOptions:
                 is_right = value in words or (type(value) is int and value >= limits["minimum"])
                 expected = f"an integer >= {limits['minimum']}" + "".join(f" or {word!r}" for word in words)
             else:
-                is_right, expected = (
-                    value is None or isinstance(value, (str, os.PathLike)),
-                    "the path of a folder or None",
-                )
+                is_right = value is None or isinstance(value, (str, os.PathLike))
+                expected = "the path of a folder or None"
             if not is_right:
                 raise ValueError(f"OffloadOptions.{option.name}: got {value!r}, expected {expected}")
         if faults := self.faults():
@@ -126,11 +132,7 @@ class OffloadOptions:
 
     @classmethod
     def unchecked(cls, **values: Any) -> OffloadOptions:
-        """Return options without checking them. Their types must be right; the caller checks `faults`.
-
-        Args:
-            values: one for every option.
-        """
+        """Return options without checking them. `values` has every option, of the right type; the caller checks `faults`."""
         options = object.__new__(cls)
         vars(options).update(values)
         return options
@@ -171,11 +173,7 @@ class OffloadOptions:
         return self.max_host_bytes - staging_bytes(self.staging_chunk_bytes)
 
     def resolve_save(self, enable_ckpt: bool) -> str:
-        """Return the value of `save` that applies, given whether layers are recomputed.
-
-        Raises:
-            ValueError: if `save` and `enable_ckpt` contradict each other.
-        """
+        """Return the value of `save` that applies; ValueError if `save` and `enable_ckpt` contradict each other."""
         if faults := self.faults(enable_ckpt):
             raise ValueError(str(faults[0]))
         return self.save or DEFAULT_SAVE[enable_ckpt]
@@ -190,11 +188,12 @@ class OffloadOptions:
 
         Args:
             enable_ckpt: whether layers are recomputed; None: not known yet.
-            checks_folder: check whether `directory`, on this machine, can be written to.
+            checks_folder: check whether this machine can write to `directory`.
             assignment: formats an option (or `enable_ckpt`) and its value as the user writes them.
         """
         found = []
-        if self.save is not None and enable_ckpt is not None and (self.save in RECOMPUTING) != enable_ckpt:
+        mode = SAVE_MODES.get(self.save or "")
+        if mode is not None and enable_ckpt is not None and mode.recomputes != enable_ckpt:
             found.append(
                 OptionFault(
                     "boundary, attention and auto recompute layers, all recomputes nothing",
@@ -258,17 +257,15 @@ class UnreadOptions(NamedTuple):
 UNREAD_OPTIONS = (
     UnreadOptions(
         ("directory",),
-        lambda options, on_accelerator: not options.uses_disk,
+        lambda options, _: not options.uses_disk,
         "tier is cpu, and without max_host_bytes nothing exceeds it",
     ),
     UnreadOptions(
-        ("max_device_bytes", "cache_directory"),
-        lambda options, on_accelerator: options.save != "auto",
-        "save is not auto",
+        ("max_device_bytes", "cache_directory"), lambda options, _: options.save != "auto", "save is not auto"
     ),
     UnreadOptions(
         ("pin_memory", "use_streams", "max_inflight_bytes"),
-        lambda options, on_accelerator: not on_accelerator,
+        lambda _, on_accelerator: not on_accelerator,
         "copies are synchronous",
     ),
 )

@@ -11,16 +11,15 @@ and reserves it from the system. An `Account` is one user's share, with a cap an
     account.free(block, after=event)             # free once the last copy's event has passed
     arena.trim()                                 # returns free memory to the system
 
-Call `trim()` before memory is needed elsewhere, for generation say. It costs little when nothing is free. The next step reserves
-and page-locks the returned memory again, which takes about 0.4 s per GiB. Whether that pays is the caller's decision.
+Call `trim()` before memory is needed elsewhere, for generation say. The next step reserves and page-locks the returned memory
+again, which takes about 0.4 s per GiB.
 
 Note [who may free a host buffer]
 A block belongs to the object that allocated it. That object may die whenever Python collects garbage, on any thread, while a
-copy still reads or writes the block. So `Account.free` takes no lock and waits for nothing. It appends the block, and the event
-after which no copy touches it, to a queue; appending to a deque is atomic. The next call that allocates or asks for figures
-moves the blocks whose event has passed to the free ranges. A call that finds no room waits for the events, oldest first, before
-it asks the system for memory. Therefore a steady step reserves no memory. And no copy runs on a slab that is free as a whole,
-so that it may be unlocked and returned.
+copy still reads or writes the block. So `Account.free` takes no lock and waits for nothing: it appends the block, and the event
+that ends its last copy, to a deque. The next call that allocates or asks for figures moves the blocks whose event has passed to
+the free ranges. A call that finds no room waits for the events, oldest first, before it asks the system for memory. So a steady
+step reserves no memory. And no copy runs on a slab that is free as a whole, so that it may be unlocked and returned.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import deque
-from typing import Protocol
+from collections import Counter, deque
 
 import torch
 from torch import Tensor
@@ -38,16 +36,6 @@ from rlx.offload.storage.pages import Pages, empty_cache_of_locked_pages, slab_b
 from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Extent, RangeAllocator, growth_bytes, page_aligned
 
 logger = logging.getLogger("rlx.offload")
-
-
-class Event(Protocol):
-    """The methods of `torch.Event` that an arena calls."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed the event."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed the event."""
 
 
 class Block:
@@ -72,10 +60,7 @@ class Block:
         return typed
 
     def pairs(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split a contiguous tensor as the block is split; return pairs (part of the tensor, host memory of its shape and dtype).
-
-        The block may end with padding.
-        """
+        """Split a contiguous tensor as the block is, which may end with padding; return pairs (part of the tensor, host memory)."""
         whole = self.whole(tensor.shape, tensor.dtype)
         if whole is not None:
             return [(tensor, whole)]
@@ -97,8 +82,8 @@ class Account:
 
     Args:
         arena: the owner of the memory.
-        max_bytes: hard cap of the account's blocks [bytes]; None: no cap.
-        name: of the user; several accounts may have the same.
+        max_bytes: hard cap of the account's blocks [bytes]; None: no cap but the arena's.
+        name: of the user, as `holders` reports it; several accounts may have the same.
     """
 
     def __init__(self, arena: HostArena, max_bytes: int | None, name: str) -> None:
@@ -109,71 +94,51 @@ class Account:
         self._reserved_bytes = 0
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Return a block of `nbytes`, or None if the cap is reached or the system has no memory left."""
-        return self.arena.allocate(self, nbytes)
+        """Return a block of `nbytes`, or None if a cap is reached or the system has no memory left."""
+        return self.arena._allocate(self, nbytes)
 
-    def free(self, block: Block, after: Event | None = None) -> None:
+    def free(self, block: Block, after: torch.Event | None = None) -> None:
         """Free a block once the event `after`, which ends its last copy, has passed. Callable on any thread; never blocks."""
         self.arena.freed.append((self, block, after))
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the blocks that are allocated now."""
-        self.arena.settle()
-        return self._held_bytes
+        with self.arena._lock:
+            self.arena._settle()
+            return self._held_bytes
 
 
 class HostArena:
-    """Host memory that grows to about the largest amount ever held.
-
-    Args:
-        pinned: reserve page-locked memory; if the system refuses it, pageable memory, with one warning.
-    """
+    """Host memory that grows to about the largest amount ever held; page-locked if `pinned` and if the system allows it."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.max_bytes: int | None = None  # of all accounts together; see `limit`
-        self.freed: deque[tuple[Account, Block, Event | None]] = deque()
+        self.freed: deque[tuple[Account, Block, torch.Event | None]] = deque()
+        self.reserved_bytes = 0  # from the system, now
         self.allocations = 0
-        self._cooling: deque[tuple[Block, Event]] = deque()
+        self._cooling: deque[tuple[Block, torch.Event]] = deque()
         # Free blocks by length, not yet merged with their free neighbours: the next step allocates the same lengths again.
         self._idle: dict[int, list[Block]] = {}
         self._ranges = RangeAllocator()
         self._slabs: dict[int, Pages] = {}
         self._accounts: weakref.WeakSet[Account] = weakref.WeakSet()
-        self._reserved_bytes = 0
         self._has_warned_full = False
         self._lock = threading.Lock()
 
     def limit(self, max_bytes: int | None) -> None:
-        """Cap the memory that the arena reserves for all accounts together; `trim` returns memory above the cap.
-
-        Args:
-            max_bytes: hard cap [bytes]; None: no cap.
-
-        Raises:
-            ValueError: for a negative number.
-        """
+        """Cap the memory that the arena reserves for all accounts together [bytes]; None: no cap. `trim` returns memory above it."""
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"HostArena.limit: got {max_bytes} bytes, expected a number >= 0 or None")
         self.max_bytes = max_bytes
 
     def account(self, max_bytes: int | None = None, name: str = "others") -> Account:
-        """Return a new share of the arena.
-
-        Args:
-            max_bytes: hard cap of the account's blocks [bytes]; None: no cap but the arena's.
-            name: of the user, as `holders` reports it.
-        """
+        """Return a new share of the arena; for the arguments see `Account`."""
         account = Account(self, max_bytes, name)
         with self._lock:
             self._accounts.add(account)
         return account
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory that is reserved from the system now [bytes]."""
-        return self._reserved_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -181,19 +146,18 @@ class HostArena:
         with self._lock:
             self._settle()
             self._join_idle()
-            return self._reserved_bytes - self._ranges.free_bytes
+            return self.reserved_bytes - self._ranges.free_bytes
 
     def holders(self) -> dict[str, int]:
         """Return the bytes of allocated blocks by account name."""
         with self._lock:
             self._settle()
-            held: dict[str, int] = {}
+            held: Counter[str] = Counter()
             for account in self._accounts:
-                held[account.name] = held.get(account.name, 0) + account._held_bytes
+                held[account.name] += account._held_bytes
             return held
 
-    def allocate(self, account: Account, nbytes: int) -> Block | None:
-        """See `Account.allocate`."""
+    def _allocate(self, account: Account, nbytes: int) -> Block | None:
         needed = page_aligned(nbytes)
         with self._lock:
             if self.freed or self._cooling:
@@ -206,11 +170,6 @@ class HostArena:
                 account._held_bytes += nbytes
                 account._reserved_bytes += needed
             return block
-
-    def settle(self) -> None:
-        """Account for the blocks that were freed."""
-        with self._lock:
-            self._settle()
 
     def trim(self) -> int:
         """Return slabs of which nothing is in use to the system; return how many bytes those were."""
@@ -225,7 +184,7 @@ class HostArena:
                 freed += pages.bytes.nbytes
                 pages.close()
                 del pages
-            self._reserved_bytes -= freed
+            self.reserved_bytes -= freed
         empty_cache_of_locked_pages()
         return freed
 
@@ -272,12 +231,12 @@ class HostArena:
         return views
 
     def _grow(self, needed: int) -> None:
-        missing = growth_bytes(needed - self._ranges.usable_bytes(needed), self._reserved_bytes)
+        missing = growth_bytes(needed - self._ranges.usable_bytes(needed), self.reserved_bytes)
         caps = [account.max_bytes for account in self._accounts]
         if caps and None not in caps:
-            missing = min(missing, sum(cap for cap in caps if cap is not None) - self._reserved_bytes)
+            missing = min(missing, sum(cap for cap in caps if cap is not None) - self.reserved_bytes)
         if self.max_bytes is not None:
-            missing = min(missing, self.max_bytes - self._reserved_bytes)
+            missing = min(missing, self.max_bytes - self.reserved_bytes)
         while missing >= PAGE_ALIGN_BYTES:
             size = slab_bytes(missing - missing % PAGE_ALIGN_BYTES, self.pinned)
             pages = self._new_pages(size)
@@ -286,7 +245,7 @@ class HostArena:
             self._slabs[self.allocations] = pages
             self._ranges.extend(self.allocations, size)
             self.allocations += 1
-            self._reserved_bytes += size
+            self.reserved_bytes += size
             missing -= size
 
     def _new_pages(self, size: int) -> Pages | None:
@@ -296,10 +255,8 @@ class HostArena:
             if not self._has_warned_full:
                 self._has_warned_full = True
                 logger.warning(
-                    "activation offloading: the system has no host memory left for %d more bytes (%s). Tensors "
-                    "without room stay on the device or are spilled to disk. Lower max_host_bytes",
-                    size,
-                    error,
+                    f"activation offloading: the system has no host memory left for {size} more bytes ({error}). Tensors "
+                    "without room stay on the device or are spilled to disk. Lower max_host_bytes"
                 )
             return None
         except RuntimeError as error:
@@ -307,12 +264,9 @@ class HostArena:
                 raise
             self.pinned = False
             logger.warning(
-                "activation offloading: the system refused %d more bytes of page-locked host memory, %d are reserved (%s); "
-                "pageable memory is used from now on, whose copies do not overlap compute. "
-                "Raise the limit of locked memory, or lower max_host_bytes",
-                size,
-                self._reserved_bytes,
-                str(error).splitlines()[0],
+                f"activation offloading: the system refused {size} more bytes of page-locked host memory, "
+                f"{self.reserved_bytes} are reserved ({str(error).splitlines()[0]}); pageable memory is used from now on, "
+                "whose copies do not overlap compute. Raise the limit of locked memory, or lower max_host_bytes"
             )
             return self._new_pages(size)
 

@@ -47,14 +47,13 @@ class PendingTasks:
 
 
 class FetchBuffer:
-    """A device buffer that offloaded bytes are fetched into. Its memory belongs to the stream that is current when it is made.
+    """A contiguous device tensor that offloaded bytes are fetched into. Its memory belongs to the stream `home`.
 
-    The `OffloadedRange` holds it and so does each thread that copies into it. When the last of them drops it, the buffer's
-    stream is made to wait for the copies. Only then may the allocator reuse the memory.
+    The `OffloadedRange` holds it and so does each thread that copies into it. When the last of them drops it, `home` is made to
+    wait for the copies. Only then may the allocator reuse the memory.
 
     Args:
-        shape, dtype: of the tensor, which is contiguous.
-        device: that the tensor is on.
+        shape, dtype, device: of the tensor.
         home: the current stream of the device; None without an accelerator.
     """
 
@@ -87,8 +86,7 @@ class CopyStreams:
     Args:
         device: one end of the copies; for the CPU they are synchronous.
         use_streams: copy on two streams of its own, one for each direction, instead of on the compute stream.
-        counters: sums of copies and stalls.
-        timeline: measures their times.
+        counters, timeline: get bytes and times of copies and stalls.
     """
 
     def __init__(self, device: torch.device, use_streams: bool, counters: Counters, timeline: Timeline) -> None:
@@ -114,19 +112,15 @@ class CopyStreams:
         if self.on_host:
             self._copy_now(source, block, to_host=True, is_waited_for=True)
             return None
-        compute = self.compute_stream()
-        stream = self._to_host or compute
-        if self._to_host is not None and compute is not None:
+        compute = torch.accelerator.current_stream(self.device)
+        if self._to_host is not None:
             self._to_host.wait_event(compute.record_event())
-        return self._copy(stream, source, block, to_host=True, is_waited_for=self._to_host is None)
+        return self._copy(self._to_host or compute, source, block, to_host=True)
 
     def copy_to_device(self, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None) -> torch.Event | None:
         """Allocate a fetch buffer and copy a block into it; return the event that ends the copy.
 
-        Args:
-            block: host memory.
-            fetch_buffer: not allocated yet.
-            after: an event that the device waits for before it reads host memory.
+        The device first waits for the event `after`, before which the block is still written.
         """
         whole = block.whole(fetch_buffer.shape, fetch_buffer.dtype) if self.on_host else None
         if whole is not None:  # one call instead of two halves the time for a small tensor
@@ -135,28 +129,22 @@ class CopyStreams:
             self._count(start, whole.nbytes, is_waited_for=True)
             return None
         fetch_buffer.allocate()
-        return self.copy_into(fetch_buffer.tensor, block, fetch_buffer, after, is_ahead=False)
+        return self.copy_into(fetch_buffer.tensor, block, fetch_buffer, after)
 
     def copy_into(
-        self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None, is_ahead: bool
+        self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None = None
     ) -> torch.Event | None:
-        """Copy a block into a part of an allocated fetch buffer; callable on any thread.
-
-        Args:
-            target: that part.
-            block, fetch_buffer, after: see `copy_to_device`.
-            is_ahead: a reader thread issues the copy, so that without an accelerator compute does not wait for it.
-        """
+        """Copy a block into `target`, a part of an allocated fetch buffer; callable on any thread."""
         if self.on_host:
-            self._copy_now(target, block, to_host=False, is_waited_for=not is_ahead)
+            self._copy_now(target, block, to_host=False, is_waited_for=fetch_buffer.issued is None)
             return None
         stream = self._to_device or fetch_buffer.home
+        assert stream is not None
         for event in (fetch_buffer.allocated, after):
-            if stream is not None and event is not None:
+            if event is not None:
                 stream.wait_event(event)  # needless on one stream, but layers may compute on several
-        copied = self._copy(stream, target, block, to_host=False, is_waited_for=self._to_device is None)
-        if copied is not None:
-            fetch_buffer.copies.append(copied)
+        copied = self._copy(stream, target, block, to_host=False)
+        fetch_buffer.copies.append(copied)
         return copied
 
     def wait_for(self, fetch_buffer: FetchBuffer) -> None:
@@ -180,26 +168,20 @@ class CopyStreams:
         yield
         self._timeline.add("stall_ms", start, mark(stream), self._counters)
 
-    def _copy(
-        self,
-        stream: torch.Stream | None,
-        tensor: Tensor,
-        block: Block,
-        to_host: bool,
-        is_waited_for: bool,
-    ) -> torch.Event | None:
+    def _copy(self, stream: torch.Stream, tensor: Tensor, block: Block, to_host: bool) -> torch.Event:
         start = mark(stream)
-        with stream if stream is not None else contextlib.nullcontext():
+        with stream:
             for on_device, on_host in block.pairs(tensor):
                 target, source = (on_host, on_device) if to_host else (on_device, on_host)
-                target.copy_(source, non_blocking=stream is not None)
+                target.copy_(source, non_blocking=True)
         stop = mark(stream)
+        assert isinstance(stop, torch.Event)
         with self._lock:
             self._counters.copied_bytes += tensor.nbytes
         self._timeline.add("copy_ms", start, stop, self._counters)
-        if is_waited_for:
+        if self._to_host is None:  # compute waits for its own stream
             self._timeline.add("stall_ms", start, stop, self._counters)
-        return stop if isinstance(stop, torch.Event) else None
+        return stop
 
     def _copy_now(self, tensor: Tensor, block: Block, to_host: bool, is_waited_for: bool) -> None:
         """Copy without an accelerator: synchronously."""

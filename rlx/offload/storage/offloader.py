@@ -1,21 +1,19 @@
 """Offloads ranges of bytes of one device and fetches them back.
 
-An `Offloader` makes `OffloadedRange`s, one for each range of bytes off the device. Without an accelerator the copies are
-synchronous, so that no copy is ever in flight, and nothing else differs.
+An `Offloader` makes `OffloadedRange`s, one for each range of bytes off the device. Without an accelerator copies are
+synchronous, so that none is ever in flight.
 
 Note [streams and lifetimes]
 *Offload.* The range is copied on a stream of its own, which first waits for the compute stream: only then are the bytes
 written. `_source` keeps the memory until the copy has ended. The host does not poll for that end, for it runs ahead of the
-device and every poll would say no. Instead `release_source` makes the compute stream wait for the copy and drops the memory at
-once. The memory belongs to the compute stream, so that the allocator hands it out after that wait only. The bound on bytes in
-flight decides when to release (`Offloader.release_older`, `Offloader.limit_in_flight`). If backward comes before the release,
-it uses the source and nothing is copied back.
+device. Instead `release_source` makes the compute stream wait for the copy and drops the memory at once. The memory belongs to
+the compute stream, so that the allocator hands it out after that wait only. `Offloader.release_older` and `limit_in_flight`
+decide when to release. If backward comes before the release, it uses the source and nothing is copied back.
 
 *Fetch.* The buffer is allocated on the compute stream that is current at that moment, and filled on another stream. That stream
 first waits for the compute stream, which may still read the memory's former content, and for the copy to the host, which may
 still write the block. From disk, a thread issues these copies as it reads, and the first user of the bytes waits until all are
-issued. Every user makes its current stream wait for the copies. So the buffer belongs to the compute stream like any tensor of
-plain autograd, and is freed like one.
+issued. Every user makes its current stream wait for the copies. So the buffer is freed like any tensor of plain autograd.
 
 *Death.* A graph may be dropped at any moment. If a copy from the source or into the buffer may still run, the compute stream is
 made to wait for it before the memory is freed (`OffloadedRange.__del__`, `FetchBuffer.__del__`). The allocation is freed with
@@ -52,14 +50,11 @@ class OffloadedRange:
         self._offloader = offloader
         self._storage_ref = weakref.ref(tensor.untyped_storage())
         self._region = region
-        self._source: Tensor | None = None
+        self._source = None if copy_streams.on_host else tensor.detach()
         self._fetched: FetchBuffer | None = None
         self._was_torn = False
-        self._home: torch.Stream | None = None
+        self._home = copy_streams.compute_stream()
         self._copied: torch.Event | None = None
-        if not copy_streams.on_host:
-            self._home = copy_streams.compute_stream()
-            self._source = tensor.detach()
         whole = in_one_piece(tensor, region)
         self._shape, self._dtype = whole.shape, whole.dtype
         self._copied = allocation.write(copy_streams, whole)
@@ -93,8 +88,7 @@ class OffloadedRange:
     def _fetch_buffer(self) -> FetchBuffer:
         if self._fetched is None:
             copy_streams = self._offloader.copy_streams
-            home = None if copy_streams.on_host else copy_streams.compute_stream()
-            fetch_buffer = FetchBuffer(self._shape, self._dtype, copy_streams.device, home)
+            fetch_buffer = FetchBuffer(self._shape, self._dtype, copy_streams.device, copy_streams.compute_stream())
             self._allocation.read(copy_streams, fetch_buffer)
             self._fetched = fetch_buffer
         return self._fetched
@@ -107,18 +101,18 @@ class OffloadedRange:
             DiskError: if the disk failed to write or to read the bytes.
         """
         source = self._source
-        if self._was_torn if source is None else self.is_torn:
+        if self.is_torn:
             raise RuntimeError(
                 "activation offloading: a tensor was modified in place while it was copied to the host; "
                 "clone it before the write"
             )
         if source is not None:
             return source, 0
-        offloader, fetch_buffer = self._offloader, self._fetched
+        fetch_buffer = self._fetched
         if fetch_buffer is None:
-            with offloader.lock:
+            with self._offloader.lock:
                 fetch_buffer = self._fetch_buffer()
-        offloader.copy_streams.wait_for(fetch_buffer)
+        self._offloader.copy_streams.wait_for(fetch_buffer)
         return fetch_buffer.tensor, self._region.start
 
     def evict(self) -> None:
@@ -141,35 +135,25 @@ class OffloadedRange:
 
 
 class _Flight(NamedTuple):
-    layer_call: int
+    layer_call: int  # its number
     nbytes: int
     offloaded: weakref.ref[OffloadedRange]
 
 
 class Offloader:
-    """Offloads bytes of one device.
-
-    Args:
-        copy_streams: of the device.
-        tiers: in the order in which they are asked for room.
-        counters: sum of offloaded bytes.
-    """
+    """Offloads bytes of one device to tiers, which are asked for room in their order."""
 
     def __init__(self, copy_streams: CopyStreams, tiers: Sequence[Tier], counters: Counters) -> None:
         self.copy_streams = copy_streams
         self.lock = threading.Lock()
         self.table: dict[Region, weakref.ref[OffloadedRange]] = {}  # the ranges that are off the device
-        self._tiers = tiers
-        self._counters = counters
         self.in_flight: deque[_Flight] = deque()  # oldest first; empty without an accelerator
         self._in_flight_bytes = 0
+        self._tiers = tiers
+        self._counters = counters
 
     def offload(self, tensor: Tensor, region: Region, layer_call: int) -> OffloadedRange | None:
-        """Begin to copy a range of bytes to the first tier with room; return None if no tier has any.
-
-        Raises:
-            DiskError: if the disk is full.
-        """
+        """Begin to copy a range of bytes to the first tier with room; None if no tier has any, DiskError if the disk is full."""
         nbytes = region.nbytes
         with self.lock:
             for tier in self._tiers:

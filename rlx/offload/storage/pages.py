@@ -20,8 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger("rlx.offload")
 
-# cudaHostRegisterPortable: page-locked for every device, not only the current one.
-_PORTABLE = 1
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not only the current one
 
 
 class Pages:
@@ -38,7 +37,6 @@ class Pages:
 
     def __init__(self, nbytes: int, is_locked: bool) -> None:
         self._unlock = None
-        self.bytes: Tensor
         if is_locked and not torch.cuda.is_available():
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             return

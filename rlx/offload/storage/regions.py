@@ -102,10 +102,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class VersionProbe:
-    """The version counter of a plain tensor, without the tensor's memory.
-
-    The probe shares the counter with the tensor and every view of it, as autograd's own check does.
-    """
+    """The version counter of a plain tensor and of all its views, without the tensor's memory."""
 
     __slots__ = ("alias", "version")
 
@@ -133,9 +130,7 @@ class TensorLayout(VersionProbe):
         self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
 
     def restore(self, memory: Tensor, first_byte: int) -> Tensor:
-        """Return the tensor on fetched memory.
-
-        It shares the version counter: a write to the fetched tensor counts as a write to every view of the original.
+        """Return the tensor on fetched memory; a write to it counts as a write to every view of the original.
 
         Args:
             memory: any tensor on a storage that begins with byte `first_byte` of the original storage.

@@ -37,16 +37,12 @@ class DiskError(OSError):
 
 
 class ExtentFile:
-    """An unnamed file in one directory, and the threads that read and write it.
-
-    Args:
-        directory: an existing, writable folder.
-    """
+    """An unnamed file in one directory, which must be writable, and the threads that read and write it."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = directory
         self.freed: deque[list[Extent]] = deque()  # appended to on any thread, see Note [who may free an extent]
-        self._nbytes = 0
+        self.nbytes = 0  # its size
         self._ranges = RangeAllocator()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -59,17 +55,8 @@ class ExtentFile:
         self._readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
         self._unfinished = PendingTasks()
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the file [bytes]."""
-        return self._nbytes
-
     def allocate(self, nbytes: int) -> list[Extent]:
-        """Return extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`.
-
-        Raises:
-            DiskError: if the file system has no room for them.
-        """
+        """Return extents of `nbytes`, rounded up to `PAGE_ALIGN_BYTES`; DiskError if the file system has no room for them."""
         self._check_process()
         needed = page_aligned(nbytes)
         with self._lock:
@@ -118,7 +105,7 @@ class ExtentFile:
             self._settle()
             if not self._ranges.remove_free_slabs():
                 return 0
-            freed, self._nbytes = self._nbytes, 0
+            freed, self.nbytes = self.nbytes, 0
             os.ftruncate(self._descriptor, 0)
             return freed
 
@@ -142,26 +129,26 @@ class ExtentFile:
 
     def _grow(self, missing: int) -> None:
         """Extend the file by a growth step or, if the disk has no room for that, by the missing bytes."""
-        for more in (growth_bytes(missing, self._nbytes), missing):
+        for more in (growth_bytes(missing, self.nbytes), missing):
             try:
-                os.posix_fallocate(self._descriptor, self._nbytes, more)
+                os.posix_fallocate(self._descriptor, self.nbytes, more)
                 break
             except OSError as error:
                 failure = error
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                     # This file system cannot reserve room. If it is full, a write fails.
-                    os.ftruncate(self._descriptor, self._nbytes + more)
+                    os.ftruncate(self._descriptor, self.nbytes + more)
                     break
-                os.ftruncate(self._descriptor, self._nbytes)
+                os.ftruncate(self._descriptor, self.nbytes)
         else:
             raise DiskError(
                 failure.errno,
-                f"activation offloading to disk has a file of {self._nbytes} bytes and needs {missing} more "
+                f"activation offloading to disk has a file of {self.nbytes} bytes and needs {missing} more "
                 f"({failure.strerror}); free disk space, choose another OffloadOptions.directory, or offload less",
                 self.directory,
             ) from failure
         self._ranges.extend(0, more)
-        self._nbytes += more
+        self.nbytes += more
 
     def _allow_direct(self) -> bool:
         """Switch direct I/O on and write a page as a test; if that fails, switch it off and write through the page cache."""
@@ -192,11 +179,7 @@ _FILES_LOCK = threading.Lock()
 
 
 def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
-    """Return this process's file in a directory; create it on the first call.
-
-    Raises:
-        DiskError: if no file can be created there.
-    """
+    """Return this process's file in a directory; DiskError if none can be created there on the first call."""
     with _FILES_LOCK:
         try:
             folder = os.stat(directory)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -74,14 +75,16 @@ class OffloadStats:
     def since(self, earlier: OffloadStats) -> OffloadStats:
         """Return the figures since `earlier`: differences of counts and times; held and reserved bytes as they are now."""
         levels = ("held_bytes", "reserved_bytes", "disk_reserved_bytes", "layers")
-        names = [name for name in (f.name for f in fields(self)) if name not in levels]
-        changed = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         layers = {
-            name: LayerStats(*(getattr(now, f.name) - getattr(before, f.name) for f in fields(now)))
+            name: LayerStats(**_differences(now, earlier.layers.get(name, LayerStats())))
             for name, now in self.layers.items()
-            for before in [earlier.layers.get(name, LayerStats())]
         }
-        return replace(self, layers=layers, **changed)
+        return replace(self, layers=layers, **_differences(self, earlier, without=levels))
+
+
+def _differences(now: Any, earlier: Any, without: Collection[str] = ()) -> dict[str, Any]:
+    names = [field.name for field in fields(now) if field.name not in without]
+    return {name: getattr(now, name) - getattr(earlier, name) for name in names}
 
 
 def measured_rate(nbytes: int, ms: float) -> float | None:
@@ -89,16 +92,16 @@ def measured_rate(nbytes: int, ms: float) -> float | None:
     return nbytes / ms * 1e3 if nbytes >= TIMED_BYTES and ms else None
 
 
+@dataclass
 class Counters:
-    """Running sums of the engine or of one layer."""
+    """Running sums of the engine or of one layer, as in `OffloadStats`."""
 
-    def __init__(self) -> None:
-        self.offloaded_bytes = 0
-        self.kept_bytes = 0
-        self.copied_bytes = 0
-        self.recomputed_ms = 0.0
-        self.copy_ms = 0.0
-        self.stall_ms = 0.0
+    offloaded_bytes: int = 0
+    kept_bytes: int = 0
+    copied_bytes: int = 0
+    recomputed_ms: float = 0.0
+    copy_ms: float = 0.0
+    stall_ms: float = 0.0
 
 
 Mark = float | torch.Event

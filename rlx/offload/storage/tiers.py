@@ -11,10 +11,10 @@ their own, at most one buffer a thread. Forward and backward wait for writers an
 is held during a wait. On the device a copy waits only for work that was queued before it.
 
 Note [who may free an extent]
-The owner of a disk allocation may die at any moment, like that of a host buffer (Note [who may free a host buffer]), while
-writes and reads of the allocation are queued or running. A queued task has a weak reference to the allocation and finds it
-gone. A running task has a strong one. So the last holder frees the extents in `DiskAllocation.__del__`. That takes no lock: it
-appends them to a queue, which is emptied before the file hands out more. `held_bytes` drops earlier, when the owner calls `free`.
+The owner of a disk allocation may die at any moment, while writes and reads of the allocation are queued or running. A queued
+task has a weak reference to the allocation and finds it gone. A running task has a strong one. So the last holder frees the
+extents in `DiskAllocation.__del__`. That takes no lock: it appends them to a queue, which is emptied before the file hands out
+more. `held_bytes` drops earlier, when the owner calls `free`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,30 +42,6 @@ from rlx.offload.storage.staging import WRITE_BUFFERS, staging_bytes
 logger = logging.getLogger("rlx.offload")
 
 
-class Allocation(Protocol):
-    """Room in a tier for one range of bytes."""
-
-    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """Begin to copy a contiguous tensor here; return the event after which its memory is not read any more."""
-
-    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """Allocate the fetch buffer and begin to copy the bytes into it."""
-
-    def free(self) -> None:
-        """Give the room back. Callable on any thread; never blocks."""
-
-
-class Tier(Protocol):
-    """One user's share of host memory or of a file."""
-
-    def allocate(self, nbytes: int) -> Allocation | None:
-        """Return room for `nbytes`, or None if the tier is full."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are allocated now."""
-
-
 class HostAllocation:
     """A block of host memory."""
 
@@ -76,47 +53,38 @@ class HostAllocation:
         self._last_copy: torch.Event | None = None
 
     def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """See `Allocation.write`."""
+        """Begin to copy a contiguous tensor here; return the event after which its memory is not read any more."""
         self._last_copy = copy_streams.copy_to_host(source, self._block)
         return self._last_copy
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """See `Allocation.read`. The copy to the host may still be writing the block, so that this one waits for it."""
+        """Allocate the fetch buffer and begin to copy the bytes into it, once they are written."""
         self._last_copy = copy_streams.copy_to_device(self._block, fetch_buffer, after=self._last_copy)
 
     def free(self) -> None:
-        """See `Allocation.free`."""
+        """Give the room back. Callable on any thread; never blocks."""
         self._account.free(self._block, self._last_copy)
 
 
 class HostTier:
-    """Host memory.
-
-    Args:
-        account: the share of the arena that the blocks come from.
-    """
+    """Host memory, of one account of an arena."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
 
     def allocate(self, nbytes: int) -> HostAllocation | None:
-        """See `Tier.allocate`."""
+        """Return room for `nbytes`, or None if the tier is full."""
         block = self._account.allocate(nbytes)
         return None if block is None else HostAllocation(self._account, block)
 
     @property
     def held_bytes(self) -> int:
-        """See `Tier.held_bytes`."""
+        """Bytes that are allocated now."""
         return self._account.held_bytes
 
 
 class StagingBuffers:
-    """A fixed number of host buffers between the device and the disk.
-
-    Args:
-        arena: the host memory that they come from.
-        chunk_bytes: size of a buffer [bytes]; all together have at most `nbytes`.
-    """
+    """A fixed number of host buffers between the device and the disk, of `chunk_bytes` each and `nbytes` together."""
 
     def __init__(self, arena: HostArena, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -138,7 +106,7 @@ class StagingBuffers:
 
     def free_written(self, block: Block) -> None:
         """Free a buffer that `allocate_to_write` returned."""
-        self.free(block, None)
+        self.free(block)
         self._free_to_write.release()
 
     def allocate(self, nbytes: int) -> Block:
@@ -149,14 +117,13 @@ class StagingBuffers:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "activation offloading: the host arena is full and has no page-locked memory left for copies to and "
-                    "from the disk; up to %d bytes of pageable memory are used in addition. Raise the arena's limit",
-                    self.nbytes,
+                    "activation offloading: the host arena is full and has no page-locked memory left for copies to and from "
+                    f"the disk; up to {self.nbytes} bytes of pageable memory are used in addition. Raise the arena's limit"
                 )
             block = Block(nbytes, [], [Pages(nbytes, is_locked=False).bytes])
         return block
 
-    def free(self, block: Block, after: torch.Event | None) -> None:
+    def free(self, block: Block, after: torch.Event | None = None) -> None:
         """Free a reader's buffer; `after` is the event that ends the copy from it."""
         if block.extents:
             self._account.free(block, after)
@@ -182,33 +149,32 @@ class DiskAllocation:
         self._extents = extents
 
     def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """See `Allocation.write`. Waits for a staging buffer if the disk is slower than forward."""
-        here, left, source = weakref.ref(self), None, as_bytes(source)
+        """See `HostAllocation.write`. Waits for a staging buffer if the disk is slower than forward."""
+        here, staging, left, source = weakref.ref(self), self.tier.staging, None, as_bytes(source)
         for chunk in self._chunks():
-            block = self.tier.staging.allocate_to_write(chunk.nbytes, copy_streams)
+            block = staging.allocate_to_write(chunk.nbytes, copy_streams)
             try:
                 left = copy_streams.copy_to_host(source[chunk.first_byte : chunk.first_byte + chunk.nbytes], block)
             except BaseException:
-                self.tier.staging.free_written(block)
+                staging.free_written(block)
                 raise
             self.written.expect(1)
-            self.tier.file.submit_write(_Write(here, self.tier, self.written, chunk, copy_streams, block, left).run)
+            task = partial(_write_chunk, here, self.tier, self.written, chunk, copy_streams, block, left)
+            self.tier.file.submit_write(task)
         return left
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """See `Allocation.read`."""
+        """See `HostAllocation.read`."""
         fetch_buffer.allocate()
-        here, fetch_buffer.issued = weakref.ref(self), PendingTasks()
+        here, there, issued = weakref.ref(self), weakref.ref(fetch_buffer), PendingTasks()
+        fetch_buffer.issued = issued
         for chunk in self._chunks():
-            fetch_buffer.issued.expect(1)
-            self.tier.file.submit_read(
-                _Read(
-                    here, self.tier, self.written, chunk, copy_streams, weakref.ref(fetch_buffer), fetch_buffer.issued
-                ).run
-            )
+            issued.expect(1)
+            task = partial(_read_chunk, here, self.tier, self.written, chunk, copy_streams, there, issued)
+            self.tier.file.submit_read(task)
 
     def free(self) -> None:
-        """See `Allocation.free`."""
+        """See `HostAllocation.free`."""
         self.tier.freed.append(self._nbytes)
 
     def __del__(self) -> None:
@@ -223,74 +189,74 @@ class DiskAllocation:
                 first_byte += nbytes
 
 
-class _Write(NamedTuple):
-    """Writes one chunk, on a writer thread."""
-
-    allocation: weakref.ref[DiskAllocation]
-    tier: DiskTier
-    written: PendingTasks
-    chunk: Chunk
-    copy_streams: CopyStreams
-    block: Block
-    copied: torch.Event | None
-
-    def run(self) -> None:
-        failure: BaseException | None = None
-        try:
-            if self.copied is not None:
-                with self.copy_streams.device_is_current():
-                    self.copied.synchronize()
-            allocation = self.allocation()
-            if allocation is not None:
-                with self.tier.working("write", self.chunk):
-                    self.tier.file.write(self.block.views, self.chunk.offset)
-        except BaseException as error:
-            failure = _without_frames(error)
-        allocation = None  # dropped before anybody waits no longer, so that its extents are free by then
-        self.tier.staging.free_written(self.block)
-        self.written.done(failure)
-
-
-class _Read(NamedTuple):
-    """Reads one chunk and queues its copy to the device, on a reader thread."""
-
-    allocation: weakref.ref[DiskAllocation]
-    tier: DiskTier
-    written: PendingTasks
-    chunk: Chunk
-    copy_streams: CopyStreams
-    fetch_buffer: weakref.ref[FetchBuffer]
-    issued: PendingTasks
-
-    def run(self) -> None:
-        failure: BaseException | None = None
-        copied: torch.Event | None = None
-        try:
-            self.written.wait()
-            with self.copy_streams.device_is_current():
-                copied = self._fetch()
-        except BaseException as error:
-            failure = _without_frames(error)
-        self.issued.done(failure)
+def _write_chunk(
+    here: weakref.ref[DiskAllocation],
+    tier: DiskTier,
+    written: PendingTasks,
+    chunk: Chunk,
+    copy_streams: CopyStreams,
+    block: Block,
+    copied: torch.Event | None,
+) -> None:
+    """Write one chunk of an allocation, on a writer thread."""
+    failure: BaseException | None = None
+    try:
         if copied is not None:
-            with self.copy_streams.device_is_current():
-                copied.synchronize()  # else this thread would fill all staging buffers while the device is busy
+            with copy_streams.device_is_current():
+                copied.synchronize()
+        allocation = here()
+        if allocation is not None:
+            with tier.working("write", chunk):
+                tier.file.write(block.views, chunk.offset)
+    except BaseException as error:
+        failure = _without_frames(error)
+    allocation = None  # dropped before anybody waits no longer, so that its extents are free by then
+    tier.staging.free_written(block)
+    written.done(failure)
 
-    def _fetch(self) -> torch.Event | None:
-        allocation, fetch_buffer = self.allocation(), self.fetch_buffer()
-        if allocation is None or fetch_buffer is None:
-            return None
-        staging, copied = self.tier.staging, None
-        block = staging.allocate(self.chunk.nbytes)
-        try:
-            with self.tier.working("read", self.chunk):
-                self.tier.file.read(block.views, self.chunk.offset)
-            first_byte = self.chunk.first_byte
-            target = as_bytes(fetch_buffer.tensor)[first_byte : first_byte + block.nbytes]
-            copied = self.copy_streams.copy_into(target, block, fetch_buffer, after=None, is_ahead=True)
-        finally:
-            staging.free(block, copied)
-        return copied
+
+def _read_chunk(
+    here: weakref.ref[DiskAllocation],
+    tier: DiskTier,
+    written: PendingTasks,
+    chunk: Chunk,
+    copy_streams: CopyStreams,
+    there: weakref.ref[FetchBuffer],
+    issued: PendingTasks,
+) -> None:
+    """Read one chunk of an allocation and queue its copy to the device, on a reader thread."""
+    failure: BaseException | None = None
+    copied: torch.Event | None = None
+    try:
+        written.wait()
+        with copy_streams.device_is_current():
+            copied = _fetch_chunk(here(), tier, chunk, copy_streams, there())
+    except BaseException as error:
+        failure = _without_frames(error)
+    issued.done(failure)
+    if copied is not None:
+        with copy_streams.device_is_current():
+            copied.synchronize()  # else this thread would fill all staging buffers while the device is busy
+
+
+def _fetch_chunk(
+    allocation: DiskAllocation | None,
+    tier: DiskTier,
+    chunk: Chunk,
+    copy_streams: CopyStreams,
+    fetch_buffer: FetchBuffer | None,
+) -> torch.Event | None:
+    if allocation is None or fetch_buffer is None:
+        return None
+    block, copied = tier.staging.allocate(chunk.nbytes), None
+    try:
+        with tier.working("read", chunk):
+            tier.file.read(block.views, chunk.offset)
+        target = as_bytes(fetch_buffer.tensor)[chunk.first_byte : chunk.first_byte + block.nbytes]
+        copied = copy_streams.copy_into(target, block, fetch_buffer)
+    finally:
+        tier.staging.free(block, copied)
+    return copied
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -300,13 +266,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class DiskTier:
-    """Disk space.
-
-    Args:
-        file: the file that the extents are in.
-        staging: host memory for the copies.
-        warning: logged when the tier is first used; None: no warning.
-    """
+    """Space in a file. A `warning` is logged when it is first used."""
 
     def __init__(self, file: ExtentFile, staging: StagingBuffers, warning: str | None) -> None:
         self.file = file
@@ -321,11 +281,7 @@ class DiskTier:
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> DiskAllocation:
-        """See `Tier.allocate`.
-
-        Raises:
-            DiskError: if the disk is full.
-        """
+        """Return room for `nbytes`; DiskError if the disk is full."""
         extents = self.file.allocate(nbytes)
         if self._warning is not None:
             logger.warning(self._warning)
@@ -336,7 +292,7 @@ class DiskTier:
 
     @property
     def held_bytes(self) -> int:
-        """See `Tier.held_bytes`."""
+        """Bytes that are allocated now."""
         with self._lock:
             while self.freed:
                 self._held_bytes -= self.freed.popleft()
@@ -344,12 +300,7 @@ class DiskTier:
 
     @contextlib.contextmanager
     def working(self, what: str, chunk: Chunk) -> Iterator[None]:
-        """Count time and bytes of the code in the block, which writes or reads a chunk; name the chunk in errors.
-
-        Args:
-            what: `"write"` or `"read"`.
-            chunk: the bytes in question.
-        """
+        """Count time and bytes of a block that does `what` ("write" or "read") with a chunk; name the chunk in errors."""
         with self._lock:
             if self._busy_threads == 0:
                 self._busy_since = time.perf_counter()
@@ -373,12 +324,12 @@ class DiskTier:
                     self.busy_ms += (time.perf_counter() - self._busy_since) * 1e3
 
 
-def trim() -> int:
-    """Return unused memory to the system: slabs of all arenas, and files on disk of which nothing is in use.
+Allocation = HostAllocation | DiskAllocation
+Tier = HostTier | DiskTier
 
-    Returns:
-        Host memory that was returned [bytes].
-    """
+
+def trim() -> int:
+    """Return unused slabs of all arenas and unused files on disk to the system; return the freed host memory [bytes]."""
     for file in extent_files():
         file.trim()
     return sum(host_arena(pinned).trim() for pinned in (False, True))

@@ -31,6 +31,12 @@ JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 CASES = [
     # batches
     (
+        "prefixes_are_shared_in_packed_rows",
+        f"{MODEL}.use_shared_prefix=True {MODEL}.attn_implementation=eager",
+        [f"{MODEL}.use_shared_prefix=True computes prompts once"],
+        "attn_implementation=sdpa",
+    ),
+    (
         "mini_batch_divides_batch",
         f"data.train_batch_size=30 {ACTOR}.ppo_mini_batch_size=32",
         ["the mini-batch does not divide"],
@@ -191,13 +197,13 @@ CASES = [
         "critic.strategy=null",
     ),
     (
-        "offload_without_compile",
+        "nothing_else_in_compiled_layers",
         f"{ACTOR}.use_torch_compile=True",
         ["activation offloading cannot be combined"],
         "False",
     ),
     (
-        "tiling_without_compile",
+        "nothing_else_in_compiled_layers",
         f"{MODEL}.enable_activation_offload=False {MODEL}.tiled_mlp=auto {ACTOR}.use_torch_compile=True",
         ["tiles cannot be combined"],
         "tiled_mlp=0",
@@ -398,13 +404,13 @@ CASES = [
         "sdpa",
     ),
     (
-        "liger_has_an_accelerator",
+        "kernels_have_an_accelerator",
         f"{GAE} {MODEL}.use_liger=True critic.model.use_liger=True",
         ["the package liger_kernel", "the package liger_kernel", "liger's kernels need", "liger's kernels need"],
         "liger-kernel",
     ),
     (
-        "attention_has_an_accelerator",
+        "kernels_have_an_accelerator",
         f"{GAE} {MODEL}.attn_implementation=flex_attention",
         ["this kernel of attention needs a GPU"],
         "=sdpa",

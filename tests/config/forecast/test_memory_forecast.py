@@ -277,8 +277,8 @@ def test_the_longest_fits_and_the_next_does_not(forecast):
     for name in ("rollout", "old_log_prob", "update_actor"):
         longest = found.longest(name)
         assert longest is not None and longest % 64 == 0
-        assert found.fits(found.phase(name, longest))
-        assert not found.fits(found.phase(name, longest + 64))
+        assert found.phase(name, longest).fits()
+        assert not found.phase(name, longest + 64).fits()
     assert found.longest("sync") is None
     assert forecast(on=machine(device_gb=0.001)).longest("update_actor") == 0
 
@@ -326,7 +326,7 @@ def test_the_memory_of_a_cluster_is_not_known(forecast):
     found = forecast("trainer.n_gpus_per_node=8", "trainer.nnodes=2", on=cluster)
     assert found.on_device
     assert found.phase("update_actor").parts["weights"] == 4 * N / 16
-    assert all(found.fits(phase) for phase in found.phases())
+    assert all(phase.fits() for phase in found.phases())
     assert [line.split()[-2:] for line in short_text(found).splitlines()[1:5]] == [["?", "?"]] * 4
 
 

@@ -274,5 +274,5 @@ def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
     handle.runner.decide = lambda *call: seen.append(follow(*call)) or seen[-1]
     for _ in range(4):
         expected.assert_equal(toys.grade(model, read))
-    assert [orders.fetch_call for orders in seen[-3:]] == [expected_call] * 3
-    assert [orders.fetch_early for orders in seen[-4:]] == [True] + [expected_call is None] * 3
+    assert [orders.prefetch_call for orders in seen[-3:]] == [expected_call] * 3
+    assert [orders.prefetch_early for orders in seen[-4:]] == [True] + [expected_call is None] * 3

@@ -40,9 +40,9 @@ def arrived(toys, enable, behind):
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_layer_before_is_fetched_when_a_call_s_backward_begins(toys, enable, keep):
     # Of each round autograd saves two tensors for the map and one for tanh.
-    at = [LayerInstructions(keep=keep, fetch_call=call, fetch_below=3 * call + 2) for call in (2, 1, 0)]
+    at = [LayerInstructions(keep=keep, prefetch_call=call, prefetch_below=3 * call + 2) for call in (2, 1, 0)]
     assert [arrived(toys, enable, orders) for orders in at] == [[False, True, True], [False, False, True], [False] * 3]
-    assert arrived(toys, enable, LayerInstructions(keep=keep, fetch_early=True)) == [True] * 3
+    assert arrived(toys, enable, LayerInstructions(keep=keep, prefetch_early=True)) == [True] * 3
 
 
 def test_what_has_left_comes_back_in_the_order_in_which_recomputation_asks_for_it(toys, enable):

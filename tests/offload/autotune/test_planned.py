@@ -17,7 +17,7 @@ from rlx.offload.replay.instructions import LayerInstructions
 places = st.frozensets(st.integers(0, 7))
 layer_orders = st.builds(
     lambda keep, leaves, on, off, early, call, below: LayerInstructions(
-        keep, leaves, on, off - on, fetch_early=early, fetch_call=call, fetch_below=below
+        keep, leaves, on, off - on, prefetch_early=early, prefetch_call=call, prefetch_below=below
     ),
     st.booleans() | st.just(False),
     st.booleans(),
@@ -32,7 +32,7 @@ ALL_LEAVE = LayerInstructions(off_device=frozenset(range(64)))
 MIXED = (
     LayerInstructions(off_device=frozenset({0, 3, 5})),
     LayerInstructions(keep=True),
-    LayerInstructions(on_device=frozenset({1, 4}), fetch_early=True),
+    LayerInstructions(on_device=frozenset({1, 4}), prefetch_early=True),
 )
 PLANS = {
     "stay": (ALL_STAY,) * 3,

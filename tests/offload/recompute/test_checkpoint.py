@@ -51,8 +51,7 @@ def test_prefetch_reaches_so_many_layers_ahead(enable, toys, prefetch, early, la
     handle = enable(model, True, prefetch_layers=prefetch)
     loss = toys.step(model)
     call = handle.session._thread.last()
-    while call.previous is not None:
-        call = call.previous()
+    while (call := call.previous()) is not None:
         calls.append(call)
     loss.backward()
     assert ahead[:2] == [early, late]

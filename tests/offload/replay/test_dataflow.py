@@ -33,11 +33,11 @@ def test_what_makes_an_answer_is_not_read():
     assert NORM.dead_ops({-3}) == {-1, -2}
     assert NORM.dead_ops({-2}) == {-1}
     assert NORM.dead_ops(()) == frozenset()
-    assert NORM._replace(read=(3,)).dead_ops({-3}) == {-1, -2}, "what comes last is not run again anyway"
+    assert NORM._replace(needed=(3,)).dead_ops({-3}) == {-1, -2}, "what comes last is not run again anyway"
 
 
 def test_what_is_read_elsewhere_runs():
-    assert NORM._replace(read=(0, 3, 4)).dead_ops({-3}) == {-2}
+    assert NORM._replace(needed=(0, 3, 4)).dead_ops({-3}) == {-2}
 
 
 def test_what_cannot_be_left_out_reads_its_arguments():

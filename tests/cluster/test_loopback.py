@@ -1,0 +1,63 @@
+"""A run on one machine cannot be reached from another one, and its folders not by other users."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN = (
+    *("experiment=arithmetic", "data.arithmetic.train_size=64", "data.arithmetic.val_size=2"),
+    *("data.train_batch_size=4", "data.max_response_length=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
+    *("actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1000", "trainer.val_before_train=False"),
+    *("trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.logger=[jsonl]"),
+)
+
+
+def open_addresses(processes: list[psutil.Process]) -> set[str]:
+    """Return the local addresses at which these processes wait for connections or datagrams."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("inet"):
+                if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE):
+                    found.add(f"{connection.laddr.ip} ({' '.join(process.cmdline())[:60]})")
+    return found
+
+
+@pytest.mark.e2e
+def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private(untrained: str, tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    options = (f"actor_rollout_ref.model.path={untrained}", f"trainer.default_local_dir={tmp_path}/runs")
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "rlx.main_ppo", *RUN, *options],
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    family: list[psutil.Process] = []
+    try:
+        deadline_s = time.monotonic() + 120
+        while not any(file.stat().st_size for file in tmp_path.glob("runs/*/metrics.jsonl")):
+            assert driver.poll() is None and time.monotonic() < deadline_s, driver.stderr.read()
+            time.sleep(0.5)
+        family = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
+        seen = open_addresses(family)
+        assert len(seen) > 5, seen
+        strangers = [each for each in seen if not each.startswith(("127.0.0.1 ", "::ffff:127.0.0.1 ", "::1 "))]
+        assert not strangers
+        (raylet,) = [process for process in family if process.name() == "raylet"]
+        (sockets,) = {Path(c.laddr).parent for c in raylet.net_connections("unix") if "/sockets/" in c.laddr}
+        private = sockets.parents[2]
+        assert private.name.startswith("rlx_") and private.stat().st_mode & 0o777 == 0o700
+    finally:
+        driver.terminate()
+        driver.communicate(timeout=60)
+        assert not [process for process in family if process.is_running() and process.status() != "zombie"]
+    assert not private.exists()
