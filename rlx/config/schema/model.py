@@ -104,3 +104,8 @@ class ModelConfig:
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
     target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")
     tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the keys allow that a prompt is computed once for several responses."""
+        return bool(self.use_shared_prefix) and self.use_remove_padding and self.attn_implementation == "sdpa"
