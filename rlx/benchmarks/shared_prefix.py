@@ -5,10 +5,11 @@ python -m rlx.benchmarks.shared_prefix --cases 4096+512x8 16384+1024x16 256+2048
 A case is PROMPT+RESPONSExSAMPLES. Both ways train the same rows in turn: `rows` packs as many of them into a micro-batch as
 `--tokens` allows, `tree` has all in one. An update is forward, the loss of PPO, backward, clipping and AdamW, with weights,
 gradients and states in bf16; nothing is recomputed but chunks of logits. `forward` is log-probs and entropies without
-gradients, as for old log-probs. `peak GB` is what an update needs beside weights, gradients and states. Before timing, the
-log-probs and the gradients of both ways are compared.
+gradients, as for old log-probs. `peak GB` is what an update needs beside weights, gradients and states. With `--exact` the
+log-probs and the gradients of both ways are compared with those of the rows in fp32: the tree should be as near as the rows.
 """
 
+import copy
 import re
 import statistics
 from argparse import Namespace
@@ -131,6 +132,24 @@ def gradients_at_zero(model: nn.Module) -> Iterator[None]:
     torch._foreach_zero_([parameter.grad for parameter in model.parameters()])
 
 
+class Exact(NamedTuple):
+    """Log-probs (K,) and gradients of the rows in fp32."""
+
+    log_probs: Tensor
+    gradients: list[Tensor]
+
+    @classmethod
+    def of(cls, model: "PreTrainedModel", case: Case, options: Namespace) -> "Exact":
+        """Compute them with a copy of the model, a row in each micro-batch."""
+        wide = copy.deepcopy(model).float()
+        wide.zero_grad()
+        one_row = Namespace(**{**vars(options), "tokens": 1})
+        parts = micro_batches(case, "rows", one_row, model.config.vocab_size, model.device)
+        log_probs = old_log_probs(wide, parts)[:, 0]
+        backward(wide, parts)
+        return cls(log_probs, [p.grad for p in wide.parameters() if p.grad is not None])
+
+
 class Bench:
     """A model, its optimizer, and both ways of one case."""
 
@@ -155,18 +174,18 @@ class Bench:
             backward(self.model, self.parts[way])
             return (peak_bytes(self.device) - before) / GB
 
-    def difference(self) -> dict[str, float]:
-        """Return the mean difference of the log-probs, and the relative one of the gradients; both ways round differently."""
-        rows, tree = (old_log_probs(self.model, self.parts[way])[:, 0] for way in WAYS)
-        grads = []
-        for way in WAYS:
+    def errors(self, exact: "Exact") -> dict[str, dict[str, float]]:
+        """Return each way's mean error of the log-probs, and the relative one of all gradients together."""
+        found = {}
+        for way, parts in self.parts.items():
+            log_prob = float((old_log_probs(self.model, parts)[:, 0] - exact.log_probs).abs().mean())
             with gradients_at_zero(self.model):
-                backward(self.model, self.parts[way])
-                grads.append([p.grad.clone() for p in self.model.parameters() if p.grad is not None])
-        between = [(one.float() - other.float()).norm() for one, other in zip(*grads, strict=True)]
-        of_rows = [x.float().norm() for x in grads[0]]
-        relative = torch.stack(between).norm() / torch.stack(of_rows).norm()
-        return {"log-probs": float((rows - tree).abs().mean()), "gradients": float(relative)}
+                backward(self.model, parts)
+                grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+                off = torch.stack([(x - y).norm() for x, y in zip(grads, exact.gradients, strict=True)]).norm()
+            whole = torch.stack([x.norm() for x in exact.gradients]).norm()
+            found[way] = {"log-probs": log_prob, "gradients": float(off / whole)}
+        return found
 
     def figures(self, rounds: int) -> dict[str, dict[str, float]]:
         """Return the medians of both ways, which take turns."""
@@ -211,6 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=36864, help="most tokens of a micro-batch of `rows`")
+    parser.add_argument("--exact", action="store_true", help="compare both ways with the rows in fp32")
     options = parser.parse_args(arguments)
     try:
         cases = [Case.of(text) for text in options.cases]
@@ -224,13 +244,15 @@ def main(arguments: list[str] | None = None) -> None:
     found = []
     for text, case in zip(options.cases, cases, strict=True):
         bench = Bench(model, optimizer, case, options)
-        figures, difference = bench.figures(options.rounds), bench.difference()
+        figures = bench.figures(options.rounds)
+        errors = bench.errors(Exact.of(model, case, options)) if options.exact else {}
         for way in WAYS:
             print(f"{text:>16}{way:>7}" + "".join(f"{figures[way][name]:>12.4g}" for name in FIGURES))
         ratios = {name: figures["tree"][name] / figures["rows"][name] for name in FIGURES if figures["rows"][name]}
         print(f"{text:>16}{'ratio':>7}" + "".join(f"{ratios.get(name, 0.0):>12.3f}" for name in FIGURES))
-        print(f"{'':>16} differ by " + ", ".join(f"{x:.2e} ({name})" for name, x in difference.items()), flush=True)
-        found.append({"case": text, **figures, "ratio": ratios, "difference": difference})
+        for way, each in errors.items():
+            print(f"{text:>16}{way:>7} errors: " + ", ".join(f"{name} {x:.2e}" for name, x in each.items()), flush=True)
+        found.append({"case": text, **figures, "ratio": ratios, "errors": errors})
     write_json(options, device, {"shape": options.shape, "layers": options.layers, "cases": found})
 
 

@@ -30,7 +30,7 @@ from rlx.engine.sharding import precision_of, shard
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
-from rlx.models.prefix_tree import LEAST_GAIN, NEVER
+from rlx.models.prefix_tree import NEVER
 from rlx.offload import (
     OffloadOptions,
     OffloadStats,
@@ -287,11 +287,9 @@ class Engine:
 
     @property
     def _least_gain(self) -> float:
-        """The share of its tokens that a group has to save for its prompt to be computed once."""
-        wanted = self.model_config.use_shared_prefix
-        if not wanted or not self._forward.shares_prefixes:
-            return NEVER
-        return LEAST_GAIN if wanted == "auto" else 0.0
+        """As `ModelConfig.least_gain`, for this model."""
+        wanted = self.model_config.least_gain
+        return wanted if wanted < NEVER and self._forward.shares_prefixes else NEVER
 
     @property
     def _copies(self) -> int:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 ROOT = -1  # in place of a parent
-# A shared beginning has to save more than this share of its sequences' tokens, to pay for a second call of attention.
-LEAST_GAIN = 0.03
-NEVER = 1.0  # nothing saves as much
+NEVER = 1.0  # no shared beginning saves as much of its sequences' tokens
 
 
 class Span(NamedTuple):

@@ -11,7 +11,6 @@ from rlx.algorithms.partition import partition
 from rlx.cluster.mesh import share_ranges
 from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
-from rlx.models.prefix_tree import LEAST_GAIN
 
 # With this length attention takes as long as everything else: a layer of width d computes 24 d^2 per token, and 2 d L in causal
 # attention over L tokens; d is that of a model with about 7B parameters.
@@ -54,8 +53,7 @@ def rows_of(batch: Batch, model: ModelConfig) -> list[RowTokens]:
     prompts, responses = (x.sum(dim=1).tolist() for x in (mask[:, :-width], mask[:, -width:]))
     rows = [RowTokens(*each) for each in zip(prompts, responses, batch["group_id"].tolist(), strict=True)]
     saved = sum(prompts) - sum({row.group: row.prompt for row in rows}.values())
-    least = LEAST_GAIN * (sum(prompts) + sum(responses)) if model.use_shared_prefix == "auto" else 0
-    if model.shares_prefixes and saved > least:
+    if saved > model.least_gain * (sum(prompts) + sum(responses)):
         return rows
     return [row._replace(group=number) for number, row in enumerate(rows)]
 

@@ -80,3 +80,26 @@ def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
     for queries, keys, is_causal in seen:
         assert len(queries) == len(keys) == 1 and queries[0] % 2 == keys[0] % 2 == 0 and queries[0] * keys[0] >= 4
         assert queries == keys or not is_causal
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(("large", "copied"), [(2**60, 0), (128 * 128, 0), (128 * 128, 100)])
+def test_kernels_of_a_gpu_are_near_the_definition(window, large, copied, key_heads, dtype, monkeypatch):
+    monkeypatch.setattr(attention, "COPIED", copied)
+    monkeypatch.setattr(attention, "LARGE_PAIR", large)
+    monkeypatch.setattr(attention, "ROUND", 128)
+    for lengths, parents in (([300, 200, 128, 64, 1, 33, 290], [ROOT, 0, 0, 1, 1, 3, 2]), ([256, 300], [ROOT, 0])):
+        tree = Tree(lengths, parents)
+        inputs = tensors(tree.starts[-1], 64, heads=8, key_heads=key_heads, width=64, dtype=dtype, device="cuda")
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        got, expected = tree_attention(*inputs, tree, 0.125, window), by_hand(*exact, tree, window, 0.125)
+        close = 4 * torch.finfo(dtype).eps
+        assert (got - expected).norm() <= close * expected.norm()
+        weights = torch.randn_like(expected)
+        grads = [torch.autograd.grad((x * weights).sum(), of) for x, of in ((got.double(), inputs), (expected, exact))]
+        for one, other in zip(*grads, strict=True):
+            assert (one - other).norm() <= close * other.norm()

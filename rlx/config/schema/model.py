@@ -74,6 +74,10 @@ class TinyModelConfig:
         return max(32, self.hidden_size // self.num_attention_heads)
 
 
+SHARED_PREFIX_GAIN = 0.03
+"""With `use_shared_prefix=auto` sharing has to save more than this share of the tokens, to pay for its calls of attention."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = key(None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.")
@@ -106,6 +110,8 @@ class ModelConfig:
     tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.")
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether the keys allow that a prompt is computed once for several responses."""
-        return bool(self.use_shared_prefix) and self.use_remove_padding and self.attn_implementation == "sdpa"
+    def least_gain(self) -> float:
+        """The share of their tokens that rows with a common beginning have to save for it to be computed once; 1.0: never."""
+        if not (self.use_shared_prefix and self.use_remove_padding and self.attn_implementation == "sdpa"):
+            return 1.0
+        return SHARED_PREFIX_GAIN if self.use_shared_prefix == "auto" else 0.0
