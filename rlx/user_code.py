@@ -36,8 +36,7 @@ DATASET = Interface("data.custom_cls", ("files", "config", "tokenizer", "split")
 def load_callable(path: str, name: str, interface: Interface) -> Callable[..., Any]:
     """Return the function or class `name` in the Python file at `path`, if it takes the interface's arguments.
 
-    Raises:
-        UserCodeError: as `load_name`, or it cannot be called with these arguments.
+    Raises UserCodeError as `load_name`, or if it cannot be called with these arguments.
     """
     found = load_name(path, name, interface.key)
     fault = misfit(found, interface.parameters)
@@ -61,15 +60,10 @@ def misfit(function: Any, positional: Sequence[str] = (), named: Sequence[str] =
 
 
 def load_name(path: str, name: str, key: str) -> Any:
-    """Return the object `name` in the Python file at `path`.
+    """Return the top-level object `name` in the Python file at `path`, which is imported as a module of its own.
 
-    Args:
-        path: the file; it is imported as a module of its own.
-        name: a top-level name in it.
-        key: the configuration group that asked, e.g. "custom_reward_function"; errors refer to its `path` and `name`.
-
-    Raises:
-        UserCodeError: there is no such file, the import fails (ImportFailed), or the file lacks the name.
+    Errors refer to `path` and `name` of the configuration group `key`. Raises UserCodeError if there is no such file, the
+    import fails (ImportFailed), or the file lacks the name.
     """
     file = Path(path).expanduser().absolute()
     if not file.is_file() or file.suffix != ".py":

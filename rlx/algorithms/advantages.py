@@ -41,18 +41,16 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, coef: 
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int, factor: float) -> Tensor:
-    """Return DAPO's soft overlong punishment: 0 up to `longest - buffer` tokens, then falling to -factor at `longest`.
+    """Return DAPO's soft overlong punishment (B,) fp32, which is added to the score.
 
-    min(0, (longest - buffer - length) / buffer) factor.
+    min(0, (longest - buffer - length) / buffer) factor: 0 up to `longest - buffer` tokens, then falling to -factor at
+    `longest`.
 
     Args:
         lengths: (B,) int, tokens of each response.
         longest: longest response allowed [tokens].
         buffer: tokens over which the penalty grows, 1 to `longest`.
         factor: size of the largest penalty; the paper's is 1.
-
-    Returns:
-        (B,) fp32, at most 0; it is added to the score.
 
     Source: arXiv:2503.14476, equation 13.
     """

@@ -19,7 +19,7 @@ def _check(mask_BT: Tensor, mode: str) -> None:
 
 
 def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight of each token's loss before the division by the denominator.
+    """Return the weight (B, T) of each token's loss before the division by the denominator.
 
     `token-mean` and `seq-mean-token-sum` weigh each token 1, `seq-mean-token-mean` 1 / (the row's tokens),
     `seq-mean-token-sum-norm` 1 / horizon. Weights outside the mask are 0, which hides finite losses there but not NaN.
@@ -29,9 +29,6 @@ def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype =
         mode: one of AGGREGATION_MODES.
         horizon: longest response allowed [tokens]; only read by `seq-mean-token-sum-norm`.
         dtype: of the weights, the loss's.
-
-    Returns:
-        (B, T) weights.
 
     Raises:
         ValueError: the mode is unknown, the mask has another type, or a horizon that is read is below 1.
@@ -52,18 +49,8 @@ def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype =
 def denominator(mask_BT: Tensor, mode: str) -> Tensor:
     """Return the number to divide the weighted sum of losses by: tokens for `token-mean`, rows for the other modes.
 
-    A row without a token in the mask does not count, so rows that are added to keep processes in step change nothing. The
-    result is 0 if no row counts.
-
-    Args:
-        mask_BT: (B, T) bool, True on tokens that count.
-        mode: one of AGGREGATION_MODES.
-
-    Returns:
-        Scalar int64, exact under any order of summation.
-
-    Raises:
-        ValueError: the mode is unknown or the mask has another type.
+    A row without a token in the mask (B, T) does not count, so rows that are added to keep processes in step change nothing.
+    The result is a scalar int64, exact under any order of summation; 0 if no row counts. Raises ValueError as `token_weights`.
     """
     _check(mask_BT, mode)
     return mask_BT.sum() if mode == "token-mean" else mask_BT.any(dim=1).sum()

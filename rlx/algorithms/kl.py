@@ -84,15 +84,7 @@ class KLController:
         self._type = "fixed" if target is None else "adaptive"
 
     def update(self, kl: float, samples: int) -> None:
-        """Adapt the coefficient, if it has a target.
-
-        Args:
-            kl: mean KL of the batch.
-            samples: samples in the batch.
-
-        Raises:
-            ValueError: kl is not finite; the coefficient is unchanged.
-        """
+        """Adapt the coefficient, if it has a target, to a batch's mean KL. Raises ValueError for a KL that is not finite."""
         if self.target is None:
             return
         if not math.isfinite(kl):
@@ -107,11 +99,7 @@ class KLController:
         return {"type": self._type, "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; a fixed coefficient stays the configuration's.
-
-        Raises:
-            ValueError: a controller of the other kind wrote it.
-        """
+        """Continue from a checkpoint of the same kind, else raise ValueError; a fixed coefficient stays the configuration's."""
         if state["type"] != self._type:
             raise ValueError(
                 f"kl_ctrl.type: the checkpoint was written with {state['type']!r}, this run has {self._type!r}; "

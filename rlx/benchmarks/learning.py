@@ -42,13 +42,8 @@ COLORS = dict(zip(RECIPES, (BLUE, ORANGE, GREEN, RED, "#6d3fb0"), strict=True))
 DIFFICULTIES: dict[int, tuple[str, ...]] = {
     1: (),
     2: ("data.arithmetic.train_size=20000", "warm_start.target_accuracy=0.3", "warm_start.max_steps=6000"),
-    3: (
-        "data.arithmetic.train_size=20000",
-        "warm_start.target_accuracy=0.3",
-        "warm_start.max_steps=6000",
-        "warm_start.lr=2e-3",
-    ),
 }
+DIFFICULTIES[3] = (*DIFFICULTIES[2], "warm_start.lr=2e-3")
 
 
 class Curve(NamedTuple):
@@ -62,11 +57,7 @@ Curves = Mapping[tuple[int, str], Sequence[Curve]]
 
 
 def train(folder: Path, overrides: Sequence[str]) -> None:
-    """Do one run in a process of its own, unless it has finished before.
-
-    Raises:
-        RuntimeError: the run failed; its output is in the folder.
-    """
+    """Do one run in a process of its own, unless it has finished before. Raises RuntimeError if it fails."""
     if (folder / "report.png").exists():  # drawn last
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -103,9 +94,8 @@ def spread(values: Sequence[float]) -> str:
 def table(curves: Curves) -> Table:
     """Return a table of accuracy before and after, by difficulty and recipe."""
     seeds = max(len(runs) for runs in curves.values())
-    found = Table(title=f"greedy held-out accuracy, mean ± standard deviation of {seeds} seeds")
-    for column in ("difficulty", "algorithm", "before", "after", "gain", "each"):
-        found.add_column(column)
+    title = f"greedy held-out accuracy, mean ± standard deviation of {seeds} seeds"
+    found = Table("difficulty", "algorithm", "before", "after", "gain", "each", title=title)
     for (difficulty, recipe), runs in curves.items():
         first, last = ([ends[end] for run in runs if (ends := list(run.accuracy.values()))] for end in (0, -1))
         gain = f"{100 * (mean(last) - mean(first)):+.1f}"

@@ -4,6 +4,8 @@ python -m rlx.benchmarks.optimizer_offload --gb 8 --json hand_over.json
 """
 
 import statistics
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,39 +29,34 @@ def make_tensors(nbytes: int, device: torch.device) -> list[Tensor]:
 
 
 def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Measure seconds and rates of each way to host memory and back.
+    """Measure seconds and rates of each way to host memory and back, `rounds` times after a first one.
 
-    Args:
-        nbytes: amount to move; the device needs as much memory.
-        rounds: repetitions after a first one.
-        device: the device.
-
-    Returns:
-        bytes, tensors, host_reserved_bytes, freed_bytes (of the device, None on CPU) and by row its seconds and gb_per_s.
+    Return bytes, tensors, host_reserved_bytes, freed_bytes (of the device, None on CPU) and by row its seconds and gb_per_s.
     """
     tensors = make_tensors(nbytes, device)
     moved = sum(tensor.nbytes for tensor in tensors)
     arena = HostArena(pinned=device.type != "cpu")
-    offload, seconds, freed = TensorOffload(arena, "benchmark"), dict[str, list[float]](), None
+    offload, freed = TensorOffload(arena, "benchmark"), None
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def time(name: str, work: Callable[[], Any]) -> None:
+        seconds[name].append(seconds_of(work, device))
+
     for turn in range(rounds + 1):
         before = _free_bytes(device)
-        name = "offload" if turn else "offload, first time"
-        seconds.setdefault(name, []).append(seconds_of(lambda: offload.offload(tensors), device))
+        time("offload" if turn else "offload, first time", lambda: offload.offload(tensors))
         if device.type != "cpu":
             torch.accelerator.empty_cache()
             freed = _free_bytes(device) - before
-        seconds.setdefault("fetch", []).append(seconds_of(offload.fetch, device))
+        time("fetch", offload.fetch)
     if any(int(tensor[position]) != i % 251 for i, tensor in enumerate(tensors) for position in (0, -1)):
         raise RuntimeError("got other bytes back than were offloaded")
+    on_host: list[Tensor] = []
     for _ in range(rounds):
-        on_host: list[Tensor] = []
-        seconds.setdefault('tensor.to("cpu")', []).append(
-            seconds_of(lambda here=on_host: here.extend(t.to("cpu", copy=True) for t in tensors), device)
-        )
+        on_host.clear()
+        time('tensor.to("cpu")', lambda: on_host.extend(t.to("cpu", copy=True) for t in tensors))
         tensors.clear()
-        seconds.setdefault("tensor.to(device)", []).append(
-            seconds_of(lambda here=on_host: tensors.extend(t.to(device, copy=True) for t in here), device)
-        )
+        time("tensor.to(device)", lambda: tensors.extend(t.to(device, copy=True) for t in on_host))
     rows = {name: statistics.median(each) for name, each in seconds.items()}
     return {
         "bytes": moved,
@@ -71,17 +68,11 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: int) -> dict[str, Any]:
-    """Measure AdamW's step with its state on the device, fetched as a whole, and fetched in pieces.
+    """Measure AdamW's step with `nbytes` of bf16 state on the device, fetched as a whole, and fetched in pieces.
 
-    Args:
-        nbytes: of the state, in bf16; parameters and gradients take as much again.
-        rounds: repetitions after a first one.
-        device: the device.
-        piece_bytes: state to fetch at a time.
-
-    Returns:
-        state_bytes, and by row the seconds, the rate of fetching and offloading the state together (gb_per_s, None if it stays
-        on the device), and the largest device memory beyond parameters and gradients (peak_bytes, None on CPU).
+    Parameters and gradients take as much again. Return state_bytes, and by row the seconds, the rate of fetching and offloading
+    the state together (gb_per_s, None if it stays on the device), and the largest device memory beyond parameters and gradients
+    (peak_bytes, None on CPU).
     """
     elements = max(1, min(LARGE_BYTES, nbytes // 16) // 2)
     parameters = [

@@ -215,9 +215,8 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
     first = min(tokens, options.first_tokens or tokens)
     for number in range(options.steps):
         ids = ids_T if number == options.steps - 1 else ids_T[:first]
-        print(
-            f"{PROGRESS} {mode}: step {number + 1} of {options.steps}, {len(ids)} tokens", file=sys.stderr, flush=True
-        )
+        progress = f"{PROGRESS} {mode}: step {number + 1} of {options.steps}, {len(ids)} tokens"
+        print(progress, file=sys.stderr, flush=True)
         peaks.begin()
         began = clock(device)
         step(ids)

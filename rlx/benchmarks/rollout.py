@@ -52,9 +52,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of which medians are taken (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options, overrides = parser.parse_known_args(arguments)
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29511")
     with contextlib.ExitStack() as stack:
         if options.shape:
             # Each rank makes its own; they are equal.
@@ -216,10 +216,7 @@ def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
     old = worker.call("actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
     noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
     batch = samples.select(*SEQUENCE).with_(old_log_probs=old, advantages=noise)
-    used_gb: list[float] = []
-    training_gb: list[float] = []
-    seconds: list[float] = []
-    others = 0
+    used_gb, training_gb, seconds, others = list[float](), list[float](), list[float](), 0
     for cycle in range(cycles):
         start = time.perf_counter()
         worker.call("actor", "update", batch)
@@ -229,12 +226,13 @@ def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
         others += not torch.equal(again, greedy)
         used_gb.append(device_gb(worker.device))
         seconds.append(time.perf_counter() - start)
+    shown = {0, min(1, cycles - 1), cycles - 1}
     return {
         "cycles": cycles,
         "cycles_with_other_tokens": others,
         "cycle_s": statistics.median(seconds),
-        **{f"cycle_{1 + n}_gb": used_gb[n] for n in {0, min(1, cycles - 1), cycles - 1}},
-        **{f"training_{1 + n}_gb": training_gb[n] for n in {0, min(1, cycles - 1), cycles - 1}},
+        **{f"cycle_{1 + n}_gb": used_gb[n] for n in shown},
+        **{f"training_{1 + n}_gb": training_gb[n] for n in shown},
     }
 
 

@@ -91,7 +91,6 @@ def _row(name: str, leaf: Leaf) -> str:
 
 
 def _anchor(path: str) -> str:
-    """Return the anchor that Markdown viewers give to a path's heading."""
     return path.replace(".", "")
 
 

@@ -30,11 +30,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(groups: Path = CONTROL_GROUPS) -> HostMemory:
-    """Return the machine's memory, or the container's if a smaller share of that is available.
-
-    Args:
-        groups: where the kernel shows the control group of this process.
-    """
+    """Return the memory of the machine, or of the container in /sys if a smaller share of that is available."""
     return min(_memories(groups), key=lambda memory: memory.available_bytes / memory.total_bytes)
 
 

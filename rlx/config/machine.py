@@ -55,13 +55,10 @@ def inspect_machine(cluster: Cluster | None = None) -> Machine:
 
 
 def look_at_gpus() -> tuple[int, int | None]:
-    """Return the number of CUDA devices that torch can use, and the memory of the smallest [bytes]; allocate nothing on them.
-
-    torch is slow to import and is asked only if a driver is loaded.
-    """
+    """Return the number of CUDA devices, and the memory of the smallest [bytes]; allocate nothing on them."""
     if not any(Path(file).exists() for file in DRIVER_FILES):
         return 0, None
-    import torch
+    import torch  # slow, so only with a driver
 
     count = torch.cuda.device_count()
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]

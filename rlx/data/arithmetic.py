@@ -78,17 +78,10 @@ class Problem(NamedTuple):
 
 
 def make_problems(config: ArithmeticConfig, split: str) -> list[dict[str, Any]]:
-    """Return the problems of a split as rows in verl's schema; the same configuration always gives the same rows.
+    """Return the problems of a split (train or val) as rows in verl's schema; the same configuration gives the same rows.
 
-    Args:
-        config: difficulty, sizes, seed.
-        split: "train" or "val".
-
-    Returns:
-        `train_size` or `val_size` rows with distinct questions; extra_info holds index, split and the worked answer.
-
-    Raises:
-        DataError: that many distinct problems do not exist.
+    Questions are distinct; extra_info holds index, split and the worked answer. Raises DataError if there are too few distinct
+    problems.
     """
     size = {"train": config.train_size, "val": config.val_size}[split]
     rows: dict[str, dict[str, Any]] = {}

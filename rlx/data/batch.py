@@ -101,17 +101,12 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:
-            raise BatchError(
-                f"the batch has no column {name!r} ({self._written_by(name)}); it has {sorted(self.tensors.keys())}"
-            )
+            writer = f"written by {TENSORS[name].writer}" if name in TENSORS else "no column of that name exists"
+            raise BatchError(f"the batch has no column {name!r} ({writer}); it has {sorted(self.tensors.keys())}")
         return self.tensors[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors.keys()  # noqa: SIM118, not every tensordict has `in`
-
-    @staticmethod
-    def _written_by(name: str) -> str:
-        return f"written by {TENSORS[name].writer}" if name in TENSORS else "no column of that name exists"
 
     def check(self) -> None:
         """Raise BatchError if a column is unknown or differs from TENSORS in shape or dtype."""
@@ -144,20 +139,16 @@ class Batch:
 
     def drop(self, *names: str) -> "Batch":
         """Return the batch without these tensor columns, which need not exist."""
-        return Batch.of({k: v for k, v in self.tensors.items() if k not in names}, self.info)
+        return Batch(self.tensors.exclude(*names), self.info)
 
     def rows(self, index: Sequence[int]) -> "Batch":
         """Return the named rows in that order; a row may be named several times, and `index` may be empty."""
-        take = torch.as_tensor(list(index), dtype=torch.int64)
-        tensors = {name: tensor[take] for name, tensor in self.tensors.items()}
-        return Batch(
-            TensorDict(tensors, batch_size=[len(take)]),
-            {k: [v[i] for i in take.tolist()] for k, v in self.info.items()},
-        )
+        take = torch.tensor(list(index), dtype=torch.int64)
+        return Batch(self.tensors[take], {k: [v[i] for i in take.tolist()] for k, v in self.info.items()})
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply `change` to each column; it must keep rows and shape, as a move to a device does."""
-        return Batch(TensorDict({k: change(v) for k, v in self.tensors.items()}, batch_size=[len(self)]), self.info)
+        return Batch(self.tensors.apply(change), self.info)
 
     @property
     def response_length(self) -> int:
@@ -174,11 +165,7 @@ class Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Join the rows of all batches in order. Columns, widths and info keys must agree; empty batches are skipped.
-
-    Raises:
-        BatchError: there is nothing to join, or the batches differ in columns.
-    """
+    """Join the rows of all batches in order, without empty ones. Raises BatchError if they differ in columns or widths."""
     full = [b for b in batches if len(b)] or list(batches[:1])
     if not full:
         raise BatchError("no batch to join")
@@ -188,8 +175,8 @@ def concat(batches: Sequence[Batch]) -> Batch:
             raise BatchError(f"batches differ in columns or widths: {shapes} and {_shapes_of_rows(other)}")
         if other.info.keys() != info:
             raise BatchError(f"batches differ in info: {sorted(info)} and {sorted(other.info)}")
-    tensors = {name: torch.cat([b[name] for b in full]) for name in shapes}
-    return Batch.of(tensors, {k: [v for b in full for v in b.info[k]] for k in info})
+    tensors: TensorDict = torch.cat([b.tensors for b in full])
+    return Batch(tensors, {k: [v for b in full for v in b.info[k]] for k in info})
 
 
 def left_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:

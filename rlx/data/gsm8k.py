@@ -24,13 +24,8 @@ INSTRUCTION = "Work through this step by step. Then give the final answer alone 
 def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """Return an official row ({question, answer}) in verl's schema, with a chat prompt.
 
-    Args:
-        row: `answer` is the worked solution, whose last line is `#### <number>`.
-        split: "train", "val" or "test", kept in extra_info.
-        index: the row's number, kept there too.
-
-    Raises:
-        ValueError: question or answer is no text, or the answer has no `####`.
+    The answer is the worked solution, whose last line is `#### <number>`. extra_info keeps split and index. Raises ValueError
+    if question or answer is no text, or the answer has no `####`.
     """
     question, answer = (row.get(name) for name in GSM8K_COLUMNS)
     if not isinstance(question, str) or not isinstance(answer, str):
@@ -51,15 +46,7 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def read_official(source: str, split: str) -> list[dict[str, Any]]:
-    """Return the official rows of a split.
-
-    Args:
-        source: a local JSONL file, or a data set's name on the Hugging Face hub.
-        split: "train" or "test".
-
-    Raises:
-        DataError: the file or the hub cannot be read.
-    """
+    """Return the official rows of a split (train or test) from a local JSONL file or the hub. Raises DataError."""
     path = Path(source).expanduser()
     if path.suffix == ".jsonl" or path.exists():
         return read_jsonl(path)
@@ -75,11 +62,7 @@ def read_official(source: str, split: str) -> list[dict[str, Any]]:
 
 
 def convert(source: str, split: str, out: Path, console: Console) -> Path:
-    """Write `out`/<split>.parquet from an official file or the hub.
-
-    Raises:
-        DataError: the source or one of its rows is faulty.
-    """
+    """Write `out`/<split>.parquet from an official file or the hub. Raises DataError for a faulty source or row."""
     official = read_official(source, split)
     if not official:
         raise DataError(f"{source}: no rows, expected GSM8K's {split} split")

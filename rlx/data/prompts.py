@@ -83,7 +83,9 @@ class PromptDataset:
         """
         prompts = []
         for position in self._kept[list(indices)].tolist():
-            file, row = self._locate(position)
+            number = int(np.searchsorted(self._ends, position, side="right"))
+            file = self._files[number]
+            row = position - int(self._ends[number]) + len(file.rows)
             prompts += self._read(file, row, row + 1)
         ids = [self._cut(tokens) for tokens in self._tokenise([prompt.content for prompt in prompts])]
         prompt_ids, prompt_mask = left_padded(ids, self._pad_token_id)
@@ -99,11 +101,11 @@ class PromptDataset:
     def _open(self, name: str) -> _File:
         if name == ARITHMETIC:
             rows: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
-            return _File(name, rows, lambda row, _: _from_verl(row, "prompt", "data_source"))
+            return _File(name, rows, lambda row, _: _from_verl(row))
         rows = open_rows(name)
         keys = (self._config.prompt_key, self._config.reward_fn_key)
         if keys[0] not in rows.columns and set(gsm8k.GSM8K_COLUMNS) <= set(rows.columns):
-            return _File(name, rows, self._from_gsm8k)
+            return _File(name, rows, lambda row, number: _from_verl(gsm8k.to_row(row, self._split, number)))
         missing = [column for column in (*keys, "reward_model") if column not in rows.columns]
         if missing:
             raise DataError(
@@ -111,15 +113,6 @@ class PromptDataset:
                 "data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}"
             )
         return _File(name, rows, lambda row, _: _from_verl(row, *keys))
-
-    def _from_gsm8k(self, row: dict[str, Any], number: int) -> Prompt:
-        return _from_verl(gsm8k.to_row(row, self._split, number), "prompt", "data_source")
-
-    def _locate(self, position: int) -> tuple[_File, int]:
-        """Return the file of an index among the rows of all files, and the row in that file."""
-        number = int(np.searchsorted(self._ends, position, side="right"))
-        file = self._files[number]
-        return file, position - int(self._ends[number]) + len(file.rows)
 
     def _read(self, file: _File, start: int, stop: int) -> list[Prompt]:
         prompts = []
@@ -174,20 +167,16 @@ class PromptDataset:
             return self._tokenise(contents)
         except Exception:  # templates and tokenizers raise any kind of error; look for the row, else raise it as it is
             for row, content in enumerate(contents, start):
-                self._try_to_tokenise(file, row, content)
+                try:
+                    self._tokenise([content])
+                except Exception as fault:
+                    raise DataError(
+                        f"{file.name}, row {row}: the tokenizer or its chat template does not take this prompt "
+                        f"({type(fault).__name__}: {fault}); use an instruct model, whose template fits, or plain text"
+                    ) from fault
             raise
 
-    def _try_to_tokenise(self, file: _File, row: int, content: Content) -> None:
-        try:
-            self._tokenise([content])
-        except Exception as fault:
-            raise DataError(
-                f"{file.name}, row {row}: the tokenizer or its chat template does not take this prompt "
-                f"({type(fault).__name__}: {fault}); use an instruct model, whose template fits, or prompts of plain text"
-            ) from fault
-
     def _tokenise(self, contents: list[Content]) -> list[list[int]]:
-        """Return the token ids of each prompt, uncut."""
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
         ids: Any = (
@@ -219,7 +208,7 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     )
 
 
-def _from_verl(row: dict[str, Any], prompt_key: str, source_key: str) -> Prompt:
+def _from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> Prompt:
     content, source, reward_model = row.get(prompt_key), row.get(source_key), row.get("reward_model")
     extra_info = row.get("extra_info") or {}
     if not isinstance(source, str):
@@ -249,9 +238,8 @@ def _checked_content(content: Any, key: str) -> Content:
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PromptDataset:
     """Return the data set of a split, of the user's own class if data.custom_cls names one.
 
-    Raises:
-        DataError: a file or a row is not as expected.
-        UserCodeError: the user's class cannot be loaded or lacks part of the interface.
+    Raises DataError for a faulty file or row, and UserCodeError if the user's class cannot be loaded or lacks part of the
+    interface.
     """
     files = {"train": config.train_files, "val": config.val_files}[split]
     custom = config.custom_cls

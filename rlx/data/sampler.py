@@ -55,11 +55,7 @@ class PromptSampler:
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken; the batch size may differ, the order may not.
-
-        Raises:
-            DataError: the state comes from another data set, seed or kind of order.
-        """
+        """Continue exactly where `state` was taken, maybe with another batch size. Raises DataError if the order differs."""
         saved = {name: state[name] for name in self._identity()}
         if saved != self._identity():
             raise DataError(

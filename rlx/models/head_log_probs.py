@@ -34,22 +34,16 @@ def head_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `token_log_probs` returns for the logits hidden @ weight.T, with only one chunk of logits in memory.
 
-    Logits are rounded to the type of `hidden`, as the head rounds them; everything after that is in fp32. Backward computes
-    the logits of all chunks but the last again. The gradient of a bf16 or fp16 weight is the fp32 sum of the chunks' products,
+    Logits are rounded to the type of `hidden`, as the head rounds them; everything after that is in fp32. Backward computes the
+    logits of all chunks but the last again. The gradient of a bf16 or fp16 weight is the fp32 sum of the chunks' products,
     rounded to its type like any other product.
 
     Args:
         hidden: (..., H) floating.
         weight: (V, H) in the same type.
-        ids: (...) int64 in [0, V).
-        temperature: > 0.
-        with_entropy: also return the entropy.
+        ids, temperature, with_entropy: as for `token_log_probs`.
 
-    Returns:
-        log_probs (...) and entropy (...) [nats] or None; fp64 for fp64, else fp32.
-
-    Raises:
-        ValueError: shapes do not fit, or the temperature is not positive.
+    Returns and raises: as `token_log_probs`; fp64 for fp64 hidden states, else fp32.
     """
     if hidden.shape[:-1] != ids.shape or weight.shape[1:] != hidden.shape[-1:]:
         raise ValueError(

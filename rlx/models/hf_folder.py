@@ -54,12 +54,9 @@ class ModelCard:
                 part.save_pretrained(folder)
 
     def write_with_weights(self, folder: Path, weights: dict[str, Tensor], trust_remote_code: bool) -> None:
-        """Write a folder that `from_pretrained` loads.
+        """Write a folder that `from_pretrained` loads; it is made if missing.
 
-        Args:
-            folder: made if missing.
-            weights: full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough.
-            trust_remote_code: allow the model's class to come with its folder.
+        Weights are full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough.
         """
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 

@@ -15,15 +15,10 @@ LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 def apply_liger(model: "PreTrainedModel") -> None:
-    """Replace modules by liger-kernel's fused kernels in place; weights and their names stay.
+    """Replace modules of a model, which may be on the meta device, by liger-kernel's fused kernels; weights and names stay.
 
-    liger-kernel replaces the rotary embedding and the classes of the architecture for the whole process.
-
-    Args:
-        model: of transformers, with its weights or on the meta device.
-
-    Raises:
-        ModelError: liger-kernel is missing, or does not know the architecture.
+    liger-kernel replaces the rotary embedding and the classes of the architecture for the whole process. Raises ModelError if
+    it is missing or does not know the architecture.
     """
     try:
         found, package = version("liger-kernel"), importlib.import_module("liger_kernel.transformers")

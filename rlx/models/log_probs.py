@@ -74,7 +74,6 @@ def _finite(log_probs: Tensor) -> Tensor:
 
 
 def _figures(logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and entropy of a chunk."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     every = _scaled(logits, temperature, dtype).log_softmax(-1, dtype)
     log_probs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -112,12 +112,7 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     """Return the full names of the modules that get adapters: all linear ones, or those with the given name endings.
 
-    Args:
-        model: as for `add_lora`; may be on the meta device.
-        text: `all-linear`, or names joined by commas.
-
-    Raises:
-        ModelError: as `add_lora`.
+    The model may be on the meta device; the text is `all-linear` or names joined by commas. Raises ModelError as `add_lora`.
     """
     from transformers.pytorch_utils import Conv1D
 

@@ -45,10 +45,7 @@ def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
-    """Return a Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer.
-
-    The weights depend on `config` only; the caller's random state is unchanged.
-    """
+    """Return a Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer; both depend on `config` alone."""
     tokenizer = make_tiny_tokenizer()
     model_config = make_tiny_config(config, tokenizer)
     with torch.random.fork_rng(devices=[]):

@@ -38,22 +38,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Account": "storage.arena",
-    "Block": "storage.arena",
-    "HostArena": "storage.arena",
-    "host_arena": "storage.arena",
-    "RecomputeError": "recompute.errors",
+    **dict.fromkeys(("ActivationOffloading", "enable_activation_offloading", "offload_activations"), "api"),
+    **dict.fromkeys(("Account", "Block", "HostArena", "host_arena"), "storage.arena"),
+    **dict.fromkeys(("LayerStats", "OffloadStats"), "storage.stats"),
+    **dict.fromkeys(("Tiling", "enable_tiling"), "tiling.tiling"),
     "DiskError": "storage.spill_file",
-    "ActivationOffloading": "api",
-    "enable_activation_offloading": "api",
-    "offload_activations": "api",
     "OffloadOptions": "runtime.options",
-    "trim": "storage.tiers",
+    "RecomputeError": "recompute.errors",
     "register_attention": "replay.replay_mode",
-    "LayerStats": "storage.stats",
-    "OffloadStats": "storage.stats",
-    "Tiling": "tiling.tiling",
-    "enable_tiling": "tiling.tiling",
+    "trim": "storage.tiers",
 }
 
 

@@ -54,6 +54,8 @@ class LayerRunner:
         if isinstance(policy, LayerInstructions):
             return run_without_recompute(self._session, layer, repeatable.forward, args, kwargs, policy)
         outputs = RecomputedCall(self._session, layer, repeatable, args, kwargs, tensors, policy).run(args, kwargs)
+        if policy is BOUNDARY:
+            return outputs
         if isinstance(policy, AttentionPolicy):
             self._attention_counts[layer.index] = policy.attention_count
             if not policy.has_cached_ops and self._session.is_first("save=attention has no effect"):

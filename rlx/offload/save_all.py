@@ -37,9 +37,9 @@ class KeptTensor:
 
     def restore(self) -> Tensor:
         """Return the tensor; RuntimeError if it was written to since."""
-        tensor, version = self._tensor, self._version
-        if tensor._version != version:
-            raise modified_in_place(tensor.shape, tensor.dtype, version, f"but is at version {tensor._version}")
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise modified_in_place(tensor.shape, tensor.dtype, self._version, f"but is at version {tensor._version}")
         return tensor
 
 
@@ -58,7 +58,8 @@ class OffloadedTensor:
         layout = self._layout
         if not layout.is_untouched:
             raise modified_in_place(layout.shape, layout.dtype, layout.version, "but was written to after that")
-        self._call.begin_unpack()
+        if self._call.begin_backward():
+            self._call.prefetch()
         return layout.restore(*self._offloaded.on_device())
 
 
@@ -81,21 +82,16 @@ class SaveAllCall(LayerCall):
 
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         """The pack hook."""
-        if is_parameter(tensor) or storage_address(tensor) in self._fixed:
+        if is_parameter(tensor) or (address := storage_address(tensor)) in self._fixed:
             return KeptTensor(tensor)
         # Tangents that are all zeros may have no storage.
-        if tensor.device.type == self._device_type and is_plain(tensor) and storage_address(tensor):
+        if address and tensor.device.type == self._device_type and is_plain(tensor):
             offloaded = self.session.offload(tensor, self)
             if offloaded is not None:
                 self.offloaded_bytes += offloaded.nbytes
                 return OffloadedTensor(self, offloaded, tensor)
         self.layer.counters.kept_bytes += size_bytes(tensor)
         return KeptTensor(tensor)
-
-    def begin_unpack(self) -> None:
-        """Fetch the calls before this one, when backward enters this call."""
-        if self.begin_backward():
-            self.prefetch()
 
 
 def run_save_all(
@@ -109,7 +105,7 @@ def run_save_all(
     by storage, so that it also holds for views. A storage that an argument with a gradient uses as well is offloaded:
     `layer(x, x.detach())` does not keep `x`.
     """
-    own, arguments = (*module.parameters(), *module.buffers()), list(tensors_in((args, kwargs)))
+    own, arguments = (*module.parameters(), *module.buffers()), tensors_in((args, kwargs))
     accelerators = {tensor.device.type for tensor in (*own, *arguments)} - {"cpu", "meta"}
     constant = {storage_address(tensor) for tensor in arguments if not tensor.requires_grad}
     constant -= {storage_address(tensor) for tensor in arguments if tensor.requires_grad}

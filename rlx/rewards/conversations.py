@@ -16,13 +16,9 @@ class ConversationError(ExplainedError, ValueError):
 class Conversations:
     """Turns samples into the sequences of a reward model.
 
-    If both models have the same vocabulary and chat template, the sequences are the policy's own tokens. Otherwise the reward
-    model's chat template formats the prompt's messages and the response's text, without special tokens. A prompt of plain text
-    needs no template: the response follows it directly.
-
-    Args:
-        policy: tokenizer of the policy.
-        judge: tokenizer of the reward model.
+    If policy and judge have the same vocabulary and chat template, the sequences are the policy's own tokens. Otherwise the
+    reward model's chat template formats the prompt's messages and the response's text, without special tokens. A prompt of
+    plain text needs no template: the response follows it directly.
     """
 
     def __init__(self, policy: "PreTrainedTokenizerBase", judge: "PreTrainedTokenizerBase"):
@@ -30,14 +26,9 @@ class Conversations:
         self.same = policy.get_vocab() == judge.get_vocab() and policy.chat_template == judge.chat_template
 
     def of(self, batch: Batch) -> Batch:
-        """Return the sequences to score, row by row: input_ids, attention_mask, response_mask.
+        """Return the columns SEQUENCE to score, row by row, of a batch with them and with info raw_prompt and response_text.
 
-        Args:
-            batch: with these columns, and info raw_prompt and response_text.
-
-        Raises:
-            ConversationError: the reward model's tokenizer has no chat template or refuses a chat, or a user's data set gives no
-                raw_prompt.
+        Raises ConversationError if the reward model's tokenizer refuses a chat, or if a user's data set gives no raw_prompt.
         """
         if self.same:
             return batch.select(*SEQUENCE)

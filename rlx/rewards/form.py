@@ -18,11 +18,8 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     form: str = "hashes",
 ) -> float:
-    """Return 1.0 if the whole response matches, else 0.0.
+    """Return 1.0 if the whole response matches, else 0.0; the other arguments of reward functions are not used.
 
-    Args:
-        data_source, ground_truth, extra_info: not used; part of the signature of all reward functions.
-        solution_str: the response.
-        form: a name in FORM_PATTERNS, or a regular expression in which `.` also matches line ends.
+    The form is a name in FORM_PATTERNS, or a regular expression in which `.` also matches line ends.
     """
     return float(re.fullmatch(FORM_PATTERNS.get(form, form), solution_str, re.DOTALL) is not None)

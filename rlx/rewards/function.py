@@ -61,11 +61,7 @@ class Function:
         return self.source.endswith(".py")
 
     def load(self) -> Callable[..., Any]:
-        """Import the file and return the function.
-
-        Raises:
-            UserCodeError: the file is missing, fails to import, lacks the name, or the name cannot be called as a reward.
-        """
+        """Import the file and return the function. Raises UserCodeError if it cannot be loaded, or called as a reward."""
         if not self.is_own:
             module = importlib.import_module(self.source)
             return getattr(module, self.name)  # type: ignore[no-any-return]

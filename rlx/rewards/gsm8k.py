@@ -14,12 +14,6 @@ _ANSWER = re.compile(r"####[ \t]*" + _NUMBER + r"(?![0-9]|\.[0-9]|[ \t]*[-+*/^=]
 _WHOLE = re.compile(r"\s*" + _NUMBER + r"\s*%?\.?\s*")
 
 
-def extract_answer(solution: str) -> Decimal | None:
-    """Return the number after the last `####` in the last 300 characters; ignore `$`, `%`, commas and a full stop."""
-    matches = list(_ANSWER.finditer(solution[-TAIL_CHARACTERS:]))
-    return _value(matches[-1]) if matches else None
-
-
 def _value(match: re.Match[str]) -> Decimal:
     size = Decimal(match["digits"].replace(",", ""))
     return -size if match["minus"] or match["minus_after"] else size
@@ -32,22 +26,15 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     format_score: float = 0.0,
 ) -> float:
-    """Return 1.0 for the right number, `format_score` for another number in the right form, else 0.0.
+    """Return 1.0 for the right number, `format_score` for another number after `####`, else 0.0.
 
-    Args:
-        data_source: not used; part of the signature of all reward functions.
-        solution_str: the response.
-        ground_truth: a number, or text that is one ("1,200", "$18").
-        extra_info: not used.
-        format_score: for `#### <a wrong number>`.
-
-    Raises:
-        ValueError: the ground truth is no number.
+    The ground truth is a number, or text that is one ("1,200", "$18"); anything else raises ValueError. data_source and
+    extra_info are not used.
     """
     want = _WHOLE.fullmatch(str(ground_truth))
     if want is None:
         raise ValueError(f"ground_truth is {ground_truth!r}, expected a number such as '72' or '1,200'")
-    got = extract_answer(solution_str)
-    if got is None:
+    answers = list(_ANSWER.finditer(solution_str[-TAIL_CHARACTERS:]))
+    if not answers:
         return 0.0
-    return 1.0 if got == _value(want) else format_score
+    return 1.0 if _value(answers[-1]) == _value(want) else format_score

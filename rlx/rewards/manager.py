@@ -117,15 +117,15 @@ class RewardManager:
         self._pool.close()
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
-        """Check that each of these data sources has a reward function, before the first sample comes.
-
-        Raises:
-            RewardError: names all that have none.
-        """
+        """Raise RewardError that names all of these data sources without a reward function, before the first sample comes."""
         asks_none = self._model is not None and self._model.rule_weight == 0
-        unknown = [] if asks_none or self._all is not None else sorted(set(data_sources) - self._known.keys())
+        unknown = set() if asks_none or self._all is not None else set(data_sources) - self._known.keys()
         if unknown:
-            raise RewardError(self._no_function_for(unknown))
+            raise RewardError(
+                f"no reward function for data source {', '.join(sorted(map(repr, unknown)))}; known: "
+                f"{', '.join(sorted(self._known))}; set custom_reward_function.path and .name, or name the right column in "
+                "data.reward_fn_key"
+            )
 
     def sequences(self, batch: Batch) -> Batch:
         """Return the reward model's input for the batch. Raises ConversationError."""
@@ -168,7 +168,9 @@ class RewardManager:
     def _by_function(self, batch: Batch, dump_dir: Path) -> Scores:
         columns = [batch.info[name] for name in SCORED_INFO]
         samples: list[Sample] = [dict(zip(SINGLE, values, strict=True)) for values in zip(*columns, strict=True)]
-        reports = self._ask(samples, [self._function_for(sample["data_source"]) for sample in samples])
+        sources = batch.info["data_source"]
+        self.check_sources(sources)
+        reports = self._ask(samples, [self._all or self._known[source] for source in sources])
         if self._form is not None:
             forms = self._ask(samples, [self._form] * len(samples))
             reports = [self._with_form(report, form) for report, form in zip(reports, forms, strict=True)]
@@ -183,29 +185,13 @@ class RewardManager:
     def usage(self) -> dict[str, float]:
         """Return the cost of scoring since the last call.
 
-        Returns:
-            reward/errors, reward/timeouts, reward/crashes: samples that scored 0 because their call raised, took too long or
-            ended its process; reward/retries: calls that were sent again; reward/processes: processes that ended in a call.
+        Figures are reward/errors, reward/timeouts, reward/crashes (samples that scored 0 because their call raised, took too
+        long or ended its process), reward/retries (calls sent again) and reward/processes (processes that ended in a call).
         """
         taken, self._taken = self._taken, Counter()
         return {f"reward/{name}": float(taken[name]) for name in POOL_FIGURES}
 
-    def _function_for(self, data_source: Any) -> Function:
-        if self._all is not None:
-            return self._all
-        if data_source not in self._known:
-            raise RewardError(self._no_function_for([data_source]))
-        return self._known[data_source]
-
-    def _no_function_for(self, data_sources: list[Any]) -> str:
-        return (
-            f"no reward function for data source {', '.join(map(repr, data_sources))}; known: "
-            f"{', '.join(sorted(self._known))}; set custom_reward_function.path and .name, or name the right column in "
-            "data.reward_fn_key"
-        )
-
     def _ask(self, samples: list[Sample], functions: list[Function]) -> list[Report]:
-        """Return the report of each sample's function."""
         rows_of: dict[Function, list[int]] = {}
         for row, function in enumerate(functions):
             rows_of.setdefault(function, []).append(row)
@@ -266,20 +252,16 @@ class RewardManager:
         """Return the report with the score of the form added, and an `acc` that does not count the form."""
         if isinstance(report, Failure) or isinstance(form, Failure):
             return report if isinstance(report, Failure) else form
-        right, formed = float(report["score"] >= 1.0), form["score"]
-        score = report["score"] + self._config.format_weight * formed
-        return {"acc": right} | report | {"score": score, "format": formed}
+        score = report["score"] + self._config.format_weight * form["score"]
+        return {"acc": float(report["score"] >= 1.0)} | report | {"score": score, "format": form["score"]}
 
     def _judge(self, failures: dict[int, Failure], samples: list[Sample], dump_dir: Path) -> None:
         """Stop the run if configured or if no sample has a score; otherwise warn of the samples that score 0."""
         stopping = [row for row, failure in failures.items() if self._stops_at(failure.kind)]
         row = (stopping or list(failures))[0]
-        failure, sample = failures[row], samples[row]
+        failure, sample, function = failures[row], samples[row], failures[row].function
         source, index = sample["data_source"], (sample["extra_info"] or {}).get("index", row)
-        own = failure.function.is_own
-        label = (
-            f"{failure.function.name} in {failure.function.source}" if own else f"rlx's reward function of {source!r}"
-        )
+        label = f"{function.name} in {function.source}" if function.is_own else f"rlx's reward function of {source!r}"
         dump_dir.mkdir(parents=True, exist_ok=True)
         copy = dump_dir / f"reward_error_{re.sub(r'[^0-9A-Za-z]+', '-', str(source))}_{index}.json"
         report = {**sample, "index": index, "function": label, "fault": failure.what, "traceback": failure.traceback}
@@ -290,14 +272,12 @@ class RewardManager:
         if stopping or none:
             cause = InProcess(f"\n{failure.traceback}") if failure.traceback else None
             raise RewardError(f"{what}{'; no sample of the batch got a score' if none else ''}") from cause
-        self._taken.update(
-            {"error": "errors", "timeout": "timeouts", "crash": "crashes"}[f.kind] for f in failures.values()
-        )
+        plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
+        self._taken.update(plural[each.kind] for each in failures.values())
         logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)
 
 
 def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
-    """Divide a list's call in two."""
     middle, found = len(rows) // 2, []
     for part in (slice(None, middle), slice(middle, None)):
         lists = {name: values[part] for name, values in call.arguments.items()}
@@ -306,7 +286,6 @@ def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
 
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:
-    """Return the report of each sample of a call."""
     if outcome.kind:
         is_fixed = function.source == MATHS and function.limit_s == MATH_LIMIT_S
         whose = "math-verify's limit, which reward.timeout_s does not raise" if is_fixed else "reward.timeout_s"

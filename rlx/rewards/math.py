@@ -13,18 +13,10 @@ from math_verify import parse, verify
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """Return 1.0 if the boxed (else the plain) expression equals the reference, else 0.0.
+    r"""Return 1.0 if the boxed (else the plain) expression equals the reference, else 0.0.
 
-    Only boxes on the last line with a box count; several boxes on that line form a set.
-
-    Args:
-        data_source: not used; part of the signature of all reward functions.
-        solution_str: the response.
-        ground_truth: LaTeX or plain text of the expression, without `\\boxed`.
-        extra_info: not used.
-
-    Raises:
-        ValueError: the ground truth is no expression that math-verify can read.
+    Only boxes on the last line with a box count; several boxes on that line form a set. The ground truth is LaTeX or plain text
+    without `\boxed`; ValueError if math-verify cannot read it. data_source and extra_info are not used.
     """
     gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     if not gold:

@@ -2,21 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# The workers' calls of each phase, in their order.
-CALLS = {
-    "rollout": ("rollout.generate",),
-    "reward": ("reward.scores",),
-    "old_log_prob": ("actor.log_probs",),
-    "ref": ("ref.log_probs",),
-    "values": ("critic.values",),
-    "update_critic": ("critic.update",),
-    "update_actor": ("actor.update",),
-    "sync": ("rollout.sync",),
-    "validate": ("rollout.generate",),
-    "checkpoint": ("actor.save", "critic.save"),
-}
-OF_STEP = ("rollout", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync")
+from rlx.trainer.phases import PHASES
 
+OF_STEP = tuple(name for name in PHASES if name not in ("validate", "checkpoint"))
 MEMORY_FIGURES = ("gb", "allocated_gb")
 
 
@@ -34,7 +22,7 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
     """
     found = {}
     for phase in phases:
-        noted = [call for call in CALLS[phase] if f"memory/{call}_after_gb" in usage[0]]
+        noted = [call for call in PHASES[phase].calls if f"memory/{call}_after_gb" in usage[0]]
         for moment, call in [("before", noted[0]), ("after", noted[-1])] if noted else []:
             for figure in MEMORY_FIGURES:
                 name = f"memory/{call}_{moment}_{figure}"
@@ -44,10 +32,6 @@ def of_phases(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
 
 
 def on_host(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return offloaded bytes in the host memory of the largest process: memory/host_<user>_gb and memory/host_reserved_gb.
-
-    Args:
-        usage: of each process, as `Worker.usage` names it.
-    """
+    """Return memory/host_<user>_gb and memory/host_reserved_gb, offloaded bytes in host memory, of the largest process."""
     names = [name for name in usage[0] if name.startswith("memory/host_")]
     return {name: max(each[name] for each in usage) for name in names}

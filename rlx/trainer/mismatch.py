@@ -35,12 +35,8 @@ def measure(batch: Batch) -> Metrics:
 def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:
     """Separate the mismatch that updates with bypass_mode measured from their other metrics.
 
-    Args:
-        updates: metrics of the optimizer steps on one batch, in order.
-
-    Returns:
-        The other metrics, and mismatch/... of the first step. Only that step ran with the weights that the sampler had, and
-        it saw its own mini-batch.
+    Return the other metrics, and mismatch/... of the first of the batch's optimizer steps. Only that step ran with the weights
+    that the sampler had, and it saw its own mini-batch.
     """
     first = {name.removeprefix(OF_UPDATE): x for name, x in updates[0].items() if name.startswith(OF_UPDATE)}
     rest = [{name: x for name, x in each.items() if not name.startswith(OF_UPDATE)} for each in updates]
@@ -50,9 +46,8 @@ def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:
 def correct(batch: Batch, correction: RolloutCorrectionConfig) -> tuple[Batch, Metrics]:
     """Write rollout_is_weights and loss_mask if configured.
 
-    Returns:
-        The batch, and correction/...: weight_mean, weight_max, the shares of tokens with weight 0 and of rejected tokens, and
-        the share of sequences whose tokens are all rejected.
+    Return also correction/...: weight_mean, weight_max, the shares of tokens with weight 0 and of rejected tokens, and the
+    share of sequences whose tokens are all rejected.
     """
     if correction.rollout_is is None and not correction.rejects:
         return batch, {}

@@ -24,27 +24,13 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from rlx.trainer.phases import PHASES
 from rlx.trainer.tracking import METRICS_FILE
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
 MEMORY_CHANGE = 0.05  # smaller changes are noise, such as caches of libraries and file reads
 STEPS_PER_MEAN = 5  # the summary compares means over this many steps, because the reward of one batch is noise
-
-# The phases of a step in their order, with labels that fit a row.
-PHASE_LABELS = {
-    "rollout": "roll",
-    "reward": "rew",
-    "old_log_prob": "old",
-    "ref": "ref",
-    "values": "value",
-    "advantages": "adv",
-    "update_critic": "critic",
-    "update_actor": "actor",
-    "sync": "sync",
-    "validate": "val",
-    "checkpoint": "save",
-}
 
 
 def number(value: float, width: int) -> str:
@@ -147,11 +133,11 @@ class StepTable:
         """Return the longest phases that fit, in the order of the step."""
         spent = {k.removeprefix("timing_s/"): v for k, v in metrics.items() if k.startswith("timing_s/")}
         spent.pop("step", None)
-        order = [*PHASE_LABELS, *(name for name in spent if name not in PHASE_LABELS)]
+        order = [*PHASES, *(name for name in spent if name not in PHASES)]
         shown: dict[str, str] = {}
         room = self.phase_width
         for name in sorted(spent, key=lambda phase: -spent[phase]):
-            cell = f"{PHASE_LABELS.get(name, name)} {spent[name]:.1f}"
+            cell = f"{PHASES[name].label if name in PHASES else name} {spent[name]:.1f}"
             if spent[name] < 0.05 or len(cell) > room:
                 break
             shown[name] = cell
@@ -172,14 +158,14 @@ class MemoryTable:
         """Return cells like `roll 3.20>61.0` in the order of the step, in lines of `width` characters; none if nothing is new."""
         figures = {
             phase: (metrics[f"memory/{phase}_before_gb"], metrics[f"memory/{phase}_after_gb"])
-            for phase in PHASE_LABELS
+            for phase in PHASES
             if f"memory/{phase}_before_gb" in metrics
         }
         if not figures or not (with_header or any(self._is_new(*figure) for figure in figures.items())):
             return []
         self._shown |= figures
         cells = (
-            f"{PHASE_LABELS[phase]}\xa0{number(before, 4)}>{number(after, 4)}"
+            f"{PHASES[phase].label}\xa0{number(before, 4)}>{number(after, 4)}"
             for phase, (before, after) in figures.items()
         )
         text = "GB\xa0before>after: " + " ".join(cells)
@@ -259,10 +245,7 @@ class Progress:
 
     @contextmanager
     def step(self, number: int) -> Iterator[dict[str, float]]:
-        """Time one step, counted from 1.
-
-        Yields a dict that after the step holds seconds: `timing_s/<phase>` of each phase and `timing_s/step` of all.
-        """
+        """Time one step, counted from 1; the dict gets `timing_s/<phase>` and `timing_s/step` [s] at its end."""
         if self._first_step is None:  # the estimate leaves out the start-up and a resumed run's earlier steps
             self._first_step, self._first_step_began = number, time.perf_counter()
             self._bar.reset(self._task, completed=number - 1)
@@ -291,10 +274,8 @@ class Progress:
     def row(self, metrics: Mapping[str, float], step: int) -> None:
         """Show one row of the table, and a line of held-out results if `metrics` has them.
 
-        Args:
-            metrics: names as in PROGRESS_COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`,
-                `val/accuracy`, `val/reward`.
-            step: number of the step; 0 for a validation before training.
+        Metrics are those of PROGRESS_COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`, `val/accuracy`
+        and `val/reward`. A validation before training is step 0.
         """
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
@@ -335,13 +316,9 @@ class Progress:
     def summary(
         self, first_validation: Mapping[str, float], last_validation: Mapping[str, float], folder: Path, picture: Path
     ) -> None:
-        """Show the closing panel: results, duration and folders.
+        """Show the closing panel: results, duration, and the folders of run and report.
 
-        Args:
-            first_validation, last_validation: metrics with `val/accuracy`; one object after a single validation, empty after
-                none.
-            folder: of the run.
-            picture: the report.
+        Validations are metrics with `val/accuracy`; one object after a single validation, empty after none.
         """
         facts: dict[str, str] = {}
         if last_validation:

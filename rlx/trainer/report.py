@@ -16,24 +16,12 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.errors import ExplainedError
-from rlx.trainer.progress import PHASE_LABELS, change
+from rlx.trainer.phases import PHASES
+from rlx.trainer.progress import change
 from rlx.trainer.tracking import METRICS_FILE
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea7317", "#16966b", "#c8324a"
-PHASE_COLORS = {
-    "rollout": "#2563eb",
-    "reward": "#93b4f5",
-    "old_log_prob": "#f4b942",
-    "ref": "#ea7317",
-    "values": "#a78bda",
-    "advantages": "#cbd2d9",
-    "update_critic": "#6d3fb0",
-    "update_actor": "#16966b",
-    "sync": "#8fd3bb",
-    "validate": "#c8324a",
-    "checkpoint": "#52606d",
-}
 SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line adds nothing to the points
 MOST_BARS = 120  # with more steps bars cannot be told apart, so means are drawn
 DPI = 130
@@ -49,10 +37,8 @@ class ReportError(ExplainedError, ValueError):
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Return metrics by step, in order, without nulls and without a last line that is still being written.
 
-    If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps.
-
-    Raises:
-        ReportError: a line is no JSON object with a `step`.
+    If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps. Raises
+    ReportError if a line is no JSON object with a `step`.
     """
     by_step: dict[int, dict[str, float]] = {}
     text = path.read_text(encoding="utf-8")
@@ -71,15 +57,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -> Path:
-    """Draw the picture of a run and return `out_png`. Panels without numbers say so.
+    """Draw the picture of a run and return `out_png`, which is replaced if it exists. Panels without numbers say so.
 
-    Args:
-        metrics_jsonl: the file of the JSONL logger.
-        out_png: the picture; replaced if it exists.
-        title: first line; None: the last two parts of the run's folder.
-
-    Raises:
-        ReportError: a line of the file is no metrics.
+    The title is by default the last two parts of the run's folder. Raises ReportError if a line of the file is no metrics.
     """
     metrics = read_metrics(metrics_jsonl)
     title = title or " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
@@ -98,7 +78,6 @@ def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -
 
 
 def _headline(metrics: Metrics) -> str:
-    """Return the change from first to last in one line."""
     (_, accuracy), (_, reward), (_, step_s) = (
         _series(metrics, name) for name in ("val/accuracy", "reward/mean", "timing_s/step")
     )
@@ -152,7 +131,6 @@ def _held_out(axes: Axes, series: Series) -> None:
 
 
 def _right(axes: Axes) -> Axes:
-    """Return a second vertical axis."""
     right = axes.twinx()
     style(right)
     right.grid(visible=False)
@@ -218,7 +196,7 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
     """Draw the seconds of each phase, stacked; phases with less than 1 % of the time count as the rest."""
     rows = {step: row for step, row in metrics.items() if "timing_s/step" in row}
     names = {k.removeprefix("timing_s/") for row in rows.values() for k in row if k.startswith("timing_s/")} - {"step"}
-    order = [*(name for name in PHASE_LABELS if name in names), *sorted(names - PHASE_LABELS.keys())]
+    order = [*(name for name in PHASES if name in names), *sorted(names - PHASES.keys())]
     smooth = _running_mean if len(rows) > MOST_BARS else list
     spent = {name: smooth([row.get(f"timing_s/{name}", 0.0) for row in rows.values()]) for name in order}
     totals = smooth([row["timing_s/step"] for row in rows.values()])
@@ -233,7 +211,7 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
     bottom = [0.0] * len(rows)
     for name, values in shown.items():
         top = [low + value for low, value in zip(bottom, values, strict=True)]
-        color, label = PHASE_COLORS.get(name, GREY), name.replace("_", " ")
+        color, label = PHASES[name].color if name in PHASES else GREY, name.replace("_", " ")
         axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=label)
         bottom = top
     axes.set_ylim(0, max(bottom) * (1.15 + 0.08 * math.ceil(len(shown) / 3)) or 1.0)

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from rlx.algorithms.advantages import overlong_penalty
@@ -37,15 +36,9 @@ def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) ->
 def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
     """Return the rows of prompts whose samples differ in `metric`, in order.
 
-    Args:
-        batch: with group_id and scores.
-        scores: of its rows.
-        metric: acc (the reward function's own `acc`, else whether the score is at least 1), score (of the reward function),
-            seq_reward or seq_final_reward (scores of the batch), or a number that reward functions report. A sample without
-            the number differs from no other.
-
-    Raises:
-        SelectionError: no reward function reported such a number.
+    The metric is acc (`Scores.right`), score (of the reward function), seq_reward or seq_final_reward (scores of the batch), or
+    a number that reward functions report. A sample without the number differs from no other. Raises SelectionError if nobody
+    reports such a number.
     """
     named = {"acc": scores.right(), "score": scores.scores}
     named |= dict.fromkeys(("seq_reward", "seq_final_reward"), batch["scores"])
@@ -80,20 +73,12 @@ def join(parts: Sequence[Part]) -> Part:
 
 
 def _widened(batch: Batch, width: int) -> Batch:
-    def wider(column: Tensor) -> Tensor:
-        return pad(column, (width - column.shape[1], 0))
-
-    return batch.with_(input_ids=wider(batch["input_ids"]), attention_mask=wider(batch["attention_mask"]))
+    columns = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return batch.with_(**{name: pad(column, (width - column.shape[1], 0)) for name, column in columns.items()})
 
 
 class DynamicSampling:
-    """The informative samples that dynamic sampling has found in a step.
-
-    Args:
-        metric: the number in which a prompt's samples must differ.
-        wanted: number of prompts to find.
-        samples: per prompt.
-    """
+    """Collects samples of prompts whose samples differ in `metric`, until a step has `wanted` prompts of `samples` each."""
 
     def __init__(self, metric: str, wanted: int, samples: int):
         self._metric, self._wanted, self._samples = metric, wanted, samples
@@ -123,7 +108,7 @@ class DynamicSampling:
         return take_rows(join(self._kept), range(self._wanted * self._samples))
 
     def metrics(self) -> dict[str, float]:
-        """Return figures over all generations of the step: their number, the share of prompts kept, and the accuracy."""
+        """Return the number of generations of the step, and over all of them the share of prompts kept and the accuracy."""
         return {
             "filter_groups/generations": float(self.generations),
             "filter_groups/kept_share": self.kept / self.prompts,

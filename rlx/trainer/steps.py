@@ -17,16 +17,10 @@ from rlx.data.seeding import seed_for
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
-    """Repeat each prompt `samples` times in a row, with its group and a seed per sample.
+    """Repeat each prompt `samples` times in a row, with group_id and seed.
 
-    Args:
-        prompts: one row per prompt.
-        samples: responses per prompt.
-        run_seed, purpose, step: hashed into the sampling seeds, with the indices of prompt and sample.
-        first: index of the first prompt if the step has drawn others before.
-
-    Returns:
-        A batch of len(prompts) * samples rows with group_id and seed.
+    A seed is a hash of run_seed, purpose, step and the indices of prompt and sample. `first` is the index of the first prompt,
+    if the step has drawn others before.
     """
     index = [p for p in range(len(prompts)) for _ in range(samples)]
     seeds = [seed_for(run_seed, purpose, step, first + p, s) for p in range(len(prompts)) for s in range(samples)]
@@ -34,13 +28,9 @@ def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int,
 
 
 def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:
-    """Yield the batch cut by whole prompts, once per epoch.
+    """Yield the batch (with group_id) cut by whole prompts, once per epoch.
 
-    Args:
-        batch: with group_id.
-        prompts: prompts per mini-batch; divides the number of prompts in the batch.
-        epochs: passes over the batch.
-        seed: shuffles the prompts in every epoch; None keeps their order.
+    `prompts`, those of a mini-batch, divides the number of prompts in the batch. A seed shuffles the prompts in every epoch.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(batch["group_id"].tolist()):
@@ -58,8 +48,7 @@ def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> I
 def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Batch, float | None]:
     """Write token_rewards: the score, less `kl_coef` times the KL to the reference if configured.
 
-    Returns:
-        The batch, and the mean over samples of the per-token mean KL, or None if KL is not in the reward.
+    Return also the mean over samples of the per-token mean KL, or None if KL is not in the reward.
     """
     mask = batch["response_mask"]
     if not algorithm.use_kl_in_reward:
@@ -109,14 +98,10 @@ def describe(batch: Batch) -> dict[str, float]:
 
 
 def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sum bytes and average times and rates over the processes.
+    """Sum bytes, and average times and rates, over the processes, whose figures `Worker.usage` names.
 
-    Args:
-        usage: of each process, as `Worker.usage` names it.
-
-    Returns:
-        perf/offload/<role>/<figure> for roles that offload; perf/offloaded_mb and perf/stall_ms of all roles together;
-        perf/peak_memory_gb of the process with the highest peak.
+    Return perf/offload/<role>/<figure> for roles that offload, perf/offloaded_mb and perf/stall_ms of all roles together, and
+    perf/peak_memory_gb of the process with the highest peak.
     """
     found: dict[str, float] = {}
     for name in usage[0]:

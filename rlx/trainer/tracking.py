@@ -130,9 +130,7 @@ class Tracker:
     Args:
         loggers: as `trainer.logger`; `console` is skipped, because `Progress` handles it.
         run_dir: folder of the run; it must exist. Existing files are appended to.
-        config_yaml: the whole configuration, for loggers that keep it.
-        project: wandb's project.
-        experiment: wandb's name of the run.
+        config_yaml, project, experiment: for wandb.
         resume_step: the step the run was resumed at; None: a new run.
 
     Raises:

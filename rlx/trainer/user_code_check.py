@@ -6,9 +6,9 @@ crashes or hangs. This module imports little, because it runs before torch and R
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlx.config.check.folders import is_python_file
 from rlx.config.check.validate import Verdict
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
@@ -45,13 +45,9 @@ class UserCode(NamedTuple):
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:
     """Import the user's reward function, policy loss and dataset class, and check that rlx can call them.
 
-    A rule of the configuration reports missing files; here they are no fault. If the run uses accelerators and this machine has
-    none, a failed import of a policy loss is only a warning: the workers' machines may have its packages.
-
-    Args:
-        config: the part that could be read.
-        broken: keys that could not be read; code that they configure is not tried.
-        machine: of the driver.
+    A rule of the configuration reports missing files; here they are no fault. Code of `broken` keys, which could not be read,
+    is not tried. If the run uses accelerators and this machine has none, a failed import of a policy loss is only a warning:
+    the workers' machines may have its packages.
     """
     faults, warnings = [], []
     for own in _of(config):
@@ -73,23 +69,18 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
 def _of(config: PPOConfig) -> Iterator[UserCode]:
     """Yield the configured functions and classes whose files exist."""
     reward = own_function(config.reward, config.custom_reward_function)
-    if reward is not None and _is_there(reward.source):
+    if reward is not None and is_python_file(reward.source):
         keys = (f"{KEY}.path", f"{KEY}.name", f"{KEY}.reward_kwargs", "reward.reward_manager.name")
         parameters = (*(BATCHED if reward.batched else SINGLE), *reward.options)
         expected = f"{reward.name}({', '.join(parameters)}), called by keyword"
         yield UserCode("the reward function of your own", keys, reward, expected, config.reward.memory_limit_gb)
     loss, dataset = config.actor_rollout_ref.actor.policy_loss, config.data.custom_cls
-    if loss.path is not None and _is_there(loss.path):
+    if loss.path is not None and is_python_file(loss.path):
         yield _by_position("the policy loss of your own", loss.path, loss.name, POLICY_LOSS, in_workers=True)
-    if dataset.path is not None and dataset.name is not None and _is_there(dataset.path):
+    if dataset.path is not None and dataset.name is not None and is_python_file(dataset.path):
         yield _by_position("the dataset class of your own", dataset.path, dataset.name, DATASET)
 
 
 def _by_position(what: str, path: str, name: str, interface: Interface, in_workers: bool = False) -> UserCode:
     keys, expected = (f"{interface.key}.path", f"{interface.key}.name"), f"{name}({', '.join(interface.parameters)})"
     return UserCode(what, keys, Named(path, name, interface), expected, in_workers=in_workers)
-
-
-def _is_there(path: str) -> bool:
-    file = Path(path).expanduser()
-    return file.is_file() and file.suffix == ".py"

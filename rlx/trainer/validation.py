@@ -46,21 +46,16 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
     They are computed for the accuracy `acc` (see Scores.right) and the score `reward`. With n = `samples` they are means over
     the prompts of
 
-        mean@n       the mean of a prompt's samples
+        mean@n       the mean of a prompt's samples, which are in a row
         std@n        their standard deviation, of the n themselves (divided by n, not n - 1)
         best@k/mean  the expected best of k samples, for k = 2, 4, ... below n and for n: see `best_of`
 
     named `<section>/<data source>/<acc or reward>/<name>`. The section is `val-core` for mean@n and best@n/mean of `acc` if a
     reward function reports it, else of `reward`; for the rest it is `val-aux`.
 
-    Args:
-        batch: samples of a prompt in a row, with info data_source.
-        scores: of its rows.
-        samples: n, the same for every prompt.
-
     Source: names and sections as in verl-project/verl@018f23b. verl draws the k samples a thousand times with replacement, so
     its best@k is a little lower and its best@n is not the best of all n. Left out are its worst@k, the deviations of its draws,
-    and maj@k, which needs answers as text; rlx keeps numbers.
+    and maj@k, which needs answers as text.
     """
     if samples == 1:
         return {}
@@ -81,17 +76,10 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
 
 
 def best_of(values_PN: Tensor, k: int) -> Tensor:
-    """Return the mean of the largest value over all choices of k of a row's n values.
+    """Return the mean of the largest of k values over all choices of k of a row's n values: (P, n) float to (P,).
 
-    It is unbiased for the expected best of k samples. With x_1 <= ... <= x_n it is the sum over i of
-    C(i - 1, k - 1) / C(n, k) x_i, because x_i is the largest in C(i - 1, k - 1) of the C(n, k) choices.
-
-    Args:
-        values_PN: (P, n) float.
-        k: 1 to n.
-
-    Returns:
-        (P,) of the same dtype.
+    It is unbiased for the expected best of k samples. With x_1 <= ... <= x_n it is the sum over i of C(i - 1, k - 1) / C(n, k)
+    x_i, because x_i is the largest in C(i - 1, k - 1) of the C(n, k) choices.
 
     Source: for values 0 and 1 this is pass@k of arXiv:2107.03374, equation 1, 1 - C(n - c, k) / C(n, k) with c ones.
     """

@@ -59,11 +59,8 @@ def warm_start(config: PPOConfig) -> Path:
     split reaches `warm_start.target_accuracy`. It trains on this process's accelerator, if there is one and `trainer.device`
     allows it. The folder's name is a hash of all inputs of its contents. The folder appears only when it is complete.
 
-    Args:
-        config: reads actor_rollout_ref.model.tiny, data.arithmetic, warm_start and trainer.device.
-
     Raises:
-        ValueError: the generator cannot make that many problems.
+        DataError: the generator cannot make that many problems.
         OSError: the cache directory cannot be written.
     """
     folder = warm_starts_folder(config) / f"warm_start_{_fingerprint(config)}"

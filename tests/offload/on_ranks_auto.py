@@ -120,7 +120,7 @@ def sharded_windows():
         for _ in range(3):
             passed(model, 6)
         assert handle.plan() is not None
-        window = handle._controller._last.backward
-        found.append((window.is_sharded, window.open._sharding_bytes))
+        state = handle._controller._last.state
+        found.append((state.is_sharded, state.in_backward._sharding_bytes))
         handle.disable()
     return found

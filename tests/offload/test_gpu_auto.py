@@ -118,7 +118,7 @@ def test_gradients_that_do_not_exist_yet_count_as_taken(enable, decoder):
         decoder.zero_grad(set_to_none=set_to_none)
         handle = enable(decoder, True, save="auto")
         planned(decoder, handle, after=partial(decoder.zero_grad, set_to_none=set_to_none))
-        found.append(handle.runner.decide.__self__._room_bytes)
+        found.append(handle.runner.decide.__self__.limits.room_bytes)
         handle.disable()
     gradients = sum(p.numel() * p.element_size() for p in decoder.parameters())
     assert abs(found[0] - found[1]) < gradients / 2, f"rooms {found} with {allocated} bytes allocated before"

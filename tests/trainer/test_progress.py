@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rlx.trainer.phases import PHASES
 from rlx.trainer.progress import (
     HEADER_EVERY,
-    PHASE_LABELS,
     PLAIN_WIDTH,
     PROGRESS_COLUMNS,
     MemoryTable,
@@ -95,11 +95,11 @@ def test_memory_before_and_after_each_phase_comes_with_a_header_and_when_it_chan
 
 def test_memory_folds_between_phases():
     table, width = MemoryTable(), 40
-    metrics = memory_of(**{phase: (31.25, 131.0) for phase in PHASE_LABELS})
+    metrics = memory_of(**{phase: (31.25, 131.0) for phase in PHASES})
     lines = table.lines(metrics, width, with_header=True)
     assert max(len(line) for line in lines) <= width
     cells = " ".join(" ".join(lines).split()).removeprefix("GB before>after: ")
-    assert cells == " ".join(f"{title} 31.2>131" for title in PHASE_LABELS.values())
+    assert cells == " ".join(f"{title} 31.2>131" for title, *_ in PHASES.values())
     assert table.lines({"reward/mean": 1.0}, width, with_header=True) == []
 
 

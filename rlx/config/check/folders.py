@@ -35,6 +35,11 @@ def correct_path(key: str) -> str:
     return f"correct {key}; relative paths start at {Path.cwd()}"
 
 
+def is_python_file(path: str) -> bool:
+    """Whether a file of the user's own code exists."""
+    return Path(path).suffix == ".py" and Path(path).expanduser().is_file()
+
+
 def is_hub_name(path: str) -> bool:
     """Whether the path has the form of a hub name; the hub is not asked."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.check.folders import correct_path, is_hub_name, runs_folder, warm_starts_folder, why_not_writable
+from rlx.config.check.folders import (
+    correct_path,
+    is_hub_name,
+    is_python_file,
+    runs_folder,
+    warm_starts_folder,
+    why_not_writable,
+)
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 
@@ -156,7 +163,7 @@ def user_code_exists(s: CheckContext) -> Faults:
         yield s.fault("a dataset class needs file and name", "both or neither", f"set {' and '.join(keys)}", *keys)
     for key in ("data.custom_cls.path", "custom_reward_function.path", "actor_rollout_ref.actor.policy_loss.path"):
         path = s.value(key)
-        if path is not None and not (Path(path).expanduser().is_file() and Path(path).suffix == ".py"):
+        if path is not None and not is_python_file(path):
             yield s.fault("a file of your own does not exist", "a Python file", correct_path(key), key)
 
 
@@ -184,7 +191,6 @@ def folders_can_be_written(s: CheckContext) -> Faults:
 
 
 def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
-    """Yield each folder with the key that names it."""
     trainer = s.config.trainer
     for name in ("rollout_data_dir", "validation_data_dir"):
         if s.value(f"trainer.{name}") is not None:

@@ -21,17 +21,16 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
     if not over:
         return
     remedy = f"{remedies(forecast, is_least=True)}; {CHECK}=warn runs all the same"
-    of_device = [phase for phase in over if not phase.fits_device(REFUSED_FROM)]
-    on_host = [phase for phase in over if not phase.fits_host(REFUSED_FROM)]
-    if of_device:
-        memory = "device" if forecast.on_device else "host"
-        expected = f"at most {usable(forecast, of_device)} GB; {_margin(s)}"
-        yield Fault(f"the run does not fit into {memory} memory", _needs(of_device), expected, remedy, (CHECK,))
-    if on_host:
+    margin = f"{CHECK}=refuse refuses a run that is {REFUSED_FROM - 1:.0%} above that"
+    if of_device := [phase for phase in over if not phase.fits_device(REFUSED_FROM)]:
+        what = f"the run does not fit into {'device' if forecast.on_device else 'host'} memory"
+        expected = f"at most {usable(forecast, of_device)} GB; {margin}"
+        yield s.fault(what, expected, remedy, CHECK, got=_needs(of_device))
+    if on_host := [phase for phase in over if not phase.fits_host(REFUSED_FROM)]:
         most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
         got = f"{gb(most.host * count)} GB in {count} process(es), in {most.name}"
-        expected = f"at most the {gb(s.machine.host_bytes or 0)} GB of this machine; {_margin(s)}"
-        yield Fault("states and activations do not fit into host memory", got, expected, remedy, (CHECK,))
+        expected = f"at most the {gb(s.machine.host_bytes or 0)} GB of this machine; {margin}"
+        yield s.fault("states and activations do not fit into host memory", expected, remedy, CHECK, got=got)
 
 
 def memory_warnings(s: CheckContext) -> Iterator[str]:
@@ -41,9 +40,7 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
     forecast = MemoryForecast.of(s.config, s.machine)
     is_refused = s.config.trainer.memory_check == "refuse" and forecast.oversized(is_least=True, margin=REFUSED_FROM)
     over = [] if is_refused else forecast.oversized()
-    of_device = [phase for phase in over if not phase.fits_device()]
-    on_host = [phase for phase in over if not phase.fits_host()]
-    if of_device:
+    if of_device := [phase for phase in over if not phase.fits_device()]:
         where = "device" if forecast.on_device else "host"
         longest = min(forecast.longest(phase.name) or 0 for phase in of_device)
         until = f"; sequences of up to {longest:,} tokens fit" if longest else ""
@@ -51,7 +48,7 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
             f"{where} memory may run out: {_needs(of_device)}, of which {usable(forecast, of_device)} are usable, if a micro-batch "
             f"holds as many sequences of {forecast.length:,} tokens as it may{until}; to be safe: {remedies(forecast)}"
         )
-    if on_host:
+    if on_host := [phase for phase in over if not phase.fits_host()]:
         most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
         yield (
             f"host memory may run out: {count} process(es) hold {gb(most.host * count)} GB there in {most.name}, and this "
@@ -66,17 +63,11 @@ def usable(forecast: MemoryForecast, phases: list[Phase]) -> str:
     return f"{gb(limit)} of {what} {gb(forecast.memory_bytes or 0.0)}"
 
 
-def _margin(s: CheckContext) -> str:
-    return f"{CHECK}={s.config.trainer.memory_check} refuses a run that is {REFUSED_FROM - 1:.0%} above that"
-
-
 def _needs(phases: list[Phase]) -> str:
     """Return each phase with its peak, and the largest also with its parts."""
     largest, *others = sorted(phases, key=lambda phase: -phase.peak)
     parts = sorted(largest.parts.items(), key=lambda part: -part[1])
     of = ", ".join(f"{name} {gb(nbytes)}" for name, nbytes in parts if nbytes >= 0.01 * largest.peak)
     texts = [f"{largest.name} {gb(largest.peak)} GB ({of})", *(f"{phase.name} {gb(phase.peak)}" for phase in others)]
-    lacking = [
-        f"the sampler's share lacks {gb(phase.lacking)} to hold one sequence" for phase in phases if phase.lacking
-    ]
-    return ", ".join(texts + lacking)
+    lacking = (phase.lacking for phase in phases if phase.lacking)
+    return ", ".join([*texts, *(f"the sampler's share lacks {gb(nbytes)} to hold one sequence" for nbytes in lacking)])

@@ -85,27 +85,19 @@ def offload_warnings(s: CheckContext) -> Iterator[str]:
 
 
 def disk_warnings(s: CheckContext) -> Iterator[str]:
-    """Warn of folders that may be too small. Call it only if every key could be read."""
+    """Warn of folders with less room than this machine's processes will write. Call it only if every key could be read."""
+    forecast, count = MemoryForecast.of(s.config, s.machine), s.config.trainer.n_gpus_per_node
     for role in offloading_roles(s):
-        if offload_options(role.model).uses_disk:
-            yield from _too_little_room(s, role)
-
-
-def _too_little_room(s: CheckContext, role: ModelRole) -> Iterator[str]:
-    """Warn if this machine's folder has less room than the estimate of what its processes write."""
-    options, forecast = role.model.activation_offload, MemoryForecast.of(s.config, s.machine)
-    if (
-        role.name in forecast.unknown
-        or s.machine.cluster is not None
-        or options.directory is None
-        or folder_problem(options.directory)
-    ):
-        return
-    needed = forecast.phase(f"update_{role.name}").disk * s.config.trainer.n_gpus_per_node
-    free = shutil.disk_usage(Path(options.directory).expanduser()).free
-    if needed > free:
-        yield (
-            f"{role.model_key}.activation_offload.directory={options.directory} has {free / 1e9:.1f} GB free, and the "
-            f"{s.config.trainer.n_gpus_per_node} process(es) are estimated to write {needed / 1e9:.1f} GB to it; a full "
-            "disk ends the run"
+        folder = role.model.activation_offload.directory
+        writes = (
+            offload_options(role.model).uses_disk and s.machine.cluster is None and role.name not in forecast.unknown
         )
+        if not writes or folder is None or folder_problem(folder):
+            continue
+        needed = forecast.phase(f"update_{role.name}").disk * count
+        free = shutil.disk_usage(Path(folder).expanduser()).free
+        if needed > free:
+            yield (
+                f"{role.model_key}.activation_offload.directory={folder} has {free / 1e9:.1f} GB free, and the {count} "
+                f"process(es) are estimated to write {needed / 1e9:.1f} GB to it; a full disk ends the run"
+            )

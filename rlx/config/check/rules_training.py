@@ -70,8 +70,9 @@ def _is_packed(s: CheckContext, role: ModelRole, key: str, what: str) -> Faults:
     """A role's rows are packed and go through rlx's own attention, as the key needs."""
     if not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
         padding, kernel = f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation"
-        remedy = f"set {padding}=True and {kernel}=sdpa"
-        yield s.fault(what, "use_remove_padding=True and sdpa", remedy, padding, kernel, key)
+        got = f"{padding}={role.model.use_remove_padding}, {kernel}={role.model.attn_implementation}"
+        expected, remedy = "use_remove_padding=True and sdpa", f"set {padding}=True and {kernel}=sdpa"
+        yield s.fault(what, expected, remedy, padding, kernel, key, got=got)
 
 
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:

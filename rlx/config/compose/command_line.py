@@ -161,7 +161,6 @@ def _files_on_defaults(*chosen: str) -> DictConfig:
 
 
 def _merged(groups: dict[str, str | None], values: list[Override], faults: list[Fault]) -> DictConfig:
-    """Merge defaults, YAML files and overrides; the later value wins."""
     tree = deepcopy(
         _files_on_defaults(*(f"{group}={choice}" for group, choice in groups.items() if choice is not None))
     )

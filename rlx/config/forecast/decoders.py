@@ -26,9 +26,7 @@ def decoders(config: PPOConfig) -> dict[str, Known]:
 def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
     """Return the shape of the built-in model, or of a model whose config.json is on this machine.
 
-    Args:
-        model: its configuration.
-        has_head: whether it ends in a head over the vocabulary; if not, in one number, whose few weights are not counted.
+    Without `has_head` it ends in one number instead of a head over the vocabulary, and its few weights are not counted.
     """
     path = model.path or ""
     if path == TINY:

@@ -156,13 +156,10 @@ class MemoryForecast:
         return [self.phase(name, is_least=is_least) for name in self.names]
 
     def phase(self, name: str, length: int | None = None, is_least: bool = False) -> Phase:
-        """Return the forecast of one phase.
+        """Return the forecast of one phase for the longest sequences, by default of the configured length [tokens].
 
-        Args:
-            name: of `names`.
-            length: tokens of the longest sequences; None: the configured length.
-            is_least: count only the memory that is certain: one sample of this length if only the number of packed samples is
-                limited, or if transformers decodes several at once.
+        With `is_least` it counts only memory that is certain: one sample of this length if only the number of packed samples is
+        limited, or if transformers decodes several at once.
         """
         own, longest = self._memories[OF_ROLE[name]], self.length if length is None else length
         if name == "rollout":
@@ -189,18 +186,19 @@ class MemoryForecast:
         role = own.role
         tokens, logits = load(own, self.config, role.micro, role.mini_batch_prompts, length, is_least)
         host_room, disk = self._places(role.model)
-        states, others = own.on_device(own.update), self._others(own)
-        setting = self._setting(own, logits)._replace(
+        states, others = own.on_device(own.update), self._idle(own) + self._sampler.at_rest
+        scenario = self._scenario(own, logits)._replace(
             states=states,
             other_bytes=others,
             disk_bytes_per_s=DISK_BYTES_PER_S * disk,
             hardware=replace(PROFILES["h200"], host_bytes=host_room + states.optimizer * own.optimizer_on_host),
         )
-        plan = setting.plan(_mode(role.model), tokens * role.together)
+        plan = scenario.plan(_mode(role.model), tokens * role.together)
         offloaded = min(plan.prediction.host_bytes, host_room)
-        stays = plan.prediction.host_bytes - offloaded  # the host has no room for it
-        peaks = setting.phases(plan)._asdict()
-        peaks = {where: peak + stays * (where != "step" and peak > 0) for where, peak in peaks.items()}
+        peaks = scenario.phases(plan)._asdict()
+        for where in ("forward", "head", "backward"):
+            if peaks[where] > 0:  # a model without log-probs has no head
+                peaks[where] += plan.prediction.host_bytes - offloaded  # the host has no room for it, so it stays
         where = max(peaks, key=lambda one: peaks[one])
         parts = _parts(own, states, others, peaks[where], is_gathered=where != "step")
         host = self._on_host(own) + offloaded * self.on_device
@@ -211,9 +209,9 @@ class MemoryForecast:
         policy, prompts = self.config.actor_rollout_ref, self.config.data.train_batch_size
         micro = log_prob_size(policy.rollout, policy.actor) if name == "old_log_prob" else own.role.micro
         tokens, logits = load(own, self.config, micro, prompts, length, is_least)
-        states, others = own.on_device(own.forward), self._others(own)
-        setting = self._setting(own, logits)._replace(states=states, other_bytes=others)
-        parts = _parts(own, states, others, setting.without_backward(tokens * own.role.together), is_gathered=True)
+        states, others = own.on_device(own.forward), self._idle(own) + self._sampler.at_rest
+        scenario = self._scenario(own, logits)._replace(states=states, other_bytes=others)
+        parts = _parts(own, states, others, scenario.without_backward(tokens * own.role.together), is_gathered=True)
         return self._phase(name, parts, self._on_host(own))
 
     def _rollout(self, length: int, is_least: bool) -> Phase:
@@ -246,13 +244,13 @@ class MemoryForecast:
     def _phase(self, name: str, parts: dict[str, float], host: float, **others: Any) -> Phase:
         return Phase(name, parts, self._limit, host, self.host_bytes, **others)
 
-    # Shared by the phases ----------------------------------------------------------------------------------------------
+    # Shared by the phases -----------------------------------------------------------------------------------------
 
     @property
     def _limit(self) -> float | None:
         return None if self.memory_bytes is None else self.memory_bytes * DEVICE_SHARE
 
-    def _setting(self, own: RoleMemory, logits: int) -> Scenario:
+    def _scenario(self, own: RoleMemory, logits: int) -> Scenario:
         model, together = own.role.model, own.role.together
         tile = None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp)
         return Scenario(
@@ -279,10 +277,6 @@ class MemoryForecast:
     def _idle(self, own: RoleMemory | None = None) -> float:
         """Return the bytes on the device of all roles but the working one."""
         return sum(each.device_at_rest for each in self._memories.values() if each is not own)
-
-    def _others(self, own: RoleMemory) -> float:
-        """Return the bytes on the device of the idle roles and of the sampler."""
-        return self._idle(own) + self._sampler.at_rest
 
     def _on_host(self, own: RoleMemory | None = None) -> float:
         """Return the bytes on the host while one role works, activations aside; by default while none does."""

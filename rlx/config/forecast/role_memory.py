@@ -102,14 +102,7 @@ class SamplerMemory(NamedTuple):
 def sampler_memory(
     config: PPOConfig, actor: RoleMemory | None, on_device: bool, memory_bytes: float | None
 ) -> SamplerMemory:
-    """Return the sampler's memory; weights of an unknown model count as 0.
-
-    Args:
-        config: the tree.
-        actor: has the model's shape; None: not known.
-        on_device: whether the run uses accelerators.
-        memory_bytes: of a process's device.
-    """
+    """Return the sampler's memory on a device of `memory_bytes`; weights of an unknown actor count as 0."""
     rollout, weights, token_cache = config.actor_rollout_ref.rollout, 0.0, 0.0
     if actor is not None:
         ranks = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
@@ -134,14 +127,9 @@ class Load(NamedTuple):
 
 
 def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, length: int, is_least: bool) -> Load:
-    """Return the largest micro-batch of a role for sequences of one length.
+    """Return the largest micro-batch of a role for sequences of `length` tokens, in a batch of `prompts`.
 
-    Args:
-        memory, config: the role and the run.
-        micro: the limit in samples or in tokens.
-        prompts: number of prompts in the batch; each process gets its share of their samples.
-        length: of the sequences [tokens].
-        is_least: count one sample if samples are packed and only their number is limited.
+    With `is_least` it counts one sample if samples are packed and only their number is limited.
     """
     role, rollout, data = memory.role, config.actor_rollout_ref.rollout, config.data
     share = -(-prompts * rollout.n * role.together // processes(config))

@@ -22,33 +22,19 @@ from typing import Any, NamedTuple
 
 from rlx.offload.autotune.length_bucket import Key
 from rlx.offload.autotune.pass_profile import PassProfile, slowest
+from rlx.offload.autotune.step_limits import Limits
 from rlx.offload.plan.costs import LayerCost
 
 _ALIKE = 1.1  # bytes of equal runs differ by less; they differ by the copies in flight when memory is read
-
-
-class Limits(NamedTuple):
-    """The resources of one rank; None: not known, or no limit."""
-
-    link_bytes_per_s: float | None
-    device_bytes: int | None
-    host_bytes: int | None
-    disk_bytes_per_s: float | None
+_BYTES = [field.name for field in fields(LayerCost) if field.name.endswith("bytes")]
 
 
 class RankReport(NamedTuple):
-    """The profiles and limits that one rank has found since its last report.
-
-    Args:
-        measured: profiles of measured passes.
-        warm_up: profiles of the pass that warmed up; only their bytes are used.
-        cached: profiles from the cache; the first rank reads them for all ranks.
-        limits: resources of the rank.
-    """
+    """The profiles and limits that one rank has found since its last report."""
 
     measured: Mapping[Key, PassProfile]
-    warm_up: Mapping[Key, PassProfile]
-    cached: Mapping[Key, PassProfile]
+    warm_up: Mapping[Key, PassProfile]  # of the pass that warmed up; only their bytes are used
+    cached: Mapping[Key, PassProfile]  # the first rank reads them for all ranks
     limits: Limits
 
 
@@ -63,21 +49,19 @@ class Consensus:
         self._ratio = 1.0
 
     def join(self, reports: Sequence[RankReport]) -> dict[Key, PassProfile]:
-        """Compare new profiles with the cache, and return the slowest measured profile of each length.
-
-        Args:
-            reports: of all ranks, in the same order on each.
-        """
+        """Compare new profiles of all ranks with the cache, and return the slowest measured profile of each length."""
         if not self.is_refuted:
             self.cached |= reports[0].cached
         for rank, report in enumerate(reports):
             for key, own in (*report.warm_up.items(), *report.measured.items()):
-                ratio = bytes_ratio(own, self.cached[key]) if key in self.cached else 1.0
-                if ratio is None:
-                    self.is_refuted = self.is_refuted or key in report.measured
-                elif key in self.cached:
+                if key not in self.cached:
+                    continue
+                ratio = bytes_ratio(own, self.cached[key])
+                if ratio is not None:
                     self._accepting.add(rank)
                     self._ratio = max(self._ratio, ratio)
+                elif key in report.measured:
+                    self.is_refuted = True
         if self.is_refuted:
             self.cached.clear()
         self._is_accepted = len(self._accepting) == len(reports)
@@ -88,7 +72,7 @@ class Consensus:
         """Return the cached profiles with their bytes multiplied; none before all ranks have accepted them."""
         if not self._is_accepted:
             return {}
-        return {key: with_larger_bytes(profile, self._ratio) for key, profile in self.cached.items()}
+        return {key: _with_larger_bytes(profile, self._ratio) for key, profile in self.cached.items()}
 
     def is_new(self, key: Key, profile: PassProfile) -> bool:
         """Return whether to write a measured profile: the cache has none of this length, or one with shorter inputs."""
@@ -98,8 +82,8 @@ class Consensus:
 def bytes_ratio(own: PassProfile, cached: PassProfile) -> float | None:
     """Return the ratio by which the bytes of a pass exceed those of a cached profile, at least 1; None: they do not agree.
 
-    They agree if both have the same layers with the same operations, and all bytes are alike. Bytes are alike if they
-    differ by at most the ratio of the inputs' lengths times `_ALIKE`. Times are not compared, nor are the operations to plan, which depend on times.
+    They agree if both have the same layers with the same operations, and all bytes differ by at most the ratio of the inputs'
+    lengths times `_ALIKE`. Times are not compared, nor are the operations to plan, which depend on times.
     """
     layers, others = ([(kind.members, kind.names, kind.flow) for kind in profile.kinds] for profile in (own, cached))
     if layers != others:
@@ -114,24 +98,19 @@ def bytes_ratio(own: PassProfile, cached: PassProfile) -> float | None:
     return max(1.0, *(mine / max(theirs * longer, 1) for mine, theirs in pairs))
 
 
-_BYTES = [field.name for field in fields(LayerCost) if field.name.endswith("bytes")]
-
-
 def longest_input_bytes(profile: PassProfile) -> int:
     """Return the largest inputs of any layer [bytes]."""
     return max((kind.cost.boundary_bytes for kind in profile.kinds), default=0)
 
 
-def with_larger_bytes(profile: PassProfile, ratio: float) -> PassProfile:
-    """Return a profile with all numbers of bytes multiplied by a ratio."""
-
+def _with_larger_bytes(profile: PassProfile, ratio: float) -> PassProfile:
     def larger(figures: Mapping[str, Any]) -> dict[str, Any]:
         return {name: round(value * ratio) for name, value in figures.items() if name.endswith("bytes")}
 
     kinds = []
     for kind in profile.kinds:
         operations = tuple(replace(one, **larger(vars(one))) for one in kind.cost.operations)
-        points = tuple(point._replace(nbytes=round(point.nbytes * ratio)) for point in kind.cost.points)
+        points = tuple(point._replace(**larger(point._asdict())) for point in kind.cost.points)
         cost = replace(kind.cost, operations=operations, points=points, **larger(vars(kind.cost)))
         kinds.append(kind._replace(cost=cost))
     return profile._replace(kinds=tuple(kinds), outside_bytes=round(profile.outside_bytes * ratio))

@@ -21,61 +21,34 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlx.offload.autotune.consensus import Consensus, Limits, RankReport, longest_input_bytes
-from rlx.offload.autotune.layer_profile import BackwardWindow, DeviceMemoryProbe, LayerProfile
+from rlx.offload.autotune.consensus import Consensus, RankReport, longest_input_bytes
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, Inputs, LayerProfile
 from rlx.offload.autotune.length_bucket import Key, LengthBucket
 from rlx.offload.autotune.pass_profile import PassProfile, planned
 from rlx.offload.autotune.profile_cache import ProfileCache
 from rlx.offload.autotune.profile_key import describe_call
+from rlx.offload.autotune.step_limits import StepLimits, made_gradient_bytes
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.runtime.session import Layer, OffloadSession
-from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
-from rlx.offload.storage.stats import measured_rate
+from rlx.offload.storage.regions import size_bytes
 
 logger = logging.getLogger("rlx.offload")
 
 BUCKET_RATIO = 1.25  # the longest over the shortest length that share a plan
-MARGIN = 0.05  # share of device memory that a plan leaves free
-LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
-
-
-class Inputs(NamedTuple):
-    """Sizes of the tensors that a layer is called with [bytes].
-
-    Args:
-        own: size of each tensor that requires a gradient, by id; without parameters.
-        memory: the same sizes, by address of the storage.
-        shared: size of each tensor that requires no gradient, by address of the storage.
-    """
-
-    own: dict[int, int]
-    memory: dict[int, int]
-    shared: dict[int, int]
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Size of the tensors that require a gradient."""
-        return sum(self.own.values())
 
 
 class PlanController:
-    """Gives each layer call its policy.
-
-    Args:
-        session: of the handle.
-        parameters: returns the model's parameters.
-        cache: profiles of earlier runs; None: nothing is read or written.
-    """
+    """Gives each layer call its policy. `cache` holds profiles of earlier runs; None: nothing is read or written."""
 
     def __init__(
         self,
@@ -84,14 +57,14 @@ class PlanController:
         cache: ProfileCache | None = None,
     ) -> None:
         self.plan: Plan | None = None  # of the latest planned pass
+        self.limits = StepLimits(session, parameters)
         self._session = session
-        self._parameters = parameters
         self._cache = cache
         self._known_layers: set[int] = set()  # layers that have been called
         self._last: LengthBucket | None = None
         self._devices: list[torch.device] = []
         self._buckets: dict[Key, LengthBucket] = {}
-        self._is_warm = self._is_declined = self._has_noted_no_device = False
+        self._is_warm = self._is_declined = False
         self._agrees = False  # `agree` has been called: plans are made there only
         self._is_first_rank = True
         self._consensus = Consensus()
@@ -99,10 +72,6 @@ class PlanController:
         self._measured: dict[Key, PassProfile] = {}  # profiled since the last report
         self._unwritten: dict[Key, PassProfile] = {}  # profiles of all ranks that wait for the cache key
         self._warm_up: dict[Key, PassProfile] = {}  # likewise, in the pass that warmed up
-        self._reserve_bytes = 0
-        self._gradient_bytes: int | None = None  # of all gradients, as a rank holds them between steps
-        self._room_bytes: int | None = None  # device memory for a step, the least found so far; None: not measured yet
-        self._limit_bytes: int | None = None  # set when the device has run out of memory
 
     def decide(
         self, layer: Layer, module: nn.Module, tensors: Sequence[Tensor]
@@ -121,33 +90,27 @@ class PlanController:
                 return None
             if self._cache is not None:
                 self._cache.see(layer, module)
-        key = (self._devices.index(device), round(math.log(max(longest, 1)) / math.log(BUCKET_RATIO)))
-        bucket = self._buckets.get(key) or self._buckets.setdefault(key, LengthBucket())
+        length = round(math.log(max(longest, 1)) / math.log(BUCKET_RATIO))
+        bucket = self._bucket((self._devices.index(device), length))
         if layer.index <= bucket.last_index or not bucket.passes:
-            self._begin_pass(bucket, key, tensors)
+            self._begin_pass(bucket, tensors)
         bucket.last_index = layer.index
         if bucket.plan is not None:
             return bucket.instructions.get(layer.index)
-        if not bucket.is_measuring or layer.index in bucket.called:
+        if not bucket.is_measuring or layer.index in bucket.state.called:
             return None
-        bucket.called.add(layer.index)
-        inputs = _inputs_of(tensors)
+        # Gradients of parameters that FSDP2 has gathered are freed within the pass, so none of them is counted.
+        parameters = () if bucket.state.is_sharded else tuple(module.parameters())
         profile = LayerProfile(
             layer.index,
             device,
-            inputs.boundary_bytes,
-            bucket.backward,
-            bucket.finish,
-            inputs.shared,
+            Inputs.of(tensors),
+            bucket.state,
             self._session.options.min_bytes,
-            inputs=inputs.memory,
-            # Gradients of parameters that FSDP2 has gathered are freed within the pass, so none of them is counted here.
-            gradient_bytes=partial(
-                _made_gradient_bytes, () if bucket.backward.is_sharded else tuple(module.parameters())
-            ),
+            gradient_bytes=partial(made_gradient_bytes, parameters),
             sees_calls=bucket.sees_calls(layer.index),
         )
-        bucket.begun[layer.index] = profile
+        bucket.state.begin(profile)
         return profile
 
     def agree(self, group: dist.ProcessGroup | None, reserve_bytes: int) -> None:
@@ -157,18 +120,17 @@ class PlanController:
             group: the ranks; None: the default group, or this process alone if there is none.
             reserve_bytes: memory that this rank's next step will allocate and keep, apart from gradients.
         """
-        for key, bucket in self._buckets.items():
-            if key[0] < len(self._devices):  # else only other ranks have met the length
-                self._collect(bucket, key)
+        for bucket in self._buckets.values():
+            self._collect(bucket)
         if not self._agrees:  # until now this rank has planned by itself
             self._agrees, self._consensus, self._cache_key = True, Consensus(), None
             for key, bucket in self._buckets.items():
                 bucket.replan()
                 if bucket.is_cached:
-                    bucket.profile, bucket.is_cached = None, False
+                    bucket.forget()
                 elif bucket.profile is not None:
                     self._measured[key] = bucket.profile
-        self._reserve_bytes, self._gradient_bytes = reserve_bytes, self._count_gradients()
+        self.limits.reserve(reserve_bytes)
         own = self._report()
         reports = [own]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
@@ -176,7 +138,7 @@ class PlanController:
             reports = reports * dist.get_world_size(group)
             dist.all_gather_object(reports, own, group)
         self._join(reports)
-        budget = self._budget([report.limits for report in reports])
+        budget = self.limits.budget([report.limits for report in reports])
         for bucket in self._buckets.values():
             if bucket.profile is not None and bucket.budget is None:
                 bucket.budget = budget
@@ -189,51 +151,54 @@ class PlanController:
 
     def limit(self, device_bytes: int) -> None:
         """Discard all plans; new ones hold at most `device_bytes` on the device."""
-        self._limit_bytes = device_bytes
+        self.limits.most_bytes = device_bytes
         self.plan = None
         for bucket in self._buckets.values():
             bucket.replan()
 
-    def _begin_pass(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor]) -> None:
+    def _bucket(self, key: Key) -> LengthBucket:
+        return self._buckets.get(key) or self._buckets.setdefault(key, LengthBucket(key))
+
+    def _begin_pass(self, bucket: LengthBucket, tensors: Sequence[Tensor]) -> None:
         bucket.passes += 1
         self._last = bucket
         self._is_warm = self._is_warm or bucket.passes > 1
-        self._collect(bucket, key)
-        call = describe_call(tensors, self._devices[key[0]]) if bucket.plan is None else {}
-        if self._agrees and call:
+        self._collect(bucket)
+        if bucket.plan is None:
+            self._plan_or_measure(bucket, tensors)
+        self.plan = bucket.plan or self.plan
+
+    def _plan_or_measure(self, bucket: LengthBucket, tensors: Sequence[Tensor]) -> None:
+        call = describe_call(tensors, self._devices[bucket.key[0]])
+        if self._agrees:
             bucket.call = call  # the first rank may follow a plan from its first pass on, and has to know the cache key
-        if bucket.plan is None and not self._agrees:
+        else:
             self._join([self._report()])
-            self._check_cached(bucket, key, tensors, call)
-        budget = bucket.budget if self._agrees else None
-        if bucket.plan is None and bucket.profile is not None and (budget is not None or not self._agrees):
-            self._make_plan(bucket, bucket.profile, budget or self._budget([self._limits()]))
-        if bucket.plan is not None:
-            self.plan = bucket.plan
-        elif bucket.profile is None and (self._is_warm or self._compares_cache):
-            if bucket.is_first and self._is_warm and key not in self._consensus.cached:
+            self._check_cached(bucket, tensors, call)
+        if bucket.profile is not None:
+            budget = bucket.budget if self._agrees else self.limits.budget([self.limits.own()])
+            if budget is not None:
+                self._make_plan(bucket, bucket.profile, budget)
+            return
+        # The first pass is profiled to compare it with the cache, if there is one or the first rank may have one.
+        compares_cache = self._cache is not None and (self._agrees or self._cache.has_folder)
+        if self._is_warm or compares_cache:
+            if bucket.state.is_warm_up and self._is_warm and bucket.key not in self._consensus.cached:
                 bucket.drop()  # no cached profile to compare it with, so do not wait until the device has passed it
-            is_sharded = any(map(_is_sharded, self._parameters()))
-            window = BackwardWindow(self._count_made_gradients, is_sharded, self._gathered_bytes())
-            bucket.begin_measuring(window, self._coming_bytes(), call, is_first=not self._is_warm)
+            bucket.begin_measuring(self.limits.new_pass(is_warm_up=not self._is_warm), call)
 
-    @property
-    def _compares_cache(self) -> bool:
-        """Whether the first pass is profiled: there is a cache, or the first rank may have one."""
-        return self._cache is not None and (self._agrees or self._cache.has_folder)
-
-    def _check_cached(self, bucket: LengthBucket, key: Key, tensors: Sequence[Tensor], call: Mapping[str, Any]) -> None:
+    def _check_cached(self, bucket: LengthBucket, tensors: Sequence[Tensor], call: Mapping[str, Any]) -> None:
         """Drop a cached profile that does not apply to the pass that begins; else note the device memory for that pass."""
         if bucket.profile is None or not bucket.is_cached or self._cache is None:
             return
-        inputs, device = _inputs_of(tensors), self._devices[key[0]]
+        inputs, device = Inputs.of(tensors), self._devices[bucket.key[0]]
         is_longer = inputs.boundary_bytes > longest_input_bytes(bucket.profile)
         if is_longer or self._cache.key(call, self._devices) != self._cache_key:
-            bucket.profile, bucket.is_cached = None, False
+            bucket.forget()
         else:
-            step_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self._gathered_bytes()
-            begin_bytes = max(0, DeviceMemoryProbe(device).look()[0] - step_bytes)
-            self._note_room(device, begin_bytes, self._coming_bytes())
+            own_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self.limits.gathered_bytes()
+            begin_bytes = max(0, DeviceMemoryProbe(device).look()[0] - own_bytes)
+            self.limits.note_room(device, begin_bytes, self.limits.coming_bytes())
 
     def _report(self) -> RankReport:
         """Return what is new since the last report. The first rank reads the cache once its layers are known."""
@@ -242,7 +207,7 @@ class PlanController:
         if self._cache is not None and self._cache_key is None and called:
             self._cache_key = self._cache.key(called[0], self._devices)
             cached = self._cache.read(self._cache_key) if self._is_first_rank else {}
-        report = RankReport(self._measured, self._warm_up, cached, self._limits())
+        report = RankReport(self._measured, self._warm_up, cached, self.limits.own())
         self._measured, self._warm_up = {}, {}
         return report
 
@@ -252,9 +217,9 @@ class PlanController:
         for bucket in self._buckets.values():
             if bucket.is_cached and self._consensus.is_refuted:
                 bucket.replan()
-                bucket.profile, bucket.is_cached = None, False
+                bucket.forget()
         for key, profile in {**self._consensus.accepted(), **measured}.items():
-            bucket = self._buckets.setdefault(key, LengthBucket())
+            bucket = self._bucket(key)
             if key in measured or bucket.profile is None:
                 bucket.profile, bucket.is_cached = profile, key not in measured
         if self._cache is None or not self._is_first_rank:
@@ -262,88 +227,25 @@ class PlanController:
         self._unwritten |= measured
         if self._cache_key is None:
             return
-        # For a length that only other ranks have met, assume the call that the cache key describes.
-        calls = {key: self._buckets[key].call or self._cache_key["call"] for key in self._unwritten}
-        alike = {key: profile for key, profile in self._unwritten.items() if calls[key] == self._cache_key["call"]}
-        new = {key: profile for key, profile in alike.items() if self._consensus.is_new(key, profile)}
+        call, new = self._cache_key["call"], dict[Key, PassProfile]()
+        for key, profile in self._unwritten.items():
+            # For a length that only other ranks have met, assume the call that the cache key describes.
+            if (self._buckets[key].call or call) == call and self._consensus.is_new(key, profile):
+                new[key] = profile
         self._unwritten = {}
         if new:
             self._cache.write(self._cache_key, new, keep_others=not self._consensus.is_refuted)
 
-    def _coming_bytes(self) -> int:
-        """Return the memory of gradients and other states that do not exist yet, and that a step will make and keep."""
-        if any(parameter.grad is not None for parameter in self._parameters()):
-            return self._reserve_bytes
-        gradients = self._count_gradients() if self._gradient_bytes is None else self._gradient_bytes
-        return self._reserve_bytes + gradients
-
-    def _count_gradients(self) -> int:
-        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        return sum(_own_bytes(parameter) for parameter in trained if parameter.device.type != "cpu")
-
-    def _gathered_bytes(self) -> int:
-        """Return the memory of parameters that FSDP2 has gathered; 0 without FSDP2."""
-        parameters = list(self._parameters())
-        gathered = [parameter for parameter in parameters if not _is_sharded(parameter)]
-        if len(gathered) == len(parameters):
-            return 0
-        return sum(size_bytes(parameter) for parameter in gathered if parameter.device.type != "cpu")
-
-    def _count_made_gradients(self) -> int:
-        parameters = list(self._parameters())
-        sharded = [parameter for parameter in parameters if _is_sharded(parameter)]
-        return _made_gradient_bytes(sharded or parameters)
-
-    def _collect(self, bucket: LengthBucket, key: Key) -> None:
+    def _collect(self, bucket: LengthBucket) -> None:
         """Take the profile of a measured pass, if it is complete, and note the device memory that was free for it."""
         profile = bucket.take()
         if profile is None:
             return
-        self._note_room(self._devices[key[0]], bucket.backward.begin_bytes, bucket.coming_bytes)
-        if bucket.is_first:
-            self._warm_up[key] = profile
+        self.limits.note_room(self._devices[bucket.key[0]], bucket.state.begin_bytes, bucket.state.coming_bytes)
+        if bucket.state.is_warm_up:
+            self._warm_up[bucket.key] = profile
         else:
-            bucket.profile = self._measured[key] = profile
-
-    def _note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
-        """Note how much memory a device has for the step.
-
-        Args:
-            device: on which the layers compute.
-            begin_bytes: memory allocated when the layers begin.
-            coming_bytes: see `_coming_bytes`.
-        """
-        if device.type != "cpu":
-            free, total = torch.get_device_module(device.type).mem_get_info(device)
-            usable = free + torch.accelerator.memory_reserved(device)
-            room = int(usable - MARGIN * total) - begin_bytes - coming_bytes
-            self._room_bytes = max(0, room if self._room_bytes is None else min(room, self._room_bytes))
-
-    def _limits(self) -> Limits:
-        stats, options = self._session.stats(per_layer=False), self._session.options
-        budget = self._room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
-        return Limits(
-            link_bytes_per_s=measured_rate(stats.copied_bytes, stats.copy_ms),
-            device_bytes=budget,
-            host_bytes=options.host_bytes,
-            disk_bytes_per_s=measured_rate(stats.disk_bytes, stats.disk_ms),
-        )
-
-    def _budget(self, ranks: Sequence[Limits]) -> Budget:
-        """Return the smallest budget of any rank."""
-        known = ([value for value in values if value is not None] for values in zip(*ranks, strict=True))
-        links, budgets, hosts, disks = known
-        if not budgets and not self._has_noted_no_device:
-            self._has_noted_no_device = True
-            logger.info(
-                "activation offloading: there is no accelerator, so max_device_bytes='auto' keeps as little as "
-                "possible; set a number of bytes to keep more"
-            )
-        budget = min(budgets, default=0)
-        budget = budget if self._limit_bytes is None else min(budget, self._limit_bytes)
-        link = min(links, default=LINK_BYTES_PER_S)
-        disk = min(disks, default=DISK_BYTES_PER_S) if self._session.options.uses_disk else 0.0
-        return Budget(link, link, budget, min(hosts, default=None), disk)
+            bucket.profile = self._measured[bucket.key] = profile
 
     def _make_plan(self, bucket: LengthBucket, profile: PassProfile, budget: Budget) -> None:
         kinds = [planned(kind) for kind in profile.kinds]
@@ -371,31 +273,6 @@ class PlanController:
             "save='auto' offloads inputs only, as 'boundary' does",
             layer.name,
         )
-
-
-def _inputs_of(tensors: Sequence[Tensor]) -> Inputs:
-    own = [t for t in tensors if t.requires_grad and not is_parameter(t)]
-    return Inputs(
-        {id(t): size_bytes(t) for t in own},
-        {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
-        {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
-    )
-
-
-def _made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return sum(_own_bytes(gradient) for gradient in gradients if gradient.device.type != "cpu")
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, which FSDP2 has not gathered at the moment."""
-    return hasattr(parameter, "to_local")
-
-
-def _own_bytes(parameter: Tensor) -> int:
-    """Return the size of a parameter, of this rank's shard if it is sharded."""
-    to_local = getattr(parameter, "to_local", None)
-    return size_bytes(parameter if to_local is None else to_local())
 
 
 def has_collectives(module: nn.Module) -> bool:

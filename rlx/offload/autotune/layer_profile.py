@@ -11,26 +11,27 @@ and the gradient of the layer's output. It is not charged with memory of other l
 still being copied to the host, and prefetched inputs.
 
 Note [what FSDP2 holds during a step]
-FSDP2 holds memory that no plan can change, so a budget must cover it. In the backward of a layer it has four parts. Two are
-parameters: the layer's gathered ones, and those of the layer before (prefetched). Two are for gradients: the layer's before
-they are reduced, and the buffer that reduces gradients of the layer after it.
-With Qwen2-7B in bf16 each of the four is 0.47 GB. The first layer's parameters are
-already gathered when that layer begins. They are subtracted from the memory that exists before it, so that gathered parameters
-are charged to all layers. Prefetched parameters exist when backward begins, so they are charged as well.
-The buffer does not exist in the last layer. So each other layer compares the memory when its backward begins with the memory when
-the backward of the last layer began. Gradients of gathered parameters are freed within the pass: the layer is charged with them.
+FSDP2 holds memory that no plan can change, so a budget must cover it. In the backward of a layer it has four parts: the gathered
+parameters of the layer, those of the layer before (prefetched), the layer's gradients before they are reduced, and the buffer
+that reduces the gradients of the layer after it. With Qwen2-7B in bf16 each of the four is 0.47 GB. Parameters of the first layer
+are already gathered when that layer begins. They are subtracted from the memory that exists before it, so that gathered
+parameters are charged to all layers. The buffer does not exist in the last layer. So each other layer compares the memory when its
+backward begins with the memory when the backward of the last layer began. Gradients of gathered parameters are freed within the
+pass: the layer is charged with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from rlx.offload.replay.dataflow import Dataflow
-from rlx.offload.storage.regions import is_parameter, is_plain
+from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
 from rlx.offload.storage.stats import Mark, mark
 
 
@@ -49,7 +50,7 @@ class OpProfile:
     summed_bytes: int = 0  # of its input, if its bias requires a gradient
     is_cacheable: bool = False  # its result can be cached
     slots: int = -1  # number of tensors that autograd had saved after it
-    again: tuple[Mark, Mark] | None = None  # begin and end in recomputation
+    recomputed: tuple[Mark, Mark] | None = None  # begin and end in recomputation
     storages: dict[int, int] = field(default_factory=dict)  # of its result, during forward: addresses and bytes
 
     @property
@@ -59,9 +60,27 @@ class OpProfile:
         return seconds(self.start, self.stop)
 
     @property
-    def again_s(self) -> float:
+    def recompute_s(self) -> float:
         """Time in recomputation. It differs from the time in forward, because other kernels run at the same time."""
-        return self.seconds if self.again is None else seconds(*self.again)
+        return self.seconds if self.recomputed is None else seconds(*self.recomputed)
+
+
+class Inputs(NamedTuple):
+    """Sizes of the tensors that a layer is called with [bytes]."""
+
+    boundary_bytes: int  # of all that require a gradient, without parameters
+    memory: dict[int, int]  # of the same tensors, by address of the storage
+    shared: dict[int, int]  # of the others, likewise: all layers are called with them, so no layer is charged with them
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Inputs:
+        """Return the sizes of these tensors."""
+        own = {id(t): t for t in tensors if t.requires_grad and not is_parameter(t)}.values()
+        return cls(
+            sum(map(size_bytes, own)),
+            {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
+            {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
+        )
 
 
 class DeviceMemoryProbe:
@@ -83,21 +102,20 @@ class DeviceMemoryProbe:
 
 
 @dataclass
-class BackwardWindow:
-    """Figures that the layers of one pass share: the layer whose backward runs, and memory outside of layers.
+class PassState:
+    """Figures that the layers of one pass share: the layer whose backward runs, and memory outside of layers."""
 
-    Args:
-        gradient_bytes: returns the memory of all existing gradients that outlast the pass.
-        is_sharded: FSDP2 gathers and frees parameters during the pass (Note [what FSDP2 holds during a step]).
-        gathered_bytes: memory of the parameters that FSDP2 has gathered when the first layer begins.
-    """
-
-    gradient_bytes: Callable[[], int] = lambda: 0
-    is_sharded: bool = False
-    gathered_bytes: int = 0
-    open: LayerProfile | None = None
+    gradient_bytes: Callable[[], int] = lambda: 0  # returns the memory of all existing gradients that outlast the pass
+    is_sharded: bool = False  # FSDP2 gathers and frees parameters in the pass (Note [what FSDP2 holds during a step])
+    gathered_bytes: int = 0  # memory of the parameters that FSDP2 has gathered when the first layer begins
+    coming_bytes: int = 0  # of states that do not exist in the pass
+    is_warm_up: bool = False  # kernels are chosen and memory is allocated in it, so its times do not count
+    begun: WeakValueDictionary[int, LayerProfile] = field(default_factory=WeakValueDictionary)  # by index
+    called: set[int] = field(default_factory=set)  # indices of the layers that have begun
+    done: dict[int, LayerProfile] = field(default_factory=dict)  # those that were recomputed
+    in_backward: LayerProfile | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
-    has_begun: bool = False
+    has_begun: bool = False  # backward
     begin_bytes: int = 0  # allocated when the first layer begins, apart from its inputs and gathered parameters
     beside_bytes: int = 0  # memory of no layer when backward begins (Note [what a layer is charged with])
     outside_bytes: int = 0  # peak while the head and the loss run, `beside_bytes` included
@@ -109,6 +127,31 @@ class BackwardWindow:
         """Time between forward and backward of the layers, in which the head and the loss run."""
         return 0.0 if self.turn is None else seconds(*self.turn)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers that have begun were recomputed."""
+        return bool(self.called) and self.done.keys() == self.called
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the graph of a layer that was not recomputed is alive."""
+        return any(index not in self.done for index in self.begun)
+
+    def begin(self, layer: LayerProfile) -> None:
+        """Note that the profile of a layer has begun."""
+        self.called.add(layer.index)
+        self.begun[layer.index] = layer
+
+    def clear(self) -> None:
+        """Forget the layers."""
+        self.called.clear()
+        self.begun.clear()
+        self.done.clear()
+
+    def made_bytes(self) -> int:
+        """Return the memory of gradients that this pass has made so far."""
+        return self.gradient_bytes() - self.begin_gradient_bytes
+
 
 class LayerProfile:
     """Profiles one layer call.
@@ -116,57 +159,45 @@ class LayerProfile:
     Args:
         index: of the layer.
         device: where it computes.
-        boundary_bytes: size of its inputs that require a gradient.
-        backward: shared by the layers of a pass.
-        finished: called when the layer has been recomputed.
-        shared: address and bytes of memory that all layers are called with; no layer is charged with it alone.
+        inputs: sizes of the tensors that it is called with.
+        state: shared by the layers of a pass.
         min_bytes: smaller tensors are not offloaded.
         memory: reads the device's memory; None: from torch.
-        inputs: address and bytes of the memory of the inputs that require a gradient.
         gradient_bytes: returns the memory of the existing gradients of the layer's parameters that outlast the pass.
-        sees_calls: profile each operation (`rlx.offload.autotune.profiler`); else only the begin and end of the layer, which
-            takes the host no time.
+        sees_calls: profile each operation (`profiler.py`); else only the begin and end of the layer, which takes the host no time.
     """
 
     def __init__(
         self,
         index: int,
         device: torch.device,
-        boundary_bytes: int,
-        backward: BackwardWindow,
-        finished: Callable[[LayerProfile], None],
-        shared: Mapping[int, int] | None = None,
+        inputs: Inputs,
+        state: PassState,
         min_bytes: int = 1,
         memory: DeviceMemoryProbe | None = None,
-        inputs: Mapping[int, int] | None = None,
         gradient_bytes: Callable[[], int] = lambda: 0,
         sees_calls: bool = True,
     ) -> None:
         self.index = index
+        self.inputs = inputs
+        self.min_bytes = max(min_bytes, 1)
         self.sees_calls = sees_calls
         self.is_starved = False  # the device may have waited for the host, so that times are the host's
-        self.boundary_bytes = boundary_bytes
         self.calls: list[OpProfile] = []  # linear maps and attention
         self.others: list[OpProfile] = []  # all other operations
         self.flow: Dataflow | None = None
         self.saved_bytes = self.forward_bytes = 0
-        self.min_bytes = max(min_bytes, 1)
+        self.extra_bytes = 0  # of the inputs that autograd does not save
         self.working_bytes: int | None = None
         self.late_bytes: int | None = None
-        self._device = device
-        self._backward = backward
-        self._finished = finished
-        self._shared = shared or {}
-        self._inputs = inputs or {}
-        self.inputs = frozenset(self._inputs) | frozenset(self._shared)  # addresses
-        self.extra_bytes = 0  # of the inputs that autograd does not save
+        self._device, self._state = device, state
         self._memory = memory or DeviceMemoryProbe(device)
         self._marks: dict[str, Mark] = {}
         self._base_bytes = self._offloading_bytes = 0
         # Backward asks for slots in falling order. A border is a slot; backward passes it with the first slot below it.
         self._borders_left: list[int] = []
         self._middle = 0  # the border from which on backward fetches
-        self._passed: list[tuple[int, Mark, int]] = []  # border, when it was passed, peak memory before it
+        self._passed: dict[int, tuple[Mark, int]] = {}  # by border: when it was passed, peak memory before it
         self._rest_bytes = 0  # peak memory after the last border
         self._gradient_bytes = gradient_bytes
         self._had_bytes = 0  # of the gradients that existed when backward came to the layer
@@ -179,13 +210,15 @@ class LayerProfile:
 
     def begin_forward(self) -> None:
         """The layer's forward begins, and its inputs are being copied out."""
-        shared = self._backward
-        if shared.last_boundary_bytes is None:
-            tables = sum(self._shared.values())  # they are made in this step, too
-            shared.begin_bytes = max(0, self._memory.look()[0] - self.boundary_bytes - tables - shared.gathered_bytes)
-            shared.begin_gradient_bytes = shared.gradient_bytes()
-        self._offloading_bytes = shared.last_boundary_bytes or 0
-        shared.last_boundary_bytes = self.boundary_bytes
+        state = self._state
+        if state.last_boundary_bytes is None:
+            tables = sum(self.inputs.shared.values())  # they are made in this step, too
+            state.begin_bytes = max(
+                0, self._memory.look()[0] - self.inputs.boundary_bytes - tables - state.gathered_bytes
+            )
+            state.begin_gradient_bytes = state.gradient_bytes()
+        self._offloading_bytes = state.last_boundary_bytes or 0
+        state.last_boundary_bytes = self.inputs.boundary_bytes
         self._memory.reset()
         self._marks["forward"] = self.mark()
 
@@ -200,29 +233,20 @@ class LayerProfile:
         self.is_starved = self.is_starved or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], is_cacheable: Sequence[bool], flow: Dataflow | None) -> None:
-        """The layer's forward has ended, and its operations were profiled.
-
-        Args:
-            saved: the tensors that autograd has saved in it.
-            is_cacheable: for each of `calls` whether its result can be cached.
-            flow: which operation reads which result; None: not known.
-        """
+        """The layer's forward has ended: autograd has `saved` tensors, and the results of some `calls` can be cached."""
         self.pass_forward()
         for call, can_be in zip(self.calls, is_cacheable, strict=True):
             call.is_cacheable = can_be
         self.flow = flow
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in saved
-            if is_plain(tensor) and not is_parameter(tensor)
-        }
-        self.saved_bytes = sum(nbytes for address, nbytes in storages.items() if address not in self._shared)
-        self.extra_bytes = sum(nbytes for address, nbytes in self._inputs.items() if address not in storages)
+        plain = [tensor.untyped_storage() for tensor in saved if is_plain(tensor) and not is_parameter(tensor)]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in plain}
+        self.saved_bytes = _outside(storages, self.inputs.shared)
+        self.extra_bytes = _outside(self.inputs.memory, storages)
         for call in (*self.calls, *self.others):
-            call.extra_bytes = sum(nbytes for address, nbytes in call.storages.items() if address not in storages)
+            call.extra_bytes = _outside(call.storages, storages)
             call.storages.clear()
         cached = sum(call.extra_bytes for call in self.calls)  # a profiled layer holds the results of all calls
-        others = self._backward.begin_bytes + self._offloading_bytes + cached
+        others = self._state.begin_bytes + self._offloading_bytes + cached
         self.forward_bytes = max(0, self._memory.look()[1] - others)
 
     def leave_forward(self) -> None:
@@ -234,23 +258,21 @@ class LayerProfile:
         if "recompute" in self._marks:
             return
         self._marks["recompute"] = now = self.mark()
-        shared = self._backward
+        state = self._state
         allocated, peak = self._memory.look()
-        if shared.open is not None:
-            shared.open.end_backward(now, peak)
-        elif not shared.has_begun:
-            inputs = self.boundary_bytes + self._offloading_bytes
-            made = shared.gradient_bytes() - shared.begin_gradient_bytes
-            shared.beside_bytes = max(0, allocated - shared.begin_bytes - made - inputs)
-            shared.outside_bytes = peak - allocated + shared.beside_bytes
-            shared.turn = self._marks["forward_end"], now
+        if state.in_backward is not None:
+            state.in_backward.end_backward(now, peak)
+        elif not state.has_begun:
+            inputs = self.inputs.boundary_bytes + self._offloading_bytes
+            state.beside_bytes = max(0, allocated - state.begin_bytes - state.made_bytes() - inputs)
+            state.outside_bytes = peak - allocated + state.beside_bytes
+            state.turn = self._marks["forward_end"], now
             allocated = max(0, allocated - self._offloading_bytes)  # backward now waits until they are copied
-        if shared.has_begun and shared.is_sharded:
-            made = shared.gradient_bytes() - shared.begin_gradient_bytes
-            others = allocated - shared.begin_bytes - made - self.boundary_bytes
-            self._sharding_bytes = max(0, others - shared.beside_bytes)
-        shared.has_begun = True
-        shared.open = self
+        if state.has_begun and state.is_sharded:
+            others = allocated - state.begin_bytes - state.made_bytes() - self.inputs.boundary_bytes
+            self._sharding_bytes = max(0, others - state.beside_bytes)
+        state.has_begun = True
+        state.in_backward = self
         self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
         self._memory.reset()
 
@@ -259,7 +281,8 @@ class LayerProfile:
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
             self._note_starvation("recompute")
-            self._finished(self)
+            if self.index in self._state.begun:  # else nobody waits for the pass any more
+                self._state.done[self.index] = self
 
     def begin_borders(self, middle: int) -> int:
         """Begin to note borders in backward, which fetches once it is below `middle`. Return the first border."""
@@ -270,11 +293,11 @@ class LayerProfile:
 
     def pass_border(self, slot: int) -> int:
         """Note that backward asks for a slot below a border; return the next border, 0 if there is none."""
-        if self._backward.open is not self:
+        if self._state.in_backward is not self:
             return self._middle if slot >= self._middle else 0
         below = [border for border in self._borders_left if slot < border]
         if below:
-            self._passed.append((below[-1], self.mark(), self._segment(self._memory.look()[1])))
+            self._passed[below[-1]] = self.mark(), self._segment(self._memory.look()[1])
             self._made_bytes = self._gradient_bytes() - self._had_bytes
             self._memory.reset()
             self._borders_left = self._borders_left[len(below) :]
@@ -284,35 +307,35 @@ class LayerProfile:
         """Backward has come to the layer before."""
         self._marks["backward_end"] = now
         self._rest_bytes = rest = self._segment(peak)
-        self.working_bytes = max(rest, 0, *(held for _, _, held in self._passed))
+        self.working_bytes = max(rest, 0, *(held for _, held in self._passed.values()))
         self.late_bytes = self.held_from(self._middle)
 
     def _segment(self, peak: int) -> int:
         """Return the peak since the last border. This layer's inputs count; prefetched ones, assumed to be as large, do not."""
-        is_fetching = any(border <= self._middle for border, _, _ in self._passed)
-        return self._charged(peak) + (0 if is_fetching else self.boundary_bytes)
+        is_fetching = any(border <= self._middle for border in self._passed)
+        charged = peak - self._base_bytes - self._made_bytes + self._state.beside_bytes + self._sharding_bytes
+        return charged + (0 if is_fetching else self.inputs.boundary_bytes)
 
     @property
     def borders(self) -> list[int]:
         """The borders that backward has passed, in that order."""
-        return [border for border, _, _ in self._passed]
+        return list(self._passed)
 
     def held_from(self, border: int) -> int:
         """Return the peak of backward below a border."""
-        return max(self._rest_bytes, 0, *(held for at, _, held in self._passed if at < border))
+        return max(self._rest_bytes, 0, *(held for at, (_, held) in self._passed.items() if at < border))
 
     def reaches(self, border: int) -> float:
         """Return when backward has passed a border, as a share of its time, in [0, 1]."""
-        mark = next(mark for at, mark, _ in self._passed if at == border)
-        return min(1.0, seconds(self._marks["recompute_end"], mark) / max(self.backward_s or 0.0, 1e-12))
+        share = seconds(self._marks["recompute_end"], self._passed[border][0]) / max(self.backward_s or 0.0, 1e-12)
+        return min(1.0, share)
 
     @property
     def is_known(self) -> bool:
         """Whether the device has passed all marks."""
-        marks = [*self._marks.values(), *(mark for call in self.calls for mark in (call.stop, call.stored))]
-        marks += [mark for call in self.others for mark in (call.stop, call.stored)]
-        marks += [mark for _, mark, _ in self._passed]
-        return all(not isinstance(m, torch.Event) or m.query() for m in marks)
+        marks = [*self._marks.values(), *(mark for mark, _ in self._passed.values())]
+        marks += [mark for call in (*self.calls, *self.others) for mark in (call.stop, call.stored) if mark is not None]
+        return all(isinstance(mark, float) or mark.query() for mark in marks)
 
     @property
     def forward_s(self) -> float:
@@ -333,24 +356,24 @@ class LayerProfile:
     @property
     def late_at(self) -> float | None:
         """When the peak of backward is over, as a share of its time, in [0, 1]; None if that was not seen."""
-        if self._middle not in self.borders or self.backward_s is None:
-            return None
-        return self.reaches(self._middle)
+        return self.reaches(self._middle) if self._middle in self._passed and self.backward_s is not None else None
 
     def ends_at(self, call: OpProfile) -> float:
         """Return when a call ended, as a share of forward's time, in [0, 1]."""
-        assert call.stop is not None
-        return min(1.0, seconds(self._marks["forward"], call.stop) / max(self.forward_s, 1e-12))
+        return self._share_of_forward(call.stop)
 
     def stored_at(self, call: OpProfile) -> float:
         """Return when the result of a call could be offloaded, as a share of forward's time, in [0, 1]."""
-        mark = call.stop if call.stored is None else call.stored
+        return self._share_of_forward(call.stop if call.stored is None else call.stored)
+
+    def _share_of_forward(self, mark: Mark | None) -> float:
         assert mark is not None
         return min(1.0, seconds(self._marks["forward"], mark) / max(self.forward_s, 1e-12))
 
-    def _charged(self, peak: int) -> int:
-        """Return the memory that the layer is charged with at a peak of its backward, without gradients that outlast the pass."""
-        return peak - self._base_bytes - self._made_bytes + self._backward.beside_bytes + self._sharding_bytes
+
+def _outside(storages: Mapping[int, int], others: Container[int]) -> int:
+    """Return the bytes of those storages, by address, that are not among the others."""
+    return sum(nbytes for address, nbytes in storages.items() if address not in others)
 
 
 def is_passed(mark: Mark) -> bool:

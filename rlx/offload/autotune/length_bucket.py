@@ -10,11 +10,10 @@ are ignored, if there are other layers of their kind.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from rlx.offload.autotune.layer_profile import BackwardWindow, LayerProfile
+from rlx.offload.autotune.layer_profile import LayerProfile, PassState
 from rlx.offload.autotune.pass_profile import PassProfile, measured
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
@@ -27,7 +26,8 @@ Key = tuple[int, int]  # of a bucket: index of the device among those in use, an
 class LengthBucket:
     """The passes of one length, their profile and the plan made from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Key) -> None:
+        self.key = key
         self.plan: Plan | None = None
         self.instructions: dict[int, LayerInstructions] = {}
         self.profile: PassProfile | None = None
@@ -36,14 +36,8 @@ class LengthBucket:
         self.passes = 0
         self.last_index = -1  # of the layer called last
         self.is_measuring = False
-        # The next seven describe the pass that was profiled last.
+        self.state = PassState()  # of the pass that was profiled last
         self.call: Mapping[str, Any] = {}  # how its layers were called
-        self.is_first = False  # it is the pass that warms up
-        self.backward = BackwardWindow()
-        self.coming_bytes = 0  # of states that did not exist in it
-        self.called: set[int] = set()  # its layers
-        self.begun: weakref.WeakValueDictionary[int, LayerProfile] = weakref.WeakValueDictionary()
-        self.done: dict[int, LayerProfile] = {}
         # Passes that have profiled a part of the layers, and these layers (Note [a device that waits for the host]).
         self._spread_passes: int | None = None
         self._spread_layers: dict[int, LayerProfile] = {}
@@ -52,34 +46,23 @@ class LengthBucket:
         """Return whether this pass profiles the operations of a layer."""
         return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
 
-    def begin_measuring(
-        self, window: BackwardWindow, coming_bytes: int, call: Mapping[str, Any], is_first: bool
-    ) -> None:
+    def begin_measuring(self, state: PassState, call: Mapping[str, Any]) -> None:
         """Begin to profile a pass, unless the graph of a profiled pass is alive or the device has not finished that pass."""
-        is_alive = any(index not in self.done for index in self.begun)
-        self.is_measuring = not is_alive and (not self.called or self.done.keys() != self.called)
+        self.is_measuring = not self.state.is_alive and not self.state.is_complete
         if self.is_measuring:
-            self.backward, self.coming_bytes = window, coming_bytes
-            self.call, self.is_first = call, is_first
-            self.called, self.done = set(), {}
-            self.begun.clear()
-
-    def finish(self, layer: LayerProfile) -> None:
-        """Note that a layer has been recomputed."""
-        if self.begun.get(layer.index) is layer:
-            self.done[layer.index] = layer
+            self.state, self.call = state, call
 
     def take(self) -> PassProfile | None:
         """Return the profile of a pass, once, after all its layers were recomputed and the device has finished them."""
-        if self.profile is not None or not self.called or self.done.keys() != self.called:
+        state = self.state
+        if self.profile is not None or not state.is_complete:
             return None
-        if not all(layer.is_known for layer in self.done.values()):
+        if not all(layer.is_known for layer in state.done.values()):
             return None
-        found, backward = self.done, self.backward
-        self.done, self.called, self.is_measuring = {}, set(), False
-        self.begun.clear()
+        found, self.is_measuring = dict(state.done), False
+        state.clear()
         starved = sum(layer.is_starved for layer in found.values())
-        if self._spread_passes is None and not self.is_first and 2 * starved > len(found):
+        if self._spread_passes is None and not state.is_warm_up and 2 * starved > len(found):
             self._spread_passes = 0
             return None
         if self._spread_passes is not None:
@@ -89,12 +72,16 @@ class LengthBucket:
                 return None
             found, self._spread_layers, self._spread_passes = self._spread_layers, {}, None
         layers = [found[index] for index in sorted(found)]
-        return measured(layers, backward.outside_bytes, backward.turnaround_s)
+        return measured(layers, state.outside_bytes, state.turnaround_s)
 
     def drop(self) -> None:
-        """Discard a profile that the device has not finished."""
-        self.called.clear()
-        self.done.clear()
+        """Discard the profile of a pass whose layers were all recomputed, though the device has not finished them."""
+        if self.state.is_complete:
+            self.state.clear()
+
+    def forget(self) -> None:
+        """Discard the profile, which comes from an earlier run."""
+        self.profile, self.is_cached = None, False
 
     def replan(self) -> None:
         """Discard the plan and keep the profile."""

@@ -34,12 +34,7 @@ class NoRecomputeCall(LayerCall):
 
 
 class _LateHook(OpMode):
-    """Hooks the results of one call, so that backward prefetches when it reaches the call.
-
-    Args:
-        call: the layer call that prefetches.
-        op: index of the call to hook; None: the linear map after each call of attention.
-    """
+    """Hooks the results of call `op`, so that backward prefetches there; None: of the linear map after each attention."""
 
     def __init__(self, call: NoRecomputeCall, op: int | None) -> None:
         super().__init__()

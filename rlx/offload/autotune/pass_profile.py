@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlx.offload.autotune.layer_profile import LayerProfile
 from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
@@ -16,50 +16,34 @@ from rlx.offload.replay.instructions import LayerInstructions
 # Part of the cache key, so that a run does not read profiles with another meaning. Raise it when the same layers on the same
 # machine would get other figures (by a change in `layer_profile.py`, `profiler.py` or here), and when the fields of `PassProfile`
 # or of a class inside it change.
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 
 _SMALL = 256  # results at least this many times smaller than their layer's largest are kept, if other operations are dead then
 _MAX_OPERATIONS = 12  # planned for each layer, the slowest first; more would make the search slow
+_T = TypeVar("_T")
 _LESS = 0.98  # a fetch point is used if backward holds less than this share of the memory held before it
 
 
 class LayerKind(NamedTuple):
-    """Layers that run the same operations, and the cost of one of them.
+    """Layers that run the same operations, and the cost of one of them. Op indices: Note [op indices] in `instructions.py`."""
 
-    Args:
-        members: indices of the layers.
-        names: of the calls that all of them make, up to the first that differs.
-        cost: mean of the layers; its operations are the calls whose results can be cached.
-        places: op indices of these operations (Note [op indices] in `rlx.offload.replay.instructions`).
-        flow: which operation reads which result; None: not known.
-        small: op indices of small results that are always kept on the device, because that makes other operations dead.
-    """
-
-    members: tuple[int, ...]
-    names: tuple[str, ...]
-    cost: LayerCost
-    places: tuple[int, ...]
-    flow: Dataflow | None = None
-    small: tuple[int, ...] = ()
+    members: tuple[int, ...]  # indices of the layers
+    names: tuple[str, ...]  # of the calls that all of them make, up to the first that differs
+    cost: LayerCost  # mean of the layers; its operations are those whose results can be cached
+    flow: Dataflow | None = None  # which operation reads which result; None: not known
+    small: tuple[int, ...] = ()  # op indices of small results that are kept on the device to make other operations dead
 
     def instructions(
         self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]
     ) -> LayerInstructions:
-        """Return a layer's instructions.
-
-        Args:
-            layer: its plan.
-            fetch: index of its fetch point.
-            proofs: by kind and dead operations; a missing one is added.
-        """
+        """Return a layer's instructions, from its plan and the index of its fetch point. Adds missing `proofs`."""
         point = self.cost.fetch_points[fetch]
-        on_device = frozenset(self.places[i] for i in layer.on_device)
-        off_device = frozenset(self.places[i] for i in layer.off_device)
+        operations = self.cost.operations
         instructions = LayerInstructions(
             keep=layer.keep,
             offload_boundary=layer.offload_boundary,
-            on_device=on_device.union(self.small),
-            off_device=off_device,
+            on_device=frozenset(operations[i].op for i in layer.on_device).union(self.small),
+            off_device=frozenset(operations[i].op for i in layer.off_device),
             call_names=self.names,
             prefetch_early=fetch == 0,
             prefetch_call=point.call if point.call >= 0 else None,
@@ -80,17 +64,11 @@ class LayerKind(NamedTuple):
 
 
 class PassProfile(NamedTuple):
-    """The profile of one pass.
+    """The profile of one pass."""
 
-    Args:
-        kinds: of its layers.
-        outside_bytes: peak memory between forward and backward of the layers, while the head and the loss run.
-        turnaround_s: time of the head and the loss.
-    """
-
-    kinds: tuple[LayerKind, ...]
-    outside_bytes: int
-    turnaround_s: float = 0.0
+    kinds: tuple[LayerKind, ...]  # of its layers
+    outside_bytes: int  # peak memory between forward and backward of the layers, while the head and the loss run
+    turnaround_s: float = 0.0  # time of the head and the loss
 
 
 def measured(layers: Sequence[LayerProfile], outside_bytes: int, turnaround_s: float = 0.0) -> PassProfile:
@@ -99,7 +77,7 @@ def measured(layers: Sequence[LayerProfile], outside_bytes: int, turnaround_s: f
     for layer in layers:
         # Equal calls count once: the router decides how many experts a layer calls.
         calls = tuple(dict.fromkeys((call.name, call.variant) for call in layer.calls))
-        groups.setdefault((layer.boundary_bytes, calls), []).append(layer)
+        groups.setdefault((layer.inputs.boundary_bytes, calls), []).append(layer)
     return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turnaround_s)
 
 
@@ -114,13 +92,9 @@ def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
 
 def planned(kind: LayerKind) -> LayerKind:
     """Return the kind with its slowest operations only, at most `_MAX_OPERATIONS`."""
-    operations = dict(zip(kind.places, kind.cost.operations, strict=True))
-    dearest = sorted(operations, key=lambda op: -operations[op].seconds)[:_MAX_OPERATIONS]
-    return _with(kind, {op: operations[op] for op in operations if op in dearest})
-
-
-def _with(kind: LayerKind, operations: dict[int, Operation]) -> LayerKind:
-    return kind._replace(cost=replace(kind.cost, operations=tuple(operations.values())), places=tuple(operations))
+    operations = kind.cost.operations
+    dearest = sorted(operations, key=lambda one: -one.seconds)[:_MAX_OPERATIONS]
+    return kind._replace(cost=replace(kind.cost, operations=tuple(one for one in operations if one in dearest)))
 
 
 def _kind(members: Sequence[LayerProfile]) -> LayerKind:
@@ -139,13 +113,13 @@ def _kind(members: Sequence[LayerProfile]) -> LayerKind:
     others: dict[int, Operation] = {}
     if flow is not None and len(names) == len(members[0].calls):
         for index, calls in enumerate(zip(*(layer.others for layer in members), strict=True)):
-            if all(call.is_cacheable and call.again is not None for call in calls):
+            if all(call.is_cacheable and call.recomputed is not None for call in calls):
                 others[-1 - index] = _operation(timed, -1 - index)
     operations, small, saved_s = shortened(flow, operations, others) if others and flow else (operations, (), 0.0)
     forward_s = fmean(layer.forward_s for layer in timed)
     middles = [layer.late_at for layer in timed if layer.late_at is not None]
     backwards = [layer.backward_s for layer in timed if layer.backward_s is not None]
-    boundary = members[0].boundary_bytes
+    boundary = members[0].inputs.boundary_bytes
     saved = round(fmean(layer.saved_bytes for layer in members))
     working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
     late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
@@ -167,8 +141,8 @@ def _kind(members: Sequence[LayerProfile]) -> LayerKind:
         extra_bytes=max(layer.extra_bytes for layer in members),
         kept_bytes=_kept_bytes(members, points, working_bytes) if late else 0,
     )
-    members_ = tuple(layer.index for layer in members)
-    return LayerKind(members_, tuple(names), cost, tuple(operations), flow if others else None, small)
+    indices = tuple(layer.index for layer in members)
+    return LayerKind(indices, tuple(names), cost, flow if others else None, small)
 
 
 def _operation(members: Sequence[LayerProfile], op: int) -> Operation:
@@ -176,11 +150,12 @@ def _operation(members: Sequence[LayerProfile], op: int) -> Operation:
     return Operation(
         name=calls[0].name,
         at=fmean(layer.ends_at(call) for layer, call in zip(members, calls, strict=True)),
-        seconds=fmean(call.again_s for call in calls),
+        seconds=fmean(call.recompute_s for call in calls),
         nbytes=round(fmean(call.nbytes for call in calls)),
         offload_at=fmean(layer.stored_at(call) for layer, call in zip(members, calls, strict=True)),
         small_bytes=round(fmean(call.small_bytes for call in calls)),
         extra_bytes=round(fmean(call.extra_bytes for call in calls)),
+        op=op,
     )
 
 
@@ -255,33 +230,36 @@ def _kept_bytes(members: Sequence[LayerProfile], points: Sequence[Point], workin
     return most
 
 
+def _slowest(ranks: Sequence[LayerKind]) -> LayerKind:
+    first = ranks[0]
+    is_same = all((kind.flow, kind.small) == (first.flow, first.small) for kind in ranks)
+    names = list(zip(*(kind.names for kind in ranks), strict=False))
+    count = next((i for i, called in enumerate(names) if len(set(called)) > 1), len(names))
+    operations = []
+    for same in _in_all([{one.op: one for one in kind.cost.operations} for kind in ranks]):
+        if 0 <= same[0].op < count or is_same:
+            operations.append(Operation(same[0].name, **_most(same, besides=("name",))))
+    costs = [kind.cost for kind in ranks]
+    points = _same_points(costs, count)
+    cost = LayerCost(**_most(costs, ("operations", "points")), operations=tuple(operations), points=points)
+    flow, small = (first.flow, first.small) if is_same else (None, ())
+    return LayerKind(first.members, first.names[:count], cost, flow, small)
+
+
 def _same_points(ranks: Sequence[LayerCost], calls: int) -> tuple[Point, ...]:
     """Return the points that all ranks have, with the latest time and the most bytes of any rank."""
-    found = [{(point.call, point.slots): point for point in cost.points} for cost in ranks]
     points = []
-    for key, point in found[0].items():
-        same = [others[key] for others in found if key in others]
-        if len(same) == len(ranks) and point.call < calls:
-            at, nbytes = max(p.at for p in same), max(p.nbytes for p in same)
-            forward_at = min((p.forward_at for p in same if p.forward_at is not None), default=None)
-            points.append(point._replace(at=at, nbytes=nbytes, forward_at=forward_at))
+    for same in _in_all([{(point.call, point.slots): point for point in cost.points} for cost in ranks]):
+        if same[0].call < calls:
+            forward_at = min((point.forward_at for point in same if point.forward_at is not None), default=None)
+            at, nbytes = max(point.at for point in same), max(point.nbytes for point in same)
+            points.append(same[0]._replace(at=at, nbytes=nbytes, forward_at=forward_at))
     return tuple(points)
 
 
-def _slowest(ranks: Sequence[LayerKind]) -> LayerKind:
-    is_same = all((kind.flow, kind.small) == (ranks[0].flow, ranks[0].small) for kind in ranks)
-    names = list(zip(*(kind.names for kind in ranks), strict=False))
-    count = next((i for i, called in enumerate(names) if len(set(called)) > 1), len(names))
-    found = [dict(zip(kind.places, kind.cost.operations, strict=True)) for kind in ranks]
-    operations: dict[int, Operation] = {}
-    for op in found[0]:
-        if (0 <= op < count or is_same) and all(op in others for others in found):
-            same = [others[op] for others in found]
-            operations[op] = Operation(same[0].name, **_most(same, besides=("name",)))
-    costs = [kind.cost for kind in ranks]
-    cost = LayerCost(**_most(costs, besides=("operations", "points")), points=_same_points(costs, count))
-    flow, small = (ranks[0].flow, ranks[0].small) if is_same else (None, ())
-    return _with(LayerKind(ranks[0].members, ranks[0].names[:count], cost, (), flow, small), operations)
+def _in_all(ranks: Sequence[Mapping[Any, _T]]) -> list[list[_T]]:
+    """Return for each key that all ranks have their values, in the first rank's order."""
+    return [[values[key] for values in ranks] for key in ranks[0] if all(key in values for values in ranks)]
 
 
 def _most(figures: Sequence[Operation] | Sequence[LayerCost], besides: Sequence[str]) -> dict[str, Any]:

@@ -11,20 +11,18 @@ import contextlib
 import json
 import logging
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
 from rlx.offload.autotune.length_bucket import Key
-from rlx.offload.autotune.pass_profile import LayerKind, PassProfile
+from rlx.offload.autotune.pass_profile import PassProfile
 from rlx.offload.autotune.profile_key import cache_key, describe_around, describe_layer, digest
-from rlx.offload.plan.costs import LayerCost, Operation, Point
-from rlx.offload.replay.dataflow import Dataflow, OpNode
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.runtime.session import Layer
 
@@ -32,14 +30,7 @@ logger = logging.getLogger("rlx.offload")
 
 
 class ProfileCache:
-    """The cached profiles of one handle.
-
-    Args:
-        folder: of the files; made when the first one is written.
-        options: of the handle.
-        model: returns the model; None once it is gone.
-        layers: returns the names of its layers.
-    """
+    """The cached profiles of one handle, in the files of a folder; `layers` returns the names of the model's layers."""
 
     def __init__(
         self,
@@ -72,44 +63,37 @@ class ProfileCache:
 
     def read(self, key: Mapping[str, Any]) -> dict[Key, PassProfile]:
         """Return the profiles in the file of a key; none if the file is absent or damaged."""
-        path = self._path(key)
+        path, found = self._path(key), {}
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["check"] != digest(content["profiles"]) or content["key"] != json.loads(json.dumps(key)):
                 raise ValueError("its checksum or its key is wrong")
-            found = {tuple(map(int, name.split("."))): from_json(data) for name, data in content["profiles"].items()}
-            return {(device, length): profile for (device, length), profile in found.items()}
+            for name, data in content["profiles"].items():
+                device, length = map(int, name.split("."))
+                found[device, length] = from_json(data)
         except FileNotFoundError:
             return {}
         except Exception as error:  # a damaged file may cause any error, and must not end a run
             self._warn_once("read", f"{path} is ignored and measured anew: {_reason(error)}")
             return {}
+        return found
 
     def write(self, key: Mapping[str, Any], profiles: Mapping[Key, PassProfile], keep_others: bool) -> None:
-        """Add profiles to the file of a key. A folder that cannot be written causes one warning.
-
-        Args:
-            key: as `key` returns it.
-            profiles: by device and length.
-            keep_others: keep profiles of other runs in the file; else it holds those of this run only.
-        """
+        """Add profiles to the file of a key, or replace those of other runs. A folder that cannot be written causes one warning."""
         self._written |= profiles
         merged = {**(self.read(key) if keep_others else {}), **self._written}
         data = {f"{device}.{length}": to_json(profile) for (device, length), profile in merged.items()}
-        path, unfinished = self._path(key), None
+        path = self._path(key)
+        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False
-            ) as file:
-                unfinished = file.name
-                json.dump({"check": digest(data), "key": key, "profiles": data}, file, indent=1)
-            os.chmod(unfinished, 0o644)  # several users may share a folder
-            os.replace(unfinished, path)
+            text = json.dumps({"check": digest(data), "key": key, "profiles": data}, indent=1)
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.chmod(0o644)  # several users may share a folder
+            unfinished.replace(path)
         except OSError as error:
-            if unfinished is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(unfinished)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
             self._warn_once(
                 "write",
                 f"profiles cannot be kept in {self._folder} ({_reason(error)}): the next run measures again. Set "
@@ -133,32 +117,18 @@ def to_json(value: Any) -> Any:
     return [to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
-def from_json(data: Any) -> PassProfile:
-    """Return the profile that `to_json` was given.
-
-    Raises:
-        Exception: of any kind, if `data` is something else.
-    """
-    data = _with_tuples(data)
-    return PassProfile(**{**data, "kinds": tuple(map(_kind, data["kinds"]))})
-
-
-def _kind(data: Any) -> LayerKind:
-    cost, flow = data["cost"], data["flow"]
-    operations = tuple(Operation(**one) for one in cost["operations"])
-    points = tuple(Point(**one) for one in cost["points"])
-    if flow is not None:
-        flow = Dataflow(**{**flow, "nodes": tuple(OpNode(**node) for node in flow["nodes"])})
-    return LayerKind(
-        **{**data, "cost": LayerCost(**{**cost, "operations": operations, "points": points}), "flow": flow}
-    )
-
-
-def _with_tuples(data: Any) -> Any:
-    """Return JSON data with tuples instead of lists."""
-    if isinstance(data, dict):
-        return {name: _with_tuples(item) for name, item in data.items()}
-    return tuple(map(_with_tuples, data)) if isinstance(data, list) else data
+def from_json(data: Any, kind: Any = PassProfile) -> Any:
+    """Return the value of a type that `to_json` was given. Raises any exception if `data` is something else."""
+    arguments = get_args(kind)
+    if type(None) in arguments:
+        return None if data is None else from_json(data, arguments[0])
+    if get_origin(kind) is tuple:
+        kinds = arguments[:1] * len(data) if arguments[-1] is Ellipsis else arguments
+        return tuple(map(from_json, data, kinds))
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        hints = get_type_hints(kind)
+        return kind(**{name: from_json(item, hints[name]) for name, item in data.items()})
+    return data
 
 
 def _reason(error: Exception) -> str:

@@ -25,12 +25,8 @@ _OPTIONS = ("min_bytes", "pin_memory", "use_streams", "prefetch_layers", "max_in
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 # Attributes in which equal layers differ; `training` is noted once for the whole layer.
 _IGNORED = ("layer_idx", "layer_id", "training")
-_KERNEL_PACKAGES = {
-    "flash_attn",
-    "flash_attn_interface",
-    "liger_kernel",
-    "triton",
-}  # packages whose kernels layers may call
+# Packages whose kernels layers may call.
+_KERNEL_PACKAGES = {"flash_attn", "flash_attn_interface", "liger_kernel", "triton"}
 
 
 def digest(data: Any) -> str:
@@ -40,9 +36,8 @@ def digest(data: Any) -> str:
 
 def describe_layer(module: nn.Module) -> str:
     """Return the layer's class and a digest of the classes, plain attributes, tensors and tiling of all modules in it."""
-    parts = [
-        (path, _class_name(inner), *_settings_of(inner), _tensors_of(inner)) for path, inner in module.named_modules()
-    ]
+    inner = module.named_modules()
+    parts = [(path, _class_name(child), *_settings_of(child), _tensors_of(child)) for path, child in inner]
     return f"{_class_name(module)} {digest([module.training, parts])}"
 
 
@@ -70,15 +65,7 @@ def cache_key(
     devices: Sequence[torch.device],
     options: OffloadOptions,
 ) -> dict[str, Any]:
-    """Return the key of a run's profiles.
-
-    Args:
-        layers: the results of `describe_layer`, by index.
-        around: the result of `describe_around`.
-        call: the result of `describe_call`.
-        devices: that the layers compute on.
-        options: of the handle.
-    """
+    """Return the key of a run's profiles: `layers` by index, `around` and `call` as the functions above describe them."""
     cuda: Any = torch.backends.cuda  # these functions carry no types
     sdpa = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.math_sdp_enabled)
     packages = {layer.partition(".")[0] for layer in layers.values()} | _KERNEL_PACKAGES
@@ -113,11 +100,10 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
     names = sorted(name for name in vars(module) if not name.startswith("_") and name not in _IGNORED)
     plain = [(name, vars(module)[name]) for name in names if type(vars(module)[name]) in _PLAIN_TYPES]
     config = getattr(getattr(module, "config", None), "__dict__", {})
-    attention = [
-        (k, v) for k, v in sorted(config.items()) if type(v) in _PLAIN_TYPES and ("attn" in k or "attention" in k)
-    ]
+    about_attention = sorted(name for name in config if "attn" in name or "attention" in name)
+    attention = [(name, config[name]) for name in about_attention if type(config[name]) in _PLAIN_TYPES]
     forward = vars(module).get("forward")
-    return plain, attention, forward.positions_per_tile if isinstance(forward, TiledForward) else None
+    return plain, attention, forward.tiling.positions_per_tile if isinstance(forward, TiledForward) else None
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[Any, ...]]:

@@ -25,15 +25,12 @@ from rlx.offload.storage.stats import Mark
 
 
 class ProfilingPolicy(CachedOpPolicy):
-    """Measures one layer call. Only the layer's inputs are kept, as in boundary mode.
-
-    Args:
-        profile: receives the figures; its `sees_calls` decides whether operations are measured.
-    """
+    """Measures one layer call. Only the layer's inputs are kept, as in boundary mode."""
 
     def __init__(self, profile: LayerProfile) -> None:
         super().__init__()
-        self.reuses_results = profile.sees_calls  # a layer with recorded operations is recomputed as a planned one is
+        # It reuses no result. But times count only if the layer is recomputed as with a plan, which reuses some.
+        self.reuses_results = profile.sees_calls
         self._profile = profile
 
     def begin_forward(self, recording: LayerRecording) -> AbstractContextManager[object]:
@@ -84,7 +81,7 @@ class ProfilingRecorder(PlannedRecorder):
     def __init__(self, recording: LayerRecording, profile: LayerProfile) -> None:
         super().__init__(recording, LayerInstructions())
         self.sees_all = True
-        self._dataflow = DataflowRecorder(profile.inputs)
+        self._dataflow = DataflowRecorder({*profile.inputs.memory, *profile.inputs.shared})
         self._profile = profile
         self._seen: set[tuple[int, int]] = set()
         self._unstashed: list[OpProfile] = []  # others whose results may be offloaded when the next call begins
@@ -177,23 +174,18 @@ def _summed_bytes(arguments: list[Tensor]) -> int:
 
 
 class ProfilingReplayMode(ReplayMode):
-    """Times each operation as it runs again.
+    """Times each operation of a layer as it runs again; further arguments are those of `ReplayMode`."""
 
-    Args:
-        profile: of the layer.
-        how: further arguments of `ReplayMode`.
-    """
-
-    def __init__(self, profile: LayerProfile, *how: Any) -> None:
-        super().__init__(*how)
+    def __init__(self, profile: LayerProfile, *args: Any) -> None:
+        super().__init__(*args)
         self._profile = profile
-        self._again = {False: iter(profile.calls), True: iter(profile.others)}
+        self._call_profiles, self._other_profiles = iter(profile.calls), iter(profile.others)
         self.sees_all = True
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         start = self._profile.mark()
         result = super()._run(function, args, kwargs, is_attention)
-        self._note(start, False)
+        self._note(start, self._call_profiles)
         return result
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -201,10 +193,10 @@ class ProfilingReplayMode(ReplayMode):
         start = self._profile.mark()
         result = super().run_other(function, args, kwargs)
         if known_name(function, kwargs) is not None:
-            self._note(start, True)
+            self._note(start, self._other_profiles)
         return result
 
-    def _note(self, start: Mark, is_other: bool) -> None:
-        call = next(self._again[is_other], None)
-        if call is not None and call.again is None:
-            call.again = start, self._profile.mark()
+    def _note(self, start: Mark, profiles: Iterator[OpProfile]) -> None:
+        call = next(profiles, None)
+        if call is not None and call.recomputed is None:
+            call.recomputed = start, self._profile.mark()

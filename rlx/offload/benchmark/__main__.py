@@ -24,8 +24,7 @@ import torch
 
 from rlx.offload.benchmark.device import name_of
 from rlx.offload.benchmark.distributed import run_on
-from rlx.offload.benchmark.job import Job
-from rlx.offload.benchmark.measure import BenchmarkPlan
+from rlx.offload.benchmark.measure import Benchmark
 from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
 from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
@@ -34,7 +33,7 @@ from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.storage.spill_file import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
-_DEFAULT_MODES_OF_SEVERAL = "checkpointing,boundary,attention"  # each has sharded weights of its own
+_DEFAULT_MODES_FSDP2 = "checkpointing,boundary,attention"  # each has sharded weights of its own
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,19 +44,18 @@ def main(argv: list[str] | None = None) -> int:
         _check_effect(parser, given)
         device = _device(given)
         about = _about(argv, device)
-        job = None if given.overhead else _job(given, device, about)
+        benchmark = None if given.overhead else _benchmark(given, device, about)
     except (ValueError, DiskError) as error:
         parser.error(str(error))
-    folder = Path(given.out)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        given.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--out: the folder {folder} cannot be made: {error.strerror}; name another")
+        parser.error(f"--out: the folder {given.out} cannot be made: {error.strerror}; name another")
     print(", ".join(f"{key} {value}" for key, value in about.items() if key != "command"), flush=True)
-    if job is None:
-        run_overhead(given.rounds or 300, folder, about)
+    if benchmark is None:
+        run_overhead(given.rounds or 300, given.out, about)
         return 0
-    return int(not (job.run(Ranks()) if given.gpus == 1 else run_on(given.gpus, job)))
+    return int(not (benchmark.run(Ranks()) if given.gpus is None else run_on(given.gpus, benchmark)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--modes",
-        help=f"default: {_DEFAULT_MODES}, with --gpus {_DEFAULT_MODES_OF_SEVERAL}; rlx's take options of OffloadOptions, "
+        help=f"default: {_DEFAULT_MODES}, with --gpus {_DEFAULT_MODES_FSDP2}; rlx's take options of OffloadOptions, "
         "such as boundary:prefetch_layers=0; all take :tile=auto or :tile=TOKENS, last: MLPs and norms in tiles",
     )
     add("--rounds", type=_positive, help="timed steps per mode; default 10, with --overhead 300")
@@ -89,10 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--directory", help="folder of the disk tier")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--device", choices=("cpu", "accelerator"), help="default: the accelerator if there is one")
-    add("--gpus", type=_positive, default=1, metavar="N", help="N processes with FSDP2, each with a device of its own")
+    add(
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="N processes with FSDP2, each with a GPU; default: one without FSDP2",
+    )
     add("--overhead", action="store_true", help="measure the Python overhead per layer instead, on the CPU")
     add("--no-picture", action="store_true", help="neither record memory over a step nor draw")
-    add("--out", default="offload_benchmark", metavar="DIR", help="default: ./offload_benchmark")
+    add("--out", type=Path, default=Path("offload_benchmark"), metavar="DIR", help="default: ./offload_benchmark")
     return parser
 
 
@@ -105,16 +108,21 @@ def _check_effect(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
         raise ValueError(f"--overhead has a model and modes of its own, but got {names}; leave it out")
 
 
-def _job(given: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Job:
+def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Benchmark:
     name = given.model or ("tiny" if device.type == "cpu" else "qwen2-7b")
     shape = read_shape(name)
     # No cache directory: `auto` must plan the same each time, whatever was measured before.
     options = {"tier": given.tier, "directory": given.directory, "cache_directory": None}
     if device.type == "cpu":
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
-    plan = BenchmarkPlan(
+    modes = _modes(given.modes or (_DEFAULT_MODES if given.gpus is None else _DEFAULT_MODES_FSDP2), options)
+    cases = given.case or [Case(128 if device.type == "cpu" else 8192, 0)]
+    about = {**about, "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus or 1}
+    about["options"] = {mode.name: asdict(mode.options) for mode in modes if mode.options is not None}
+    return Benchmark(
         shape=shape,
-        modes=_modes(given.modes or (_DEFAULT_MODES if given.gpus == 1 else _DEFAULT_MODES_OF_SEVERAL), options),
+        modes=modes,
+        cases=[Case(case.tokens, case.layers or number_of_layers(shape)) for case in cases],
         device=device,
         dtype=getattr(torch, given.dtype),
         rounds=given.rounds or 10,
@@ -122,13 +130,10 @@ def _job(given: argparse.Namespace, device: torch.device, about: dict[str, Any])
         warm_up=given.warm_up,
         plain_layers=given.plain_layers,
         with_picture=not given.no_picture,
+        title=f"{name} on {given.gpus or 1} x {about['device']}, {given.dtype}",
+        about=about,
+        folder=given.out,
     )
-    cases = given.case or [Case(128 if device.type == "cpu" else 8192, 0)]
-    cases = [Case(case.tokens, case.layers or number_of_layers(shape)) for case in cases]
-    about = {**about, "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus}
-    about["options"] = {mode.name: asdict(mode.options) for mode in plan.modes if mode.options is not None}
-    title = f"{name} on {given.gpus} x {about['device']}, {given.dtype}"
-    return Job(plan, cases, title, about, Path(given.out))
 
 
 def _modes(text: str, options: dict[str, Any]) -> list[Mode]:
@@ -149,7 +154,7 @@ def _device(given: argparse.Namespace) -> torch.device:
         raise ValueError("--device accelerator: torch finds none on this machine; use --device cpu")
     if found is None or given.device == "cpu" or given.overhead:
         return torch.device("cpu")
-    if given.gpus > torch.accelerator.device_count():
+    if (given.gpus or 1) > torch.accelerator.device_count():
         raise ValueError(f"--gpus {given.gpus}: this machine has {torch.accelerator.device_count()}")
     return found
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
 from rlx.offload.benchmark.results import MemoryCurve
@@ -26,7 +26,7 @@ class _Sampler:
         self.used: list[int] = []
         reset_peak(device)
 
-    def sample(self) -> None:
+    def sample(self, *_: Any) -> None:
         # Wait for compute only: waiting for copies as well would change the step.
         torch.accelerator.current_stream(self._device).synchronize()
         now = time.perf_counter()
@@ -35,34 +35,22 @@ class _Sampler:
         reset_peak(self._device)
         self._own_s += time.perf_counter() - now
 
+    def sample_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.sample()
+        for tensor in tensors_in(dict(output) if hasattr(output, "to_tuple") else output):
+            if tensor.requires_grad:
+                tensor.register_hook(self.sample)  # type: ignore[no-untyped-call]
+
 
 def memory_curve(model: nn.Module, device: torch.device, step: Callable[[], None]) -> MemoryCurve:
-    """Run a step and record its memory above the memory in use before it.
+    """Run a step on an accelerator and record its memory above the memory in use before it.
 
     Samples are taken before and after every module's forward, recomputation included, and when the gradient of its output is
     ready. Only hooks on modules and gradients are used, so that the step saves the same tensors as without them.
-
-    Args:
-        model: the model that the step runs.
-        device: an accelerator.
-        step: runs forward and backward.
     """
     sampler = _Sampler(device)
-
-    def before(module: nn.Module, args: Any) -> None:
-        sampler.sample()
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        sampler.sample()
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(at_gradient)  # type: ignore[no-untyped-call]
-
-    def at_gradient(grad: Tensor) -> None:
-        sampler.sample()
-
-    hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
-    hooks += [module.register_forward_hook(after) for module in model.modules()]
+    hooks = [module.register_forward_pre_hook(sampler.sample) for module in model.modules()]
+    hooks += [module.register_forward_hook(sampler.sample_output) for module in model.modules()]
     try:
         step()
         sampler.sample()
@@ -70,7 +58,3 @@ def memory_curve(model: nn.Module, device: torch.device, step: Callable[[], None
         for hook in hooks:
             hook.remove()
     return MemoryCurve(sampler.seconds, sampler.used)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    yield from tensors_in(dict(output) if hasattr(output, "to_tuple") else output)

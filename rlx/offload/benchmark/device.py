@@ -1,4 +1,4 @@
-"""Memory and clock of a device; for the CPU memory counts as 0."""
+"""Memory and clock of a device; the CPU has no device memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def clock(device: torch.device) -> float:
 
 def name_of(device: torch.device) -> str:
     """Return the name of the device."""
-    if device.type == "cpu":
-        return "CPU"
-    return str(torch.get_device_module(device.type).get_device_name(device))
+    return "CPU" if device.type == "cpu" else str(torch.get_device_module(device.type).get_device_name(device))
 
 
 def clean_up(device: torch.device) -> None:

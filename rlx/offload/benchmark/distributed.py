@@ -1,4 +1,4 @@
-"""A measurement in several processes; FSDP2 shards every layer over them."""
+"""A measurement in processes of this machine; FSDP2 shards every layer over them."""
 
 from __future__ import annotations
 
@@ -14,31 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
-from rlx.offload.benchmark.job import Job
+from rlx.offload.benchmark.measure import Benchmark
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.runtime.layers import find_layers
 
-# Longer than any step, and short enough to notice that one rank has failed.
-_TIMEOUT = datetime.timedelta(minutes=3)
+_TIMEOUT = datetime.timedelta(minutes=3)  # longer than any step, and short enough to notice that one rank has failed
 _NOTHING_MEASURED = 3
 
 
-def run_on(world_size: int, job: Job) -> bool:
-    """Run a job in `world_size` processes of this machine, each on an accelerator of its own if there are any.
+def run_on(world_size: int, benchmark: Benchmark) -> bool:
+    """Run a benchmark in `world_size` processes, each on an accelerator of its own if there are any.
 
-    Times are those of the slowest process, peaks the largest; other figures are the first process's.
-
-    Returns:
-        Whether at least one mode was measured in each case.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: if a process fails outside a mode.
+    Times are those of the slowest process, peaks the largest; other figures are the first process's. Returns as `Benchmark.run`
+    does; a process that fails outside a mode raises torch's ProcessRaisedException.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     try:
-        spawn(_work, (world_size, port, job), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_work, (world_size, port, benchmark), nprocs=world_size)  # type: ignore[no-untyped-call]
     except ProcessExitedException as ended:
         if ended.exit_code != _NOTHING_MEASURED:
             raise
@@ -46,8 +40,8 @@ def run_on(world_size: int, job: Job) -> bool:
     return True
 
 
-def _work(rank: int, world_size: int, port: int, job: Job) -> None:
-    device = job.plan.device
+def _work(rank: int, world_size: int, port: int, benchmark: Benchmark) -> None:
+    device = benchmark.device
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
@@ -62,9 +56,8 @@ def _work(rank: int, world_size: int, port: int, job: Job) -> None:
     )
     try:
         ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
-        mesh = init_device_mesh(device.type, (world_size,))
-        plan = job.plan._replace(device=device, shard=functools.partial(_shard, mesh=mesh))
-        is_measured = job._replace(plan=plan).run(ranks)
+        shard = functools.partial(_shard, mesh=init_device_mesh(device.type, (world_size,)))
+        is_measured = benchmark._replace(device=device, shard=shard).run(ranks)
     finally:
         dist.destroy_process_group()
     if not is_measured:

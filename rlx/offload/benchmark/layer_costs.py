@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,14 +13,54 @@ from rlx.offload.api import enable_activation_offloading
 from rlx.offload.autotune.pass_profile import planned
 from rlx.offload.autotune.profile_cache import to_json
 from rlx.offload.benchmark.device import clock, name_of
-from rlx.offload.benchmark.measured_plan import MeasuredCosts
 from rlx.offload.benchmark.models import VOCABULARY, Case, build
+from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import Decoder
+from rlx.offload.plan.explain import explain
+from rlx.offload.plan.planner import Plan, make_plan
+from rlx.offload.plan.scenario import Scenario
+from rlx.offload.plan.text_table import GB, aligned
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.storage.stats import measured_rate
 from rlx.offload.tiling.tiling import enable_tiling
 
 _PASSES = 10  # at most: one warms up, mostly one is measured, and the next finds the result
+
+
+class MeasuredCosts(NamedTuple):
+    """Costs of layers as measured on a device."""
+
+    device: str
+    layers: int  # number of layers that were built
+    costs: tuple[LayerCost, ...]  # of each layer of the whole model
+    link_bytes_per_s: float | None  # between device and host; None: too few bytes were copied to know it
+    figures: Mapping[str, Any]  # everything as JSON can hold it
+
+    def plan(self, scenario: Scenario, tokens: int, uses_link: bool) -> tuple[Plan, str]:
+        """Plan the layers, with the scenario's budget and head; `uses_link`: at the measured rate of the link.
+
+        Returns:
+            The plan; and as text the costs of one layer of each kind, measured and computed, and the plan.
+        """
+        computed, budget, link = scenario.costs(tokens), scenario.budget, self.link_bytes_per_s
+        costs = [*self.costs, *computed[len(self.costs) :]]
+        if uses_link and link is not None:
+            budget = replace(budget, out_bytes_per_s=link, in_bytes_per_s=link)
+        plan = make_plan(costs, budget)
+        rows: list[tuple[str, ...]] = [
+            ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB")
+        ]
+        for index in sorted({costs.index(cost) for cost in self.costs}):
+            rows += [_row(index, "measured", costs[index]), _row(index, "computed", computed[index])]
+        rate = "" if link is None else f", copies to and from the host at {link / GB:.1f} GB/s"
+        headline = f"measured: {self.layers} layers in bf16 on {self.device}{rate}"
+        found = ["auto, from what was measured:", explain(costs, plan, budget)]
+        return plan, "\n".join([headline, "", *aligned(rows, texts=2), "", *found])
+
+
+def _row(index: int, source: str, cost: LayerCost) -> tuple[str, ...]:
+    times = (f"{seconds * 1e3:.3f}" for seconds in (cost.forward_s, cost.backward_s, cost.recompute_s))
+    return (str(index), source, *times, f"{cost.saved_bytes / 1e6:.1f}", f"{cost.working_bytes / 1e6:.1f}")
 
 
 def measure_layers(
@@ -38,25 +79,23 @@ def measure_layers(
         ValueError: the tokens cannot be divided into that many sequences.
         MemoryError: the device has no room for these layers.
     """
+    if tokens % sequences:
+        raise ValueError(f"{tokens} tokens cannot be cut into {sequences} sequences of equal length")
     try:
-        return _measure(shape, decoder, tokens, sequences, tile)
+        return _measure(shape, decoder, sequences, tokens // sequences, tile)
     except torch.OutOfMemoryError as error:
-        raise MemoryError(
-            f"layers of {tokens} tokens do not fit on this machine ({error}); use fewer tokens"
-        ) from error
+        text = f"layers of {tokens} tokens do not fit on this machine ({error}); use fewer tokens"
+        raise MemoryError(text) from error
 
 
 def _measure(
-    shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int, tile: int | None
+    shape: Mapping[str, Any], decoder: Decoder, sequences: int, length: int, tile: int | None
 ) -> MeasuredCosts:
-    if tokens % sequences:
-        raise ValueError(f"{tokens} tokens cannot be cut into {sequences} sequences of equal length")
-    found = torch.accelerator.current_accelerator(check_available=True)
-    device = found or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     kinds = list(zip(decoder.windows, decoder.sparse, strict=True))
     count = layers_to_build(kinds)
     small = {**shape, "vocab_size": VOCABULARY, "pad_token_id": None}
-    model = build(small, Case(tokens // sequences, count), device, torch.bfloat16)
+    model = build(small, Case(length, count), device, torch.bfloat16)
     if tile is not None:
         enable_tiling(model, tile or None)
     for parameter in model.parameters():
@@ -64,29 +103,23 @@ def _measure(
     # No cache directory: profiles of a model without head and loss are of no use to a training run.
     options = OffloadOptions(save="auto", max_device_bytes=0, cache_directory=None)
     handle = enable_activation_offloading(model, True, options)
-    ids = torch.randint(0, VOCABULARY, (sequences, tokens // sequences), generator=torch.Generator().manual_seed(1))
-    ids = ids.to(device)
+    ids = torch.randint(0, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(_PASSES):
         output = model(input_ids=ids).last_hidden_state
         if handle.measurement() is not None:
             break
         output.backward(torch.ones_like(output))
         clock(device)
-    measurement, stats = handle.measurement(), handle.stats()
-    assert measurement is not None
+    profile, stats = handle.measurement(), handle.stats()
+    assert profile is not None
     handle.disable()
     output = None
     gc.collect()
-    of_layer = {index: planned(kind).cost for kind in measurement.kinds for index in kind.members}
+    of_layer = {index: planned(kind).cost for kind in profile.kinds for index in kind.members}
     of_kind = {kinds[index]: of_layer[index] for index in range(count)}  # the last one of each
-    link = measured_rate(stats.copied_bytes, stats.copy_ms)
-    figures = {
-        "device": name_of(device),
-        "layers": count,
-        "link_bytes_per_s": link,
-        "measurement": to_json(measurement),
-    }
-    return MeasuredCosts(name_of(device), count, tuple(of_kind[kind] for kind in kinds), link, figures)
+    name, link = name_of(device), measured_rate(stats.copied_bytes, stats.copy_ms)
+    figures = {"device": name, "layers": count, "link_bytes_per_s": link, "measurement": to_json(profile)}
+    return MeasuredCosts(name, count, tuple(of_kind[kind] for kind in kinds), link, figures)
 
 
 def layers_to_build(kinds: list[tuple[int | None, bool]]) -> int:

@@ -1,4 +1,4 @@
-"""Measure the modes of a case: in each round every mode runs one step."""
+"""A benchmark: in each case, every round runs one step of every mode."""
 
 from __future__ import annotations
 
@@ -6,61 +6,133 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rlx.offload.benchmark.device import clean_up, clock
-from rlx.offload.benchmark.entrant import Entrant
+from rlx.offload.benchmark.curve import memory_curve
+from rlx.offload.benchmark.device import clean_up, clock, peak_bytes, reset_peak, used_bytes
 from rlx.offload.benchmark.models import VOCABULARY, Case, build, share
 from rlx.offload.benchmark.modes import Mode, NotInstalledError
+from rlx.offload.benchmark.picture import draw
 from rlx.offload.benchmark.ranks import Ranks
-from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, Row, engine_figures
+from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, MemoryCurve, Row, engine_figures, table, write_json
 from rlx.offload.storage.arena import host_arena
+from rlx.offload.storage.stats import OffloadStats
 
 _MORE_PASSES = 8  # at most, for a mode that measures layers in several passes
 
 
-class BenchmarkPlan(NamedTuple):
-    """Modes, device and number of steps of a benchmark.
+class Benchmark(NamedTuple):
+    """A benchmark as the user asked for it."""
 
-    Args:
-        shape: configuration of the model.
-        modes: in the order of the table.
-        device: of this process.
-        dtype: of the weights.
-        rounds: largest number of timed steps per mode.
-        seconds: no further round of a case begins after this time; None: all rounds run.
-        warm_up: steps of each mode before timing; None: as many as the mode needs to reach its steady state.
-        plain_layers: number of layers with which plain is measured and then scaled; None: all, or two if all do not fit.
-        with_picture: record memory over a step and draw it.
-        shard: shards each model over several processes; None: one process, in which the modes share one set of weights.
-    """
-
-    shape: dict[str, Any]
-    modes: Sequence[Mode]
-    device: torch.device
-    dtype: torch.dtype
-    rounds: int
-    seconds: float | None
-    warm_up: int | None
-    plain_layers: int | None
-    with_picture: bool
+    shape: dict[str, Any]  # configuration of the model
+    modes: Sequence[Mode]  # in the order of the table
+    cases: Sequence[Case]  # measured one after the other
+    device: torch.device  # of this process
+    dtype: torch.dtype  # of the weights
+    rounds: int  # largest number of timed steps per mode
+    seconds: float | None  # no further round of a case begins after this time; None: all rounds run
+    warm_up: int | None  # steps of each mode before timing; None: as many as it needs to reach its steady state
+    plain_layers: int | None  # number with which plain is measured and then scaled; None: all, or two if all do not fit
+    with_picture: bool  # record memory over a step and draw it
+    title: str  # of the pictures
+    about: dict[str, Any]  # further content of the JSON file
+    folder: Path  # an existing one, for the files
+    # Shards each model over several processes; None: one process, in which the modes share one set of weights.
     shard: Callable[[nn.Module], nn.Module] | None = None
+
+    def run(self, ranks: Ranks) -> bool:
+        """Measure all cases; the first process reports. Return whether at least one mode was measured in each case."""
+        results: list[CaseResult] = []
+        files = [self.folder / "results.json"]
+        for case in self.cases:
+            result = CaseRun(self, case, ranks).run()
+            results.append(result)
+            if ranks.is_first:
+                ranks.say(f"\n{table(result)}\n")
+                # After each case, so that an interrupted run leaves the results so far.
+                write_json(files[0], self.about, results)
+                files += self._picture(result, ranks)
+        ranks.say("written: " + ", ".join(map(str, files)))
+        return all(any(row.median_s is not None for row in result.rows) for result in results)
+
+    def _picture(self, result: CaseResult, ranks: Ranks) -> list[Path]:
+        if not self.with_picture or all(row.median_s is None for row in result.rows):
+            return []
+        if self.device.type == "cpu":
+            ranks.say("the picture shows no device memory: the CPU has none of its own")
+        path = self.folder / f"{result.tokens}x{result.layers}.png"
+        try:
+            draw(path, self.title, result)
+        except ImportError as error:
+            ranks.say(f"no picture: {error}")
+            return []
+        return [path]
+
+
+class Entrant:
+    """One mode on its own model, switched on during the whole case."""
+
+    def __init__(self, mode: Mode, model: nn.Module, layers: int, ids: torch.Tensor) -> None:
+        self.layers = layers
+        self.step_s: list[float] = []
+        self.peaks: list[int] = []
+        self.curve: MemoryCurve | None = None
+        self.held_bytes = 0
+        self.before = OffloadStats()
+        self._model, self._ids, self._kind = model, ids, mode.kind
+        self.prepared = mode.prepare(model)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether `auto` still measures layers, so that its steps are not yet typical."""
+        handle = self.prepared.handle
+        return self._kind == "auto" and handle is not None and handle.plan() is None
+
+    def step(self, at_end_of_forward: Callable[[], None] = lambda: None) -> None:
+        """Run forward and backward; gradients are added to the existing ones."""
+        with self.prepared.around_step():
+            with self.prepared.around_forward():
+                output = self._model(input_ids=self._ids).last_hidden_state
+            at_end_of_forward()
+            output.backward(torch.ones_like(output))
+
+    def timed_step(self, ranks: Ranks) -> None:
+        """Run a step and record its time and its peak memory."""
+        device = self._ids.device
+        used = used_bytes(device)
+        reset_peak(device)
+        ranks.barrier()
+        start = clock(device)
+        self.step()
+        self.step_s.append(clock(device) - start)
+        self.peaks.append(peak_bytes(device) - used)
+
+    def observed_step(self, with_curve: bool) -> None:
+        """Run a step and record its offloaded bytes and, `with_curve`, its device memory over time."""
+        handle = self.prepared.handle
+
+        def look() -> None:
+            if handle is not None:
+                self.held_bytes = handle.stats().held_bytes
+
+        if with_curve and self._ids.device.type != "cpu":
+            self.curve = memory_curve(self._model, self._ids.device, lambda: self.step(look))
+        else:
+            self.step(look)
+        clock(self._ids.device)
+        if handle is not None:
+            self.before = handle.stats()
 
 
 class CaseRun:
-    """The measurement of one case.
+    """The measurement of one case."""
 
-    Args:
-        plan: modes, device and number of steps.
-        case: tokens and layers.
-        ranks: the processes of the benchmark.
-    """
-
-    def __init__(self, plan: BenchmarkPlan, case: Case, ranks: Ranks) -> None:
-        self._plan, self._case, self._ranks = plan, case, ranks
+    def __init__(self, benchmark: Benchmark, case: Case, ranks: Ranks) -> None:
+        self._benchmark, self._case, self._ranks = benchmark, case, ranks
         self._arenas = [host_arena(pinned) for pinned in (True, False)]
         self._entrants: dict[str, Entrant] = {}
         self._notes: dict[str, str] = {}
@@ -70,18 +142,18 @@ class CaseRun:
         """Warm every mode up, observe one step of each, then time steps in rounds."""
         start = time.perf_counter()
         self._ranks.say(f"case {self._case}")
-        for mode in self._plan.modes:
+        for mode in self._benchmark.modes:
             self._enter(mode)
-        self._each("observe", lambda entrant: entrant.observed_step(self._plan.with_picture))
+        self._each("observe", lambda entrant: entrant.observed_step(self._benchmark.with_picture))
         allocations = self._allocations()
         measured_from = time.perf_counter()
-        for number in range(self._plan.rounds):
+        for number in range(self._benchmark.rounds):
             elapsed = max(self._ranks.gather(time.perf_counter() - measured_from))
-            if number and self._plan.seconds is not None and elapsed > self._plan.seconds:
+            if number and self._benchmark.seconds is not None and elapsed > self._benchmark.seconds:
                 break
             # The order alternates, so that a drift of the clock rate affects all modes alike.
             self._each(
-                f"round {number + 1} of {self._plan.rounds}",
+                f"round {number + 1} of {self._benchmark.rounds}",
                 lambda entrant: entrant.timed_step(self._ranks),
                 reverse=number % 2 == 1,
             )
@@ -89,42 +161,39 @@ class CaseRun:
         rows = self._rows()
         self._entrants.clear()
         self._weights = None
-        clean_up(self._plan.device)
+        clean_up(self._benchmark.device)
         for arena in self._arenas:
             arena.trim()
-        return CaseResult(self._case.tokens, self._case.layers, rows, host, time.perf_counter() - start)
+        return CaseResult(*self._case, rows, host, time.perf_counter() - start)
 
     def _enter(self, mode: Mode) -> None:
         layers = self._case.layers
-        if mode.kind == "plain" and self._plan.plain_layers is not None:
-            layers = min(layers, self._plan.plain_layers)
+        if mode.kind == "plain" and self._benchmark.plain_layers is not None:
+            layers = min(layers, self._benchmark.plain_layers)
         note = self._try(mode, layers)
         if note is not None and mode.kind == "plain" and "OutOfMemory" in note and layers > 2:
             layers = 2
             note = self._try(mode, layers)
         if note is None and layers < self._case.layers:
-            self._notes[mode.name] = f"scaled from {layers} layers"
-        elif note is not None:
+            note = f"scaled from {layers} layers"
+        if note is not None:
             self._notes[mode.name] = note
 
     def _try(self, mode: Mode, layers: int) -> str | None:
         """Warm a mode up; return its error as text, or None."""
-        start = time.perf_counter()
+        start, steps = time.perf_counter(), self._benchmark.warm_up
 
         def warm_up() -> None:
             entrant = self._entrants[mode.name] = Entrant(mode, self._model(layers), layers, self._ids())
-            for _ in range(self._plan.warm_up or mode.warm_up):
+            for _ in range(steps or mode.warm_up):
                 entrant.step()
             for _ in range(_MORE_PASSES):  # all ranks step, or none
-                if self._plan.warm_up or not any(self._ranks.gather(entrant.is_measuring)):
+                if steps or not any(self._ranks.gather(entrant.is_measuring)):
                     break
                 entrant.step()
-            clock(self._plan.device)
+            clock(self._benchmark.device)
 
-        note = self._failure(warm_up)
-        if note is not None:
-            self._entrants.pop(mode.name, None)
-            clean_up(self._plan.device)
+        note = self._failure(mode.name, warm_up)
         self._ranks.say(f"  warm-up {mode.name}: {note or f'{time.perf_counter() - start:.1f} s'}")
         return note
 
@@ -133,15 +202,13 @@ class CaseRun:
         start = time.perf_counter()
         names = list(self._entrants)
         for name in reversed(names) if reverse else names:
-            note = self._failure(functools.partial(run, self._entrants[name]))
+            note = self._failure(name, functools.partial(run, self._entrants[name]))
             if note is not None:
                 self._notes[name] = note
-                del self._entrants[name]
-                clean_up(self._plan.device)
         self._ranks.say(f"  {what}: {time.perf_counter() - start:.1f} s")
 
-    def _failure(self, run: Callable[[], None]) -> str | None:
-        """Call `run` on all ranks; return the first rank's error as text, or None."""
+    def _failure(self, name: str, run: Callable[[], None]) -> str | None:
+        """Call `run` on all ranks. If a rank fails, drop the mode of that name and return the first rank's error as text."""
         note = None
         try:
             run()
@@ -149,16 +216,20 @@ class CaseRun:
             note = f"left out: {error}"
         except Exception as error:  # an error is the result of its mode
             note = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return next((found for found in self._ranks.gather(note) if found is not None), None)
+        note = next((found for found in self._ranks.gather(note) if found is not None), None)
+        if note is not None:
+            self._entrants.pop(name, None)
+            clean_up(self._benchmark.device)
+        return note
 
     def _model(self, layers: int) -> nn.Module:
         """Return a model for one mode, with gradients that steps add to."""
-        plan = self._plan
+        benchmark = self._benchmark
         if layers == self._case.layers and self._weights is not None:
             return share(self._weights)
-        model = build(plan.shape, Case(self._case.tokens, layers), plan.device, plan.dtype)
-        if plan.shard is not None:
-            return plan.shard(model)
+        model = build(benchmark.shape, self._case._replace(layers=layers), benchmark.device, benchmark.dtype)
+        if benchmark.shard is not None:
+            return benchmark.shard(model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         if layers == self._case.layers:
@@ -167,10 +238,9 @@ class CaseRun:
         return model
 
     def _ids(self) -> torch.Tensor:
-        vocabulary = self._plan.shape.get("vocab_size", VOCABULARY)
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, min(vocabulary, VOCABULARY), (1, self._case.tokens), generator=generator)
-        return ids.to(self._plan.device)
+        vocabulary = min(self._benchmark.shape.get("vocab_size", VOCABULARY), VOCABULARY)
+        ids = torch.randint(0, vocabulary, (1, self._case.tokens), generator=torch.Generator().manual_seed(1))
+        return ids.to(self._benchmark.device)
 
     def _allocations(self) -> int:
         return sum(arena.allocations for arena in self._arenas)
@@ -187,10 +257,11 @@ class CaseRun:
         measured: dict[str, dict[str, Any]] = {}
         for name, entrant in self._entrants.items():
             scale = self._case.layers / entrant.layers
-            step_s = [s * scale for s in self._ranks.largest(entrant.step_s)]
+            of_ranks = self._ranks.gather(entrant.step_s)
+            step_s = [max(times) * scale for times in zip(*of_ranks, strict=True)]  # of the slowest rank
             fields: dict[str, Any] = {"layers": entrant.layers, "step_s": step_s}
             fields |= {"median_s": statistics.median(step_s), "min_s": min(step_s), "max_s": max(step_s)}
-            if self._plan.device.type != "cpu" and scale == 1:
+            if self._benchmark.device.type != "cpu" and scale == 1:
                 fields["peak_bytes"] = max(self._ranks.gather(max(entrant.peaks)))
                 fields["curve"] = entrant.curve
             handle = entrant.prepared.handle
@@ -206,4 +277,5 @@ class CaseRun:
         for base in {"plain", "checkpointing"} & set(measured):
             for fields in measured.values():
                 fields[f"ratio_to_{base}"] = fields["median_s"] / measured[base]["median_s"]
-        return [Row(mode.name, self._notes.get(mode.name), **measured.get(mode.name, {})) for mode in self._plan.modes]
+        modes = self._benchmark.modes
+        return [Row(mode.name, self._notes.get(mode.name), **measured.get(mode.name, {})) for mode in modes]

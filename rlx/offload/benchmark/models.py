@@ -52,14 +52,20 @@ def read_shape(name: str) -> dict[str, Any]:
 
 def number_of_layers(shape: dict[str, Any]) -> int:
     """Return the number of layers of the shape itself."""
-    return int(_config(shape).num_hidden_layers)
+    from transformers import AutoConfig
+
+    return int(AutoConfig.for_model(**shape).num_hidden_layers)
 
 
 def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a model without a head, in train mode, with random weights on the device."""
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
-    config = _config(_with_layers(shape, case.layers))
+    name = AutoConfig.for_model(**shape).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    shape = {**shape, name: case.layers}
+    if isinstance(types := shape.get("layer_types"), list):  # one for each layer, so it is cut or repeated
+        shape["layer_types"] = (types * (case.layers // len(types) + 1))[: case.layers]
+    config = AutoConfig.for_model(**shape)
     config.use_cache = False
     if (getattr(config, "max_position_embeddings", None) or case.tokens) < case.tokens:
         config.max_position_embeddings = case.tokens
@@ -73,19 +79,3 @@ def share(model: nn.Module) -> nn.Module:
     """Return a second module tree on the same parameters and buffers, for another mode."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
-
-
-def _config(shape: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**shape)
-
-
-def _with_layers(shape: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return the shape with another number of layers; lists with one entry per layer are cut or repeated."""
-    name = _config(shape).attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    changed = {**shape, name: layers}
-    if isinstance(shape.get("layer_types"), list):
-        types = shape["layer_types"]
-        changed["layer_types"] = (types * (layers // len(types) + 1))[:layers]
-    return changed

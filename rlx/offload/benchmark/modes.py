@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from rlx.offload.api import ActivationOffloading, enable_activation_offloading
-from rlx.offload.runtime.options import OffloadOptions
+from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions
 from rlx.offload.tiling.tiling import enable_tiling
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -33,19 +34,12 @@ class EnabledMode(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """A mode as the user asked for it.
+    """A mode as the user asked for it."""
 
-    Args:
-        name: for the table.
-        kind: a key of `MODE_DESCRIPTIONS`.
-        options: for rlx's own modes.
-        tile: tokens per tile of MLPs and norms; 0: chosen by length and width; None: no tiles.
-    """
-
-    name: str
-    kind: str
-    options: OffloadOptions | None
-    tile: int | None = None
+    name: str  # for the table
+    kind: str  # a key of `MODE_DESCRIPTIONS`
+    options: OffloadOptions | None  # for rlx's own modes
+    tile: int | None = None  # tokens per tile of MLPs and norms; 0: chosen by length and width; None: no tiles
 
     @property
     def warm_up(self) -> int:
@@ -53,24 +47,18 @@ class Mode(NamedTuple):
         return 3 if self.kind == "auto" else 1
 
     def prepare(self, model: nn.Module) -> EnabledMode:
-        """Switch the mode on for a model.
-
-        Raises:
-            NotInstalledError: if it is a peer that is not installed.
-        """
+        """Switch the mode on for a model. Raises NotInstalledError if it is a peer that is not installed."""
         if self.tile is not None:
             enable_tiling(model, self.tile or None)
         if self.options is not None:
-            return EnabledMode(enable_activation_offloading(model, self.kind != "all", self.options))
+            return EnabledMode(enable_activation_offloading(model, SAVE_MODES[self.kind].recomputes, self.options))
         return PEERS[self.kind](model)
 
 
 def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
     """Parse `NAME`, `NAME:tile=auto`, `NAME:tile=TOKENS` or, for rlx's own modes, `NAME:option=value:...`.
 
-    Args:
-        text: as the user wrote it.
-        defaults: options of rlx's own modes that the text does not set.
+    Options that the text does not set are those of `defaults`.
 
     Raises:
         ValueError: for an unknown name, an option that does not exist or a value that is refused.
@@ -86,21 +74,17 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
         tile = 0 if value == "auto" else int(value)
     if kind in PEERS:
         if pairs:
-            raise ValueError(
-                f"mode {text!r}: only {', '.join(OWN_MODES)} take options other than tile, which comes last"
-            )
+            own = ", ".join(OWN_MODES)
+            raise ValueError(f"mode {text!r}: only {own} take options other than tile, which comes last")
         return Mode(text, kind, None, tile)
-    chosen = {}
+    # Modes other than auto log that a cache directory has no effect.
+    chosen = {name: value for name, value in defaults.items() if kind == "auto" or name != "cache_directory"}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:
             raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
         chosen[name] = _value(value)
-    if kind != "auto":
-        defaults = {
-            name: value for name, value in defaults.items() if name != "cache_directory"
-        }  # other modes log that it has no effect
-    return Mode(text, kind, OffloadOptions(**{**defaults, **chosen}, save=kind), tile)
+    return Mode(text, kind, OffloadOptions(**{**chosen, "save": kind}), tile)
 
 
 def _value(text: str) -> Any:
@@ -118,15 +102,10 @@ def _checkpointing(model: nn.Module, **options: Any) -> EnabledMode:
     # transformers 5.17 knows the old name only, 5.23 warns of it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     assert callable(enable)
-    missing = [name for name in options if name not in inspect.signature(enable).parameters]
-    if missing:
-        raise NotInstalledError(f"this transformers has no checkpointing with {missing[0]}=")
+    if missing := options.keys() - inspect.signature(enable).parameters:
+        raise NotInstalledError(f"this transformers has no checkpointing with {min(missing)}=")
     enable({"use_reentrant": False}, **options)
     return EnabledMode()
-
-
-def _transformers_offload(model: nn.Module) -> EnabledMode:
-    return _checkpointing(model, offload=True)
 
 
 def _save_on_cpu(model: nn.Module) -> EnabledMode:
@@ -148,15 +127,13 @@ def _trl_all(model: nn.Module) -> EnabledMode:
 
     offload = OffloadActivations()
     offload.update_model_params(model)
-    # As in TRL's trainers, around forward and backward.
-    return EnabledMode(around_step=lambda: offload)
+    return EnabledMode(around_step=lambda: offload)  # around forward and backward, as in TRL's trainers
 
 
-OWN_MODES = ("boundary", "attention", "auto", "all")
 PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "plain": _plain,
     "checkpointing": _checkpointing,
-    "transformers-offload": _transformers_offload,
+    "transformers-offload": functools.partial(_checkpointing, offload=True),
     "save-on-cpu": _save_on_cpu,
     "trl": _trl,
     "trl-all": _trl_all,
@@ -173,3 +150,4 @@ MODE_DESCRIPTIONS = {
     "trl": "transformers' checkpointing inside TRL's OffloadActivations",
     "trl-all": "TRL's OffloadActivations without checkpointing",
 }
+OWN_MODES = tuple(name for name in MODE_DESCRIPTIONS if name not in PEERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import statistics
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from rlx.offload.benchmark.models import Case, build, read_shape, share
 from rlx.offload.benchmark.modes import OWN_MODES, parse_mode
@@ -20,72 +18,54 @@ from rlx.offload.plan.text_table import aligned
 
 _CASE = Case(tokens=16, layers=8)
 # Default options do not offload tensors as small as this model's; min_bytes=0 does.
-_SENT = tuple(f"{name}:min_bytes=0" for name in OWN_MODES)
-_MODES = ("checkpointing", *OWN_MODES, *_SENT)
+_MODES = ("checkpointing", *OWN_MODES, *(f"{name}:min_bytes=0" for name in OWN_MODES))
 _WARM_UP_ROUNDS = 2
-_REPEATS = (
-    5  # of a run in each round: the first after another model's is slower, for the interpreter specialises its code
-)
+# Of a run in each round: the first after another model's is slower, for the interpreter specialises its code.
+_REPEATS = 5
 
 
 class Overhead(NamedTuple):
-    """The overhead of a mode.
+    """The overhead of a mode, in CPU time."""
 
-    Args:
-        us_per_layer: CPU time of a step minus that of a plain step and, if layers are recomputed, of one forward. It is the
-            median of the differences within a round, because the speed of a shared machine changes [us].
-        us_per_layer_of_minima: the same from the shortest times.
-        no_grad_ratio: CPU time of a forward under `no_grad` divided by that of a model that is not enabled, as the median of the
-            quotients within a round; None for a peer.
-    """
-
+    # A step minus a plain step and, if layers are recomputed, one forward: the median of the differences within a round, because
+    # the speed of a shared machine changes [us].
     us_per_layer: float
-    us_per_layer_of_minima: float
+    us_per_layer_of_minima: float  # the same from the shortest times
+    # A forward under `no_grad` over that of a model that is not enabled, the median within a round; None for a peer.
     no_grad_ratio: float | None
 
 
-class _Measurement:
+class _TinyModel:
     def __init__(self) -> None:
         self._plain = build(read_shape("tiny"), _CASE, torch.device("cpu"), torch.float32)
         self._ids = torch.randint(0, 1024, (1, _CASE.tokens), generator=torch.Generator().manual_seed(1))
 
-    def steps(self, rounds: int) -> dict[str, list[float]]:
-        """Return the CPU times of a plain forward, and of a step of plain and of each mode, by round [us]."""
-        runs = {name: functools.partial(self._step, self._model(name)) for name in ("plain", *_MODES)}
-        return _cpu_us({"forward": functools.partial(self._forward, self._plain), **runs}, rounds)
-
-    def no_grad(self, rounds: int) -> dict[str, list[float]]:
-        """Return the CPU times of forwards under `no_grad`, of two models that are not enabled and one per mode [us]."""
-        models = {"plain": self._model("plain"), "plain again": self._model("plain")}
-        models.update({name: self._model(name) for name in OWN_MODES})
-        with torch.no_grad():
-            return _cpu_us({name: functools.partial(self._forward, m) for name, m in models.items()}, rounds)
-
-    def _model(self, mode: str) -> nn.Module:
+    def forward(self, mode: str) -> Callable[[], torch.Tensor]:
+        """Return a forward of a new copy of the model in a mode."""
         model = share(self._plain)
         parse_mode(mode, {}).prepare(model)
-        return model
+        return lambda: model(input_ids=self._ids).last_hidden_state
 
-    def _forward(self, model: nn.Module) -> torch.Tensor:
-        output: torch.Tensor = model(input_ids=self._ids).last_hidden_state
-        return output
+    def step(self, mode: str) -> Callable[[], None]:
+        """Return a forward and backward, likewise."""
+        forward = self.forward(mode)
 
-    def _step(self, model: nn.Module) -> None:
-        output = self._forward(model)
-        output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
+        def step() -> None:
+            output = forward()
+            output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
+
+        return step
 
 
 def run_overhead(rounds: int, folder: Path, about: dict[str, Any]) -> None:
-    """Measure, print, and write `overhead.json`.
-
-    Args:
-        rounds: number of rounds, each of which runs every step and forward.
-        folder: for the file.
-        about: further content of the file.
-    """
+    """Measure in so many rounds, print, and write `overhead.json` to a folder; `about` goes into the file as well."""
     torch.set_num_threads(1)
-    measurement = _Measurement()
-    steps_us, no_grad_us = measurement.steps(rounds), measurement.no_grad(rounds)
+    model = _TinyModel()
+    steps = {name: model.step(name) for name in ("plain", *_MODES)}
+    steps_us = _cpu_us({"forward": model.forward("plain"), **steps}, rounds)
+    with torch.no_grad():
+        forwards = {name: model.forward(name) for name in ("plain", *OWN_MODES)}
+        no_grad_us = _cpu_us({"plain again": model.forward("plain"), **forwards}, rounds)
     found = {name: overhead_of(name, steps_us, no_grad_us) for name in _MODES}
     print(
         f"tiny Qwen2, {_CASE}, float32, one thread, {rounds} rounds; where layers are recomputed, less one more forward"

@@ -13,11 +13,7 @@ _OWN_SCALE_FROM = 3.0
 
 
 def draw(path: Path, title: str, result: CaseResult) -> None:
-    """Draw a case into a file; without memory curves it shows step times only.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
+    """Draw a case into a file; without memory curves it shows step times only. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

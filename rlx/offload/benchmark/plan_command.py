@@ -16,10 +16,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlx.offload.benchmark.measured_plan import MeasuredCosts, describe_measured, plan_measured
-from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.hardware import PROFILES
@@ -28,6 +26,9 @@ from rlx.offload.plan.planner import Plan
 from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
 from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.plan.text_table import GB, aligned
+
+if TYPE_CHECKING:
+    from rlx.offload.benchmark.layer_costs import MeasuredCosts  # loads torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,24 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     longest = {mode: scenario.longest(mode) for mode in PLANNED_MODES} if given.longest else {}
     at_longest = {mode: scenario.plan(mode, tokens) for mode, tokens in longest.items() if tokens}
     print(_text(given, scenario, plans))
-    outcome = None
+    final = plans["auto"]
     if measured is not None:
-        outcome = plan_measured(measured, scenario, given.tokens, uses_link=given.link_gb_per_s is None)
-        print("\n" + describe_measured(measured, scenario, given.tokens, outcome))
+        final, text = measured.plan(scenario, given.tokens, uses_link=given.link_gb_per_s is None)
+        print("\n" + text)
     if given.longest:
         print("\n" + _longest(longest, at_longest))
     if given.out is not None:
-        about: dict[str, Any] = {
-            "longest_tokens": longest,
-            "longest_steps_s": {m: p.prediction.step_s for m, p in at_longest.items()},
-        }
-        if measured is not None and outcome is not None:
-            about["measured"] = {**measured.figures, "plan": outcome.plan.prediction._asdict()}
+        figures = _figures(given, scenario, plans)
+        figures["longest_tokens"] = longest
+        figures["longest_steps_s"] = {mode: plan.prediction.step_s for mode, plan in at_longest.items()}
+        if measured is not None:
+            figures["measured"] = {**measured.figures, "plan": final.prediction._asdict()}
         try:
-            given.out.write_text(json.dumps({**_figures(given, scenario, plans), **about}, indent=2) + "\n")
+            given.out.write_text(json.dumps(figures, indent=2) + "\n")
         except OSError as error:
             parser.error(f"--out: {given.out} cannot be written: {error.strerror}; name another file")
-    return int(not scenario.fits(plans["auto"] if outcome is None else outcome.plan))
+    return int(not scenario.fits(final))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,63 +77,39 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rlx.offload.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers",
-    )
-    add(
-        "--tokens",
-        type=_positive,
-        help="tokens of a micro-batch on one GPU, or on all that share it; default: the longest that fits",
-    )
+    add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
+    tokens = "tokens of a micro-batch on one GPU, or on all that share it; default: the longest that fits"
+    add("--tokens", type=_positive, help=tokens)
     add("--sequences", type=_positive, default=1, help="sequences in the micro-batch, of equal length; default 1")
     add("--logit-tokens", type=_count, help="tokens for which log-probs are computed; default all, 0: no output head")
     add("--layers", type=_positive, help="number of layers instead of the model's own")
-    add("--gpus", type=_positive, default=1, help="GPUs that FSDP shards the model over; default 1")
-    add(
-        "--weight-bytes",
-        type=int,
-        choices=(2, 4),
-        default=4,
-        help="bytes of a stored weight, gradient and optimizer state; default 4",
-    )
+    weights = "bytes of a stored weight, gradient and optimizer state; default 4"
+    add("--weight-bytes", type=int, choices=(2, 4), default=4, help=weights)
     add("--tile", type=_tile, help="tokens per tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
+    lora = "rank of adapters on all linear maps, which alone are trained; default 0: none"
+    add("--lora-rank", type=_count, default=0, help=lora)
+    _add_machine(parser)
+    add("--longest", action="store_true", help="also print the longest context that fits, as without --tokens")
+    measure = "also measure a few layers on this machine, and plan with their costs; needs --tokens"
+    add("--measure", action="store_true", help=measure)
+    add("--out", type=Path, metavar="FILE", help="write everything to a file as JSON")
+    return parser
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--gpus", type=_positive, default=1, help="GPUs that FSDP shards the model over; default 1")
     add("--shared-by", type=_positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
-    add(
-        "--optimizer-on-host",
-        action="store_true",
-        help="the optimizer's states are in host memory except during its step (optimizer_offload)",
-    )
-    add(
-        "--lora-rank",
-        type=_count,
-        default=0,
-        help="rank of adapters on all linear maps, which alone are trained; default 0: none",
-    )
-    add(
-        "--states-gb",
-        type=_number,
-        help="size of weights, gradients and states on a GPU, if some are frozen or on the host [10^9 bytes]",
-    )
+    on_host = "the optimizer's states are in host memory except during its step (optimizer_offload)"
+    add("--optimizer-on-host", action="store_true", help=on_host)
+    states = "size of weights, gradients and states on a GPU, if some are frozen or on the host [10^9 bytes]"
+    add("--states-gb", type=_number, help=states)
     add("--hardware", choices=PROFILES, default="h200", help="default h200")
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
     add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
     add("--link-gb-per-s", type=_number, help="rate between device and host, each way, instead of the profile's")
-    add(
-        "--disk-gb-per-s",
-        type=_number,
-        default=0.0,
-        help="rate of a disk for bytes that the host has no room for; default none",
-    )
-    add("--longest", action="store_true", help="also print the longest context that fits, as without --tokens")
-    add(
-        "--measure",
-        action="store_true",
-        help="also measure a few layers on this machine, and plan with their costs; needs --tokens",
-    )
-    add("--out", type=Path, metavar="FILE", help="write everything to a file as JSON")
-    return parser
+    disk = "rate of a disk for bytes that the host has no room for; default none"
+    add("--disk-gb-per-s", type=_number, default=0.0, help=disk)
 
 
 def _scenario(given: argparse.Namespace) -> Scenario:
@@ -169,11 +145,9 @@ def _scenario(given: argparse.Namespace) -> Scenario:
 
 def _check_measurable(given: argparse.Namespace) -> None:
     """Refuse options that measuring a few layers on one device cannot cover."""
-    wrong = [
-        name for name, is_given in (("--shared-by", given.shared_by > 1), ("--lora-rank", given.lora_rank)) if is_given
-    ]
     if given.tokens is None:
         raise ValueError("--measure: got no --tokens, expected the number to measure with; add --tokens")
+    wrong = ["--shared-by"] * (given.shared_by > 1) + ["--lora-rank"] * (given.lora_rank > 0)
     if wrong:
         raise ValueError(
             f"--measure: got {', '.join(wrong)}, which only the formulas cover; leave out --measure or these"
@@ -236,14 +210,22 @@ def _phases(scenario: Scenario, plans: dict[str, Plan]) -> list[tuple[str, ...]]
 def _longest(longest: dict[str, int], plans: dict[str, Plan]) -> str:
     rows: list[tuple[str, ...]] = [("longest context that fits", "tokens", "step s", "tokens/s")]
     for mode, tokens in longest.items():
-        step_s = plans[mode].prediction.step_s if tokens else None
-        figures = ("-", "-") if step_s is None else (f"{step_s:.2f}", f"{tokens / step_s:.0f}")
+        figures = ("-", "-")
+        if tokens:
+            step_s = plans[mode].prediction.step_s
+            figures = (f"{step_s:.2f}", f"{tokens / step_s:.0f}")
         rows.append((mode, str(tokens), *figures))
     return "\n".join(aligned(rows, texts=1))
 
 
 def _figures(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Plan]) -> dict[str, Any]:
-    layers = zip(scenario.costs(given.tokens), plans["auto"].layers, strict=True)
+    layers = []
+    for cost, layer in zip(scenario.costs(given.tokens), plans["auto"].layers, strict=True):
+        names = {
+            field: [cost.operations[i].name for i in sorted(getattr(layer, field))]
+            for field in ("on_device", "off_device")
+        }
+        layers.append({**vars(layer), **names})
     return {
         "arguments": {name: value for name, value in vars(given).items() if name != "out"},
         "hardware": asdict(scenario.hardware),
@@ -254,20 +236,8 @@ def _figures(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Pla
             for mode, plan in plans.items()
         },
         "fetches": plans["auto"].fetches,
-        "layers": [
-            {
-                "keep": layer.keep,
-                "offload_boundary": layer.offload_boundary,
-                "on_device": _names(cost, layer.on_device),
-                "off_device": _names(cost, layer.off_device),
-            }
-            for cost, layer in layers
-        ],
+        "layers": layers,
     }
-
-
-def _names(cost: LayerCost, indices: frozenset[int]) -> list[str]:
-    return [cost.operations[i].name for i in sorted(indices)]
 
 
 def _gb(nbytes: float) -> str:

@@ -8,15 +8,10 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """The processes that run the same steps.
-
-    Args:
-        group: a process group with a backend for host memory; None: this process alone.
-    """
+    """The processes that run the same steps: of a group with a backend for host memory, or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self.world_size = 1 if group is None else dist.get_world_size(group)
         self.is_first = group is None or dist.get_rank(group) == 0
 
     def say(self, text: str) -> None:
@@ -33,10 +28,6 @@ class Ranks:
         """Return the values of all ranks, on every rank."""
         if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-    def largest(self, values: list[float]) -> list[float]:
-        """Return the largest values of all ranks, element by element: for step times, those of the slowest."""
-        return [max(column) for column in zip(*self.gather(values), strict=True)]

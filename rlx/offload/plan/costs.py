@@ -8,82 +8,52 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a layer whose result can be saved, so that recomputation does not run it.
+    """An operation of a layer whose result can be saved, so that recomputation does not run it."""
 
-    Args:
-        name: for people.
-        at: when in the layer's forward it ends, as a share of forward's time, in [0, 1].
-        seconds: time to run it again.
-        nbytes: size of its result and of the other tensors that its backward reads, without its arguments.
-        offload_at: when in the layer's forward these bytes may be offloaded, as a share; None: at `at`. A result that the layer
-            may still write to waits for a later operation.
-        small_bytes: of `nbytes`, tensors that are too small to be offloaded.
-        extra_bytes: of `nbytes`, tensors that autograd does not save.
-    """
-
-    name: str
-    at: float
-    seconds: float
-    nbytes: int
+    name: str  # for people
+    at: float  # when in the layer's forward it ends, as a share of forward's time, in [0, 1]
+    seconds: float  # time to run it again
+    nbytes: int  # size of its result and of the other tensors that its backward reads, without its arguments
+    # When these bytes may be offloaded, likewise; None: at `at`. A result that the layer may still write to waits.
     offload_at: float | None = None
-    small_bytes: int = 0
-    extra_bytes: int = 0
+    small_bytes: int = 0  # of `nbytes`, tensors that are too small to be offloaded
+    extra_bytes: int = 0  # of `nbytes`, tensors that autograd does not save
+    op: int = 0  # for profiled layers: its op index (Note [op indices] in `rlx.offload.replay.instructions`)
 
 
 class Point(NamedTuple):
-    """A fetch point: a moment in a layer's backward at which the bytes of the layer before may be fetched.
+    """A fetch point: a moment in a layer's backward at which the bytes of the layer before may be fetched."""
 
-    Args:
-        at: time since backward began, without recomputation, as a share of backward's time, in [0, 1].
-        nbytes: peak memory of backward from then on, if the layer was recomputed.
-        name: the operation whose backward begins at that moment, for people.
-        call, slots: for profiled layers: index of that operation's call, and number of tensors that autograd has saved up to it.
-        forward_at: when in the layer's forward that operation ends, as a share, in [0, 1]; None: not known. By then backward has
-            used the results of operations that end then or later, so `nbytes` does not count them.
-    """
-
-    at: float
-    nbytes: int
-    name: str = ""
-    call: int = -1
-    slots: int = -1
+    at: float  # time since backward began, without recomputation, as a share of backward's time, in [0, 1]
+    nbytes: int  # peak memory of backward from then on, if the layer was recomputed
+    name: str = ""  # the operation whose backward begins at that moment, for people
+    call: int = -1  # for profiled layers: index of that operation's call
+    slots: int = -1  # likewise: number of tensors that autograd has saved up to it
+    # When in the layer's forward that operation ends, as a share, in [0, 1]; None: not known. By then backward has used the
+    # results of operations that end then or later, so `nbytes` does not count them.
     forward_at: float | None = None
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Times and sizes of one layer. Layers with equal costs are planned as one kind; a plan is fast to find for few kinds.
-
-    Args:
-        forward_s, backward_s: times without recomputation [s].
-        recompute_s: time to recompute everything that backward needs, with all operations [s].
-        boundary_bytes: size of the inputs, which are offloaded, or kept if `LayerPlan.offload_boundary` is False.
-        saved_bytes: size of everything that plain autograd saves.
-        working_bytes: peak memory of backward if the layer was recomputed, with the recomputed tensors.
-        late_bytes: the same after backward has freed the layer's widest part.
-        operations: in the order in which they run.
-        late_at: when backward has freed the widest part, as a share of backward's time, in [0, 1].
-        forward_bytes: peak memory of forward, with the inputs and without the operations' `extra_bytes`. A value below
-            `saved_bytes` counts as `saved_bytes`.
-        points: fetch points in backward, from the first to the last. If there are any, they replace `late_at` and `late_bytes`.
-        extra_bytes: of the inputs, tensors that autograd does not save. `working_bytes`, `late_bytes` and `points` do not count
-            them. If the inputs are kept, these tensors exist until the layer's backward ends.
-        kept_bytes: peak memory of backward if the whole layer was kept. A value below `working_bytes` counts as `working_bytes`.
-    """
+    """Times and sizes of one layer. Layers with equal costs are planned as one kind; a plan is fast to find for few kinds."""
 
     forward_s: float
-    backward_s: float
-    recompute_s: float
-    boundary_bytes: int
-    saved_bytes: int
-    working_bytes: int
-    late_bytes: int
-    operations: tuple[Operation, ...] = ()
-    late_at: float = 0.5
+    backward_s: float  # without recomputation
+    recompute_s: float  # to recompute everything that backward needs, with all operations
+    boundary_bytes: int  # size of the inputs, which are offloaded, or kept if `LayerPlan.offload_boundary` is False
+    saved_bytes: int  # size of everything that plain autograd saves
+    working_bytes: int  # peak memory of backward if the layer was recomputed, with the recomputed tensors
+    late_bytes: int  # the same after backward has freed the layer's widest part
+    operations: tuple[Operation, ...] = ()  # in the order in which they run
+    late_at: float = 0.5  # when backward has freed the widest part, as a share of backward's time, in [0, 1]
+    # Peak memory of forward, with the inputs and without the operations' `extra_bytes`; counts as at least `saved_bytes`.
     forward_bytes: int = 0
-    points: tuple[Point, ...] = ()
+    points: tuple[Point, ...] = ()  # in backward, from the first to the last; they replace `late_at` and `late_bytes`
+    # Of the inputs, tensors that autograd does not save. `working_bytes`, `late_bytes` and `points` do not count them. If the
+    # inputs are kept, these tensors exist until the layer's backward ends.
     extra_bytes: int = 0
-    kept_bytes: int = 0
+    kept_bytes: int = 0  # peak memory of backward if the whole layer was kept; counts as at least `working_bytes`
 
     @property
     def fetch_points(self) -> tuple[Point, ...]:
@@ -93,24 +63,15 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Budget:
-    """The resources that a plan may use.
+    """The resources that a plan may use. Rates are those that copies reach while training computes; 0: there is no such thing."""
 
-    Args:
-        out_bytes_per_s, in_bytes_per_s: rates of the link from and to the device while training computes; 0: no link.
-        device_bytes: device memory for backward, above weights, gradients and optimizer states.
-        host_bytes: host memory; None: no limit.
-        disk_bytes_per_s: rate of a disk for layers that the host has no room for, one direction at a time; 0: no disk.
-        turnaround_s: compute time between forward and backward of the layers (head and loss), in which the link goes on copying.
-        turnaround_bytes: peak memory in that time, without the bytes of the last two layers, which are still being copied.
-    """
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-    device_bytes: int
-    host_bytes: int | None = None
-    disk_bytes_per_s: float = 0.0
-    turnaround_s: float = 0.0
-    turnaround_bytes: int = 0
+    out_bytes_per_s: float  # of the link from the device
+    in_bytes_per_s: float  # of the link to the device
+    device_bytes: int  # device memory for backward, above weights, gradients and optimizer states
+    host_bytes: int | None = None  # None: no limit
+    disk_bytes_per_s: float = 0.0  # of a disk for layers that the host has no room for, one direction at a time
+    turnaround_s: float = 0.0  # compute time of head and loss, in which the link goes on copying
+    turnaround_bytes: int = 0  # peak memory in that time, without the bytes of the last two layers, still being copied
 
     @property
     def has_link(self) -> bool:
@@ -125,16 +86,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The plan for one layer.
+    """The plan for one layer. Operations that are in neither set are recomputed."""
 
-    Args:
-        keep: keep everything that autograd saves on the device and recompute nothing. The other fields have no effect then.
-        offload_boundary: offload the layer's inputs; else keep them on the device.
-        on_device: indices of operations whose results are kept on the device.
-        off_device: indices of operations whose results are offloaded. All others are recomputed.
-    """
-
-    keep: bool = False
-    offload_boundary: bool = True
-    on_device: frozenset[int] = frozenset()
-    off_device: frozenset[int] = frozenset()
+    keep: bool = False  # keep everything that autograd saves on the device and recompute nothing, whatever follows
+    offload_boundary: bool = True  # offload the layer's inputs; else keep them on the device
+    on_device: frozenset[int] = frozenset()  # indices of operations whose results are kept on the device
+    off_device: frozenset[int] = frozenset()  # indices of operations whose results are offloaded

@@ -15,37 +15,23 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder; widths in elements.
+    """The sizes of a decoder; widths in elements."""
 
-    Args:
-        width: of the hidden states.
-        heads, kv_heads, head_width: number of query heads and of key/value heads, and their width.
-        mlp_width: of a dense MLP.
-        vocabulary: number of tokens.
-        tied: head and embedding share their weights.
-        qk_norm: q and k go through norms.
-        qkv_bias: q, k and v have biases.
-        experts, active_experts, expert_width: number of experts, number of experts that process a token, and their width.
-        shared_width: width of the shared expert, which processes all tokens; 0: none.
-        windows: for each layer the number of tokens that a query attends to, None for all.
-        sparse: for each layer whether it has experts.
-    """
-
-    width: int
-    heads: int
-    kv_heads: int
+    width: int  # of the hidden states
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
     head_width: int
-    mlp_width: int
+    mlp_width: int  # of a dense MLP
     vocabulary: int
-    tied: bool
-    qk_norm: bool
-    qkv_bias: bool
+    tied: bool  # head and embedding share their weights
+    qk_norm: bool  # q and k go through norms
+    qkv_bias: bool  # q, k and v have biases
     experts: int
-    active_experts: int
+    active_experts: int  # number of experts that process a token
     expert_width: int
-    shared_width: int
-    windows: tuple[int | None, ...]
-    sparse: tuple[bool, ...]
+    shared_width: int  # of the shared expert, which processes all tokens; 0: none
+    windows: tuple[int | None, ...]  # for each layer the number of tokens that a query attends to, None for all
+    sparse: tuple[bool, ...]  # for each layer whether it has experts
 
     def layer_parameters(self, layer: int) -> int:
         """Return the number of weights of a layer."""

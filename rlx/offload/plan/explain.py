@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.planner import Plan, make_plan
@@ -16,13 +17,7 @@ _PLAN_COLUMNS = ("layers", "kept on the device", "offloaded", "recomputed", "GB 
 
 
 def explain(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> str:
-    """Return the plan as text.
-
-    Args:
-        costs: of each layer.
-        plan: as `make_plan` returns it.
-        budget: that the plan was made for.
-    """
+    """Return a plan as text, with the costs of each layer and the budget that it was made for."""
     groups: dict[tuple[LayerCost, LayerPlan], list[int]] = {}
     for index, key in enumerate(zip(costs, plan.layers, strict=True)):
         groups.setdefault(key, []).append(index)
@@ -49,16 +44,11 @@ def _row(cost: LayerCost, layer: LayerPlan, members: Sequence[int]) -> tuple[str
     )
 
 
-def _ranges(numbers: Sequence[int], longest: int = 4) -> str:
-    """Return `0-2, 5` for 0, 1, 2, 5; if there are more than `longest` runs, leave out the middle ones."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    texts = ["-".join(map(str, run)) for run in runs]
-    return ", ".join(texts if len(texts) <= longest else [*texts[: longest - 1], "...", texts[-1]])
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return `0-2, 5` for 0, 1, 2, 5; of more than four runs leave out the middle ones."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]])
 
 
 def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable[str]:
@@ -70,7 +60,12 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable
         f"{found.step_s / boundary.step_s:.3f} x inputs alone ({boundary.step_s:.3f} s, {_gb(boundary.peak_bytes)}); "
         f"compute waits {found.stall_s:.3f} s"
     )
-    out_s, in_s = _link_seconds(costs, plan, budget)
+    layers = zip(costs, plan.layers, strict=True)
+    estimates = assign_tiers([estimate_layer(cost, layer, budget) for cost, layer in layers], budget)
+    out_s, in_s = (
+        sum(one.out_s for one in estimates),
+        sum(one.in_s for one in estimates[:-1]),
+    )  # the last fetches nothing
     forward_s = found.forward_s + budget.turnaround_s  # copies go on during the turnaround, so it counts as forward
     yield (
         f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, "
@@ -96,14 +91,6 @@ def _fetched(costs: Sequence[LayerCost], plan: Plan) -> str:
             late = f"with the backward of {point.name}" if point.name else f"after {point.at:.0%} of backward"
             counts["with the recomputation" if not fetch else late] += 1
     return ", ".join(f"{when} ({count})" for when, count in counts.most_common()) or "never"
-
-
-def _link_seconds(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> tuple[float, float]:
-    """Return the link's or the disk's time in forward and in backward [s]; the last layer fetches nothing."""
-    estimates = assign_tiers(
-        [estimate_layer(cost, layer, budget) for cost, layer in zip(costs, plan.layers, strict=True)], budget
-    )
-    return sum(estimate.out_s for estimate in estimates), sum(estimate.in_s for estimate in estimates[:-1])
 
 
 def limits(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> dict[str, float]:

@@ -21,46 +21,17 @@ _PCIE_4, _PCIE_5 = 31.5e9, 63.0e9  # x16 in each direction: 16 or 32 GT/s, 16 la
 
 @dataclass(frozen=True)
 class Hardware:
-    """One accelerator and its share of the machine.
-
-    Args:
-        name: of the profile.
-        peak_flops: dense bf16 [1/s].
-        memory_bytes_per_s: bandwidth of device memory.
-        device_bytes: size of device memory.
-        link_bytes_per_s: rate to the host or back that training reaches, one direction at a time.
-        link_both_bytes_per_s: rate of each direction with both at once. Plans use `link_bytes_per_s`, since forward only
-            offloads and backward only fetches.
-        host_bytes: host memory per accelerator in a usual machine.
-    """
+    """One accelerator and its share of the machine. Rates of the link are those that training reaches."""
 
     name: str
-    peak_flops: float
+    peak_flops: float  # dense bf16 [1/s]
     memory_bytes_per_s: float
     device_bytes: float
-    link_bytes_per_s: float
-    link_both_bytes_per_s: float
-    host_bytes: float
-
-    @property
-    def matmul_flops(self) -> float:
-        """Rate of linear maps [1/s]."""
-        return self.peak_flops * MATMUL_SHARE
-
-    @property
-    def attention_flops(self) -> float:
-        """Rate of attention's forward [1/s]."""
-        return self.peak_flops * ATTENTION_SHARE
-
-    @property
-    def attention_backward_flops(self) -> float:
-        """Rate of attention's backward [1/s]."""
-        return self.peak_flops * ATTENTION_BACKWARD_SHARE
-
-    @property
-    def elementwise_bytes_per_s(self) -> float:
-        """Rate at which elementwise kernels read and write memory."""
-        return self.memory_bytes_per_s * MEMORY_SHARE
+    link_bytes_per_s: (
+        float  # to the host or back, one direction at a time: forward only offloads, backward only fetches
+    )
+    link_both_bytes_per_s: float  # of each direction with both at once; plans do not use it
+    host_bytes: float  # host memory per accelerator in a usual machine
 
 
 def _on_pcie(pcie: float, name: str, tflops: float, tb_per_s: float, device_gb: float, host_gb: float) -> Hardware:

@@ -1,27 +1,22 @@
 """The memory of a decoder's training step by formulas, for the planner and for the forecast before a run.
 
-Letters: T tokens of a micro-batch on one process, h width of the model, a = heads x head width, c = key/value heads x head
-width, f width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. Figures are bytes per token of
-a layer; "in all" marks bytes of the whole layer.
+The section "Formulas" of docs/planning.md has all formulas as a table. Letters: T tokens of a micro-batch on one process, h width of
+the model, a = heads x head width, c = key/value heads x head width, f width of the MLP, k experts per token, V vocabulary, e bytes
+per element of activations. What the terms stand for:
 
 *Saved* by autograd. A norm: (4 + 2 e) h, for a copy in fp32 and the results before and after the weight; norms of q and k do not
-save the result after it. q and attention's result: e a each. k and v: e c each. The log-sum-exp: 4 per head. The MLP: 4 e f, for
-gate, its activation, up and their product. Experts: k (4 e f + 2 e h), since the sorted input and down's result are saved, too.
+save the result after it. The log-sum-exp: 4 per head. The MLP: 4 e f, for gate, its activation, up and their product. Experts also
+save the sorted input and down's result, 2 e h each time.
 *Working set* of a layer's backward: the saved tensors; the input, the residual and the gradient from above, 3 e h; and 2 e f while
 the backward of the product makes three gradients from one. The second half of backward begins with the MLP's 4 e f freed.
-*Tiles* of t < T tokens: MLP and norms save their inputs and the norms' results, 3 e h together; norms of q and k save e (a + c).
-A norm is tiled only for longer sequences than the MLP is; until then it saves as much as without tiles. The MLP's backward also
-needs the gradient of its input, e h; six tensors of a tile, 6 e f t in all; and the fp32 sums of the weights' gradients, 12 h f
-in all. After it, backward needs the gradients of q, k, v and of attention's result, e (2 a + 2 c), and the fp32 sum of q's
-gradient, 4 a. Experts are not tiled.
+*Tiles* of t < T tokens: MLP and norms save their inputs and the norms' results. A norm is tiled only for longer sequences than the
+MLP is. The MLP's backward needs the gradient of its input, six tensors of a tile, and fp32 sums of the weights' gradients. After it,
+backward needs the gradients of q, k, v and of attention's result, and the fp32 sum of q's gradient. Experts are not tiled.
 *Shared sequences*: with u processes T is the part of one. If u exceeds the number of key heads, k and v are repeated to u heads.
-*Head*, for log-probs with logits in chunks: a chunk of 3 GiB of logits, or all of them if that is less, which their gradient
-replaces; hidden states and their gradient, 2 e h T in all; the gradient of the weight, e h V in all, or with several chunks its
-fp32 sum, 4 h V in all.
-*Without backward* a layer holds e times these widths: 3 h (its input, the residual, a norm's result) and 3 f of the MLP. Experts
-hold k (3 f + 2 h) instead of 3 f, or 4 k h while their results are put back in order. While attention runs, the layer holds 2 h,
-4 a (rotary embedding) and 2 c. The head holds e per logit of a chunk, and e h.
-*Adapters* of rank r (LoRA) on all linear maps: only they have gradients and optimizer states, and the head has no gradient.
+*Head*, for log-probs with logits in chunks: a chunk of logits, which their gradient replaces; hidden states and their gradient; the
+gradient of the weight, or with several chunks its fp32 sum.
+*Without backward* a layer holds its input, the residual and a norm's result, and 3 f of the MLP. Experts hold k (3 f + 2 h), or 4 k h
+while their results are put back in order. While attention runs, rotary embedding holds 4 a.
 *Optimizer's step*: AdamW's fused kernel allocates no tensor of its own. States on the host are moved in pieces of 1 GiB, of which
 3.5 are on the device at once.
 """
@@ -51,26 +46,20 @@ class LayerBytes(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Memory of a model on one accelerator, activations aside [bytes].
+    """Memory of a model on one accelerator, activations aside [bytes]."""
 
-    Args:
-        weights, gradients, optimizer: of its shard; the optimizer has two states (Adam).
-        gathered: by FSDP: weights outside the layers and of two layers, in the dtype of computation, and the gradient of one
-            layer, in the dtype of its sum.
-    """
-
-    weights: float
+    weights: float  # of its shard, as the next two
     gradients: float
-    optimizer: float
-    gathered: float
+    optimizer: float  # two states (Adam)
+    gathered: (
+        float  # by FSDP: weights outside the layers and of two layers, and the gradient of one layer as it is summed
+    )
 
 
 def tile_tokens(tokens: int, width: int, widest: int) -> int:
     """Return the tokens of a tile if the user does not choose; at least those of the input if tiles would save little.
 
-    Args:
-        tokens, width: of the input.
-        widest: width of the widest intermediate result.
+    `tokens` and `width` are those of the input, `widest` is the width of the widest intermediate result.
     """
     widest = max(widest, width)
     number = max(1, round(tokens * widest / TILE_ELEMENTS))

@@ -1,20 +1,16 @@
 """The cost of a decoder's layers on a machine, by formulas, for machines and models that cannot be measured.
 
-Letters: T tokens, S tokens of one sequence, h width of the model, a = heads x head width, c = key/value heads x head width,
-f width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. For a layer in T tokens:
-
-*Linear maps* take 2 T x inputs x outputs floating-point operations, and twice as many in backward. q: h a; k and v: h c each;
-o: a h; gate and up: h f each; down: f h. With experts, gate, up and down run k times each; the shared expert counts as dense.
-*Attention*, causal, takes 4 T a operations per key that a query attends to: on average S / 2 keys, or w - w^2 / (2 S) with a
-window of w < S tokens. Backward takes 2.5 times as many: five products instead of two (FlashAttention-2, arXiv:2307.08691).
+The section "Formulas" of docs/planning.md has them as a table; `memory.py` names the letters and has the memory.
+*Linear maps* take 2 T x inputs x outputs floating-point operations, and twice as many in backward. With experts, gate, up and down
+run k times each; the shared expert counts as dense.
+*Attention*, causal, takes 4 T a operations per key that a query attends to: on average S / 2 keys of a sequence of S tokens, or
+w - w^2 / (2 S) with a window of w < S tokens. Backward takes 2.5 times as many: five products instead of two (FlashAttention-2,
+arXiv:2307.08691).
 *Elementwise* kernels move bytes: a norm in transformers' own form, which goes through fp32, (28 + 4 e) h; rotary embedding
 10 e (a + c); a sum 3 e h; SwiGLU 5 e f; sorting tokens by expert and back 6 e h k. Backward is assumed to take 1.5 times as long.
-*Recomputation* ends before down or, with experts, before their results are summed.
-*Tiles*: the MLP is recomputed in its own backward, under any plan of the layer.
-*Shared sequences*: each of u processes computes T / u tokens, whose queries attend to all keys. The formulas assume that compute
-hides the exchanges.
+*Recomputation* ends before down or, with experts, before their results are summed. A tiled MLP is recomputed in its own backward.
+*Shared sequences*: each process computes T / u tokens, whose queries attend to all keys. Compute is assumed to hide the exchanges.
 *Head*: 2 T h V operations, twice as many in backward, and forward once more for all chunks but the last.
-Memory: see `memory.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +19,13 @@ from typing import NamedTuple
 
 from rlx.offload.plan.costs import LayerCost, Operation
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.hardware import Hardware
+from rlx.offload.plan.hardware import (
+    ATTENTION_BACKWARD_SHARE,
+    ATTENTION_SHARE,
+    MATMUL_SHARE,
+    MEMORY_SHARE,
+    Hardware,
+)
 from rlx.offload.plan.memory import head_bytes, head_chunk, layer_bytes
 
 ATTENTION_BACKWARD = 2.5
@@ -49,18 +51,18 @@ class _Kernels(NamedTuple):
     element: int
 
     def linear(self, name: str, inputs: int, outputs: int, times: int = 1, again: bool = True) -> _Step:
-        seconds = 2 * self.tokens * times * inputs * outputs / self.hardware.matmul_flops
+        seconds = 2 * self.tokens * times * inputs * outputs / (self.hardware.peak_flops * MATMUL_SHARE)
         return _Step(seconds, 2 * seconds, name, self.element * self.tokens * times * outputs, again)
 
     def moved(self, nbytes_per_token: float, again: bool = True) -> _Step:
-        seconds = nbytes_per_token * self.tokens / self.hardware.elementwise_bytes_per_s
+        seconds = nbytes_per_token * self.tokens / (self.hardware.memory_bytes_per_s * MEMORY_SHARE)
         return _Step(seconds, ELEMENTWISE_BACKWARD * seconds, again=again)
 
     def attention(self, heads: int, head_width: int, keys: float) -> _Step:
         flops = 4 * self.tokens * heads * head_width * keys
         return _Step(
-            flops / self.hardware.attention_flops,
-            ATTENTION_BACKWARD * flops / self.hardware.attention_backward_flops,
+            flops / (self.hardware.peak_flops * ATTENTION_SHARE),
+            ATTENTION_BACKWARD * flops / (self.hardware.peak_flops * ATTENTION_BACKWARD_SHARE),
             "attention",
             self.tokens * heads * (self.element * head_width + 4),
         )

@@ -29,16 +29,12 @@ _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers that are kept in plans f
 
 
 class Plan(NamedTuple):
-    """A plan for all layers.
-
-    Args:
-        layers: the plan of each.
-        fetches: for each layer the index of the `LayerCost.fetch_points` at which its backward fetches the layer before.
-        prediction: of a step with this plan.
-    """
+    """A plan for all layers, and the prediction of a step with it."""
 
     layers: tuple[LayerPlan, ...]
-    fetches: tuple[int, ...]
+    fetches: tuple[
+        int, ...
+    ]  # for each layer which of `LayerCost.fetch_points` it is at which the layer before is fetched
     prediction: Prediction
 
 
@@ -76,14 +72,10 @@ class _Choice:
     def __init__(self, kind: _Kind, plan: LayerPlan) -> None:
         self.plan, self.estimate = plan, estimate_layer(kind.cost, plan, kind.budget)
         self._kind = kind
-        self._changed: dict[tuple[Part, Action], _Choice] = {}
 
     def changed(self, part: Part, action: Action) -> _Choice:
         """Return the choice after one change; itself if the change is impossible."""
-        found = self._changed.get((part, action))
-        if found is None:
-            found = self._changed[part, action] = self._kind.choice(_changed_plan(self.plan, part, action))
-        return found
+        return self._kind.choice(_changed_plan(self.plan, part, action))
 
 
 class _Kind:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.decoder import Decoder
@@ -29,39 +30,23 @@ class Phases(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """A model on a machine: the figures that determine plans.
-
-    Args:
-        decoder, hardware: sizes of the model, and rates and memory of the machine.
-        gpus: number of GPUs that FSDP shards weights, gradients and optimizer states over.
-        weight_bytes: size of a weight, of its gradient and of each of its two optimizer states.
-        sequences: number of sequences in a micro-batch, of equal length.
-        logit_tokens: number of tokens for which log-probs are computed; None: all.
-        states: weights, gradients and optimizer states on the device, by parts or as one number of bytes; None: by formulas,
-            sharded over `gpus`.
-        is_head_trained: whether the head has a gradient.
-        other_bytes: device memory that other users hold during the step.
-        disk_bytes_per_s: rate of a disk for bytes that the host has no room for; 0: no disk.
-        tile: tokens per tile of MLPs and norms; None: no tiles; 0: as `enable_tiling` chooses.
-        shared_by: number of accelerators that share each sequence.
-        optimizer_on_host: the optimizer's states are in host memory except during its step.
-        element: size of an element of activations [bytes].
-    """
+    """A model on a machine: the figures that determine plans."""
 
     decoder: Decoder
     hardware: Hardware
-    gpus: int = 1
-    weight_bytes: int = 4
-    sequences: int = 1
-    logit_tokens: int | None = None
+    gpus: int = 1  # number of GPUs that FSDP shards weights, gradients and optimizer states over
+    weight_bytes: int = 4  # size of a weight, of its gradient and of each of its two optimizer states
+    sequences: int = 1  # in a micro-batch, of equal length
+    logit_tokens: int | None = None  # number of tokens for which log-probs are computed; None: all
+    # Weights, gradients and optimizer states on the device, by parts or as one number of bytes; None: by formulas, over `gpus`.
     states: StateBytes | float | None = None
-    is_head_trained: bool = True
-    other_bytes: float = 0.0
-    disk_bytes_per_s: float = 0.0
-    tile: int | None = None
-    shared_by: int = 1
-    optimizer_on_host: bool = False
-    element: int = E
+    is_head_trained: bool = True  # the head has a gradient
+    other_bytes: float = 0.0  # device memory that other users hold during the step
+    disk_bytes_per_s: float = 0.0  # rate of a disk for bytes that the host has no room for; 0: no disk
+    tile: int | None = None  # tokens per tile of MLPs and norms; None: no tiles; 0: as `enable_tiling` chooses
+    shared_by: int = 1  # number of accelerators that share each sequence
+    optimizer_on_host: bool = False  # except during its step
+    element: int = E  # size of an element of activations [bytes]
 
     @property
     def _states(self) -> StateBytes:
@@ -97,24 +82,16 @@ class Scenario(NamedTuple):
 
     def costs(self, tokens: int) -> list[LayerCost]:
         """Return the cost of each layer and, if log-probs are computed, of the head as a last layer."""
-        kinds: dict[tuple[int | None, bool], LayerCost] = {}
-        costs = []
-        for i, kind in enumerate(zip(self.decoder.windows, self.decoder.sparse, strict=True)):
-            if kind not in kinds:
-                kinds[kind] = layer_cost(
-                    self.decoder,
-                    i,
-                    tokens,
-                    self.hardware,
-                    self.sequences,
-                    tile=self.tile,
-                    shared_by=self.shared_by,
-                    element=self.element,
-                )
-            costs.append(kinds[kind])
-        logits = self._own_logits(tokens)
-        head = head_cost(self.decoder, logits, self.hardware, self.element, self.is_head_trained) if logits else None
-        return costs if head is None else [*costs, head]
+        how: dict[str, Any] = {"tile": self.tile, "shared_by": self.shared_by, "element": self.element}
+        kinds = list(zip(self.decoder.windows, self.decoder.sparse, strict=True))
+        of_kind = {
+            kind: layer_cost(self.decoder, kinds.index(kind), tokens, self.hardware, self.sequences, **how)
+            for kind in set(kinds)
+        }
+        costs = [of_kind[kind] for kind in kinds]
+        if logits := self._own_logits(tokens):
+            costs.append(head_cost(self.decoder, logits, self.hardware, self.element, self.is_head_trained))
+        return costs
 
     def _own_logits(self, tokens: int) -> int:
         """Return the number of tokens for which one accelerator computes log-probs."""
@@ -137,22 +114,23 @@ class Scenario(NamedTuple):
         states, (forward, last, backward) = self._states, plan.prediction.peaks
         if self.logit_tokens == 0:
             backward, last = max(last, backward), 0
-        base = states.weights + states.gradients + self.other_bytes
-        while_passing = base + states.gathered + states.optimizer * (not self.optimizer_on_host)
-        head = while_passing + last if last else 0.0
-        step = base + step_bytes(states, self.optimizer_on_host)
-        return Phases(while_passing + forward, head, while_passing + backward, step)
+        passing = self._held_while_passing + states.gradients
+        step = states.weights + states.gradients + self.other_bytes + step_bytes(states, self.optimizer_on_host)
+        return Phases(passing + forward, passing + last if last else 0.0, passing + backward, step)
+
+    @property
+    def _held_while_passing(self) -> float:
+        """Device memory during forward and backward, without activations and gradients [bytes]."""
+        states = self._states
+        return states.weights + states.gathered + states.optimizer * (not self.optimizer_on_host) + self.other_bytes
 
     def without_backward(self, tokens: int) -> float:
         """Return the peak device memory of a forward without backward and without gradients [bytes]."""
-        states, own = self._states, -(-tokens // self.shared_by)
-        working = max(
-            forward_bytes(self.decoder, layer, own, self.element, self.tile)
-            for layer in {sparse: layer for layer, sparse in enumerate(self.decoder.sparse)}.values()
-        )
+        one_of_each = {sparse: layer for layer, sparse in enumerate(self.decoder.sparse)}.values()
+        own = -(-tokens // self.shared_by)
+        working = [forward_bytes(self.decoder, layer, own, self.element, self.tile) for layer in one_of_each]
         head = head_forward_bytes(self.decoder, self._own_logits(tokens), self.element)
-        held = states.weights + states.gathered + states.optimizer * (not self.optimizer_on_host) + self.other_bytes
-        return held + max(working, head)
+        return self._held_while_passing + max(*working, head)
 
     def fits(self, plan: Plan) -> bool:
         """Return whether device and host have room for a plan."""
@@ -175,8 +153,4 @@ def _last(holds: Callable[[int], bool]) -> int:
     above = 1
     while holds(above):
         above *= 2
-    below = above // 2
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if holds(middle) else (below, middle)
-    return below
+    return bisect_left(range(above), True, lo=above // 2 + 1, key=lambda number: not holds(number)) - 1

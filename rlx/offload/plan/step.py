@@ -36,9 +36,7 @@ from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Point
 
 
 class Peaks(NamedTuple):
-    """Peak memory of three phases [bytes]: forward of all layers but the last, forward and backward of the last, backward of the
-    others.
-    """
+    """Peak memory by phase [bytes]: forward of all layers but the last, forward and backward of the last, backward of the others."""
 
     forward: int
     last: int
@@ -46,21 +44,12 @@ class Peaks(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One simulated step.
-
-    Args:
-        step_s: time of the step.
-        stall_s: the part of `step_s` in which compute waits for the link or the disk.
-        peak_bytes: peak memory above weights and gradients.
-        host_bytes, disk_bytes: offloaded bytes by tier.
-        forward_s: time of forward.
-        peaks: peak memory by phase.
-    """
+    """One simulated step."""
 
     step_s: float
-    stall_s: float
-    peak_bytes: int
-    host_bytes: int
+    stall_s: float  # the part of `step_s` in which compute waits for the link or the disk
+    peak_bytes: int  # peak memory above weights and gradients
+    host_bytes: int  # offloaded bytes by tier
     disk_bytes: int
     forward_s: float
     peaks: Peaks
@@ -99,35 +88,28 @@ def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], budget: Bud
 
 
 class LayerEstimate(NamedTuple):
-    """Times and sizes of one layer under a plan (Note [a layer as two lines]).
-
-    Args:
-        forward_s, recompute_s, backward_s: compute time.
-        out_s: time of the link to offload the layer's bytes.
-        copied_s: time from the layer's begin until all of them are copied, if the link is free.
-        in_s: time of the link to fetch the layer's bytes.
-        ready_s: time from the begin of the fetch to the end of recomputation, if the device waits for every transfer.
-        held_bytes, sent_bytes: bytes that the layer keeps on the device, and bytes that it offloads.
-        forward_bytes, working_bytes: peak memory of its forward and of its backward.
-        points: for each of `LayerCost.fetch_points` its time since backward began, and the peak memory from then on.
-        is_on_disk: the layer is offloaded to disk, at the disk's rate.
-        on_disk: the estimate of the same layer on disk; None if it cannot go there.
-    """
+    """Times and sizes of one layer under a plan (Note [a layer as two lines])."""
 
     forward_s: float
     recompute_s: float
     backward_s: float
-    out_s: float
-    copied_s: float
-    in_s: float
-    ready_s: float
-    held_bytes: int
-    sent_bytes: int
-    forward_bytes: int
-    working_bytes: int
-    points: tuple[tuple[float, int], ...]
+    out_s: float  # time of the link to offload the layer's bytes
+    copied_s: float  # time from the layer's begin until all of them are copied, if the link is free
+    in_s: float  # time of the link to fetch them
+    ready_s: (
+        float  # time from the begin of the fetch to the end of recomputation, if the device waits for every transfer
+    )
+    held_bytes: int  # kept on the device
+    sent_bytes: int  # offloaded
+    forward_bytes: int  # peak memory of forward
+    working_bytes: int  # peak memory of backward
+    points: tuple[
+        tuple[float, int], ...
+    ]  # of each fetch point: time since backward began, and peak memory from then on
     is_on_disk: bool = False
-    on_disk: LayerEstimate | None = None
+    on_disk: LayerEstimate | None = (
+        None  # the estimate of the same layer at the disk's rate; None if it cannot go there
+    )
 
 
 def estimate_layer(cost: LayerCost, plan: LayerPlan, budget: Budget) -> LayerEstimate:
@@ -161,15 +143,19 @@ def _estimate(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float)
         out_s, copied_s = out_s + seconds, max(copied_s, offload_at * cost.forward_s) + seconds
         in_s += _over(nbytes, in_rate)
         ready_s = max(ready_s, in_s + again_s - _recomputed_until(cost, plan, at, end))
+    on_device = [] if plan.keep else [cost.operations[i] for i in plan.on_device]
+    off_device = [] if plan.keep else [cost.operations[i] for i in plan.off_device]
+    working_bytes = max(cost.working_bytes, cost.saved_bytes, cost.kept_bytes) if plan.keep else cost.working_bytes
     # Results that a layer keeps are freed when the layer ends, not when recomputation or backward has used them.
-    extra = sum(cost.operations[i].extra_bytes for i in plan.on_device) + cost.extra_bytes * (not plan.offload_boundary)
-    extra = 0 if plan.keep else extra
+    extra = sum(op.extra_bytes for op in on_device)
+    forward_bytes = cost.forward_bytes + extra + sum(op.extra_bytes for op in off_device)
+    if not plan.keep and not plan.offload_boundary:
+        extra += cost.extra_bytes
 
     def kept(point: Point) -> int:
-        if plan.keep or point.forward_at is None:
+        if point.forward_at is None:
             return 0
-        operations = map(cost.operations.__getitem__, plan.on_device)
-        return sum(op.nbytes - op.extra_bytes for op in operations if op.at >= point.forward_at)
+        return sum(op.nbytes - op.extra_bytes for op in on_device if op.at >= point.forward_at)
 
     return LayerEstimate(
         forward_s=cost.forward_s,
@@ -181,20 +167,10 @@ def _estimate(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float)
         ready_s=ready_s,
         held_bytes=held_bytes(cost, plan),
         sent_bytes=sent_bytes(cost, plan),
-        forward_bytes=_forward_bytes(cost, plan),
-        working_bytes=_working_bytes(cost, plan) + extra,
+        forward_bytes=max(cost.saved_bytes, forward_bytes),
+        working_bytes=working_bytes + extra,
         points=tuple((cost.backward_s * point.at, point.nbytes + extra + kept(point)) for point in cost.fetch_points),
     )
-
-
-def _working_bytes(cost: LayerCost, plan: LayerPlan) -> int:
-    return max(cost.working_bytes, cost.saved_bytes, cost.kept_bytes) if plan.keep else cost.working_bytes
-
-
-def _forward_bytes(cost: LayerCost, plan: LayerPlan) -> int:
-    """Return the peak memory of a layer's forward."""
-    held = () if plan.keep else plan.on_device | plan.off_device
-    return max(cost.saved_bytes, cost.forward_bytes + sum(cost.operations[i].extra_bytes for i in held))
 
 
 def _transfers(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, float]]:
@@ -205,11 +181,11 @@ def _transfers(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, 
     """
     if plan.keep:
         return []
-    operations = [(i, cost.operations[i]) for i in plan.off_device]
-    transfers = [
-        (op.at if op.offload_at is None else op.offload_at, op.nbytes - op.small_bytes, i, op.at)
-        for i, op in operations
-    ]
+    transfers = []
+    for i in plan.off_device:
+        op = cost.operations[i]
+        offload_at = op.at if op.offload_at is None else op.offload_at
+        transfers.append((offload_at, op.nbytes - op.small_bytes, i, op.at))
     transfers.sort(key=lambda transfer: (transfer[0], transfer[2]))
     return [(0.0, cost.boundary_bytes, 0, 0.0), *transfers] if plan.offload_boundary else transfers
 
@@ -273,8 +249,7 @@ def choose_fetch_points(estimates: Sequence[LayerEstimate], device_bytes: int) -
     for estimate in estimates:
         fetch = 0
         if coming and estimate.working_bytes + coming > room:
-            last = len(estimate.points) - 1
-            fetch = 1
+            fetch, last = 1, len(estimate.points) - 1
             while fetch < last and estimate.points[fetch][1] + coming > room:
                 fetch += 1
         fetches.append(fetch)
@@ -285,15 +260,13 @@ def choose_fetch_points(estimates: Sequence[LayerEstimate], device_bytes: int) -
 
 def _backward(estimates: Sequence[LayerEstimate], fetches: Sequence[int], now: float, written: float) -> float:
     """Return the end of a backward that begins at `now`; nothing is fetched before the time `written`."""
-    asked, link_free = now, max(now, written)
-    is_here = True
+    asked, link_free = None, max(now, written)  # nothing is asked of the last layer: its bytes are still on the device
     for estimate, fetch in zip(reversed(estimates), reversed(fetches), strict=True):
         begins, began = now, now + estimate.recompute_s
-        if not is_here:
+        if asked is not None:
             link_free = max(link_free, asked)
             began = max(began, link_free + estimate.ready_s)
             link_free += estimate.in_s
-        is_here = False
         now = began + estimate.backward_s
         asked = began + estimate.points[fetch][0] if fetch else begins
     return now

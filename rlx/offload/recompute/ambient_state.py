@@ -101,7 +101,9 @@ class AmbientState:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
+        self._kinds: tuple[str, ...] = ()
+        if self._devices:
+            self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
         self._surroundings = _surroundings(self._kinds)
         self._is_drawn = True
         self._section = _sections.begin()

@@ -79,12 +79,15 @@ class Collector:
     def _hook(self) -> Callable[[Tensor], None]:
         # The graph of the saved tensors holds the hook, so the hook must hold no reference to the layer's call.
         saved, count, layer, home = self.saved, self._count, self._layer, self._home
-        checks_each = self._checks_each
+        if home is None:
 
-        def collect(tensor: Tensor) -> None:
-            saved.append(tensor)
-            if len(saved) >= count:
-                raise _EnoughRecomputedError
+            def collect(tensor: Tensor) -> None:
+                saved.append(tensor)
+                if len(saved) >= count:
+                    raise _EnoughRecomputedError
+
+            return collect
+        checks_each = self._checks_each
 
         def collect_on_streams(tensor: Tensor) -> None:
             saved.append(tensor)
@@ -92,7 +95,7 @@ class Collector:
             if (is_last or checks_each) and _is_on_one_stream(layer, home) and is_last:
                 raise _EnoughRecomputedError
 
-        return collect if home is None else collect_on_streams
+        return collect_on_streams
 
     def fill(self, first_slot: int, tensors: list[Tensor]) -> None:
         """Fill slots with tensors that need not be computed."""

@@ -79,7 +79,7 @@ class ModuleState:
         if ids != self._saved_ids:
             self._watch_unsaved(ids)
         self._required_grad = self._require_grad()
-        if buffer := self._changed_large_buffer():
+        if self._large_buffers and (buffer := self._changed_large_buffer()):
             raise RuntimeError(
                 f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "
                 f"{buffer.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
@@ -121,7 +121,7 @@ class ModuleState:
             # FSDP1 sets new views in each pass; they are not of type Parameter.
             if now is not was and Parameter in (type(now), type(was)):
                 return f"its parameter {name!r} has been replaced"
-        if buffer := self._changed_large_buffer():
+        if self._large_buffers and (buffer := self._changed_large_buffer()):
             return f"its buffer {buffer.name!r} has been modified"
         return None
 

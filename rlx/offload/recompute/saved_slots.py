@@ -198,18 +198,20 @@ class SavedSlots:
             elif tensor._base is not parameter:
                 if index in filled:
                     continue
-                return f"a parameter of shape {list(tensor.shape)} has been replaced"
+                return _replaced(tensor)
             if parameter._version != versions[index]:
                 return f"a parameter of shape {list(parameter.shape)} has been modified by an inplace operation"
         if others:
-            index = next(
-                i for i, tensor in enumerate(saved) if type(tensor) is Parameter and tensor is not parameters.get(i)
-            )
-            return f"a parameter of shape {list(saved[index].shape)} has been replaced"
+            new = (t for i, t in enumerate(saved) if type(t) is Parameter and t is not parameters.get(i))
+            return _replaced(next(new))
         for index in self._views:  # a parameter may have taken the tensor's place
             if index < len(saved) and type(saved[index]._base) is Parameter:
-                return f"a parameter of shape {list(saved[index].shape)} has been replaced"
+                return _replaced(saved[index])
         return None
+
+
+def _replaced(parameter: Tensor) -> str:
+    return f"a parameter of shape {list(parameter.shape)} has been replaced"
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -144,7 +144,9 @@ class LayerInputs:
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Return the arguments for a recomputation, and the tensors that were made for it; RuntimeError if one was overwritten."""
-        tensors = {id(stashed): stashed.tensor() for stashed in self._stashed}
+        tensors: dict[int, Tensor] = {}
+        for stashed in self._stashed:
+            tensors[id(stashed)] = stashed.tensor()
         for kept, _ in self._constants:
             if kept.requires_grad:
                 tensors[id(kept)] = kept.detach()

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import RandomState, has_autocast
 from rlx.offload.recompute.stash import StashedTensor
-from rlx.offload.runtime.pytree import map_leaves, replace_leaves, sort_leaves, tensors_in
+from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import VersionProbe, is_plain, size_bytes, span_bytes, storage_address
 
 # A fused kernel of attention saves at most this many times the bytes of its result, besides its arguments. Attention that
@@ -75,7 +75,10 @@ class CachedOp:
         result: of the function.
     """
 
-    __slots__ = ("_parameters", "_probes", "_result", "_saved", "first_slot", "function", "random_state")
+    __slots__ = (
+        *("_parameters", "_probes", "_result", "_saved", "_stashed"),
+        *("first_slot", "function", "is_dead", "random_state"),
+    )
 
     def __init__(
         self, function: Any, first_slot: int, arguments: Sequence[Tensor], saved: list[Source], result: Any
@@ -87,6 +90,8 @@ class CachedOp:
         self._saved = saved
         self._probes = [VersionProbe(tensor) for tensor in tensors_in(result)]
         self._result: Any = None
+        self._stashed: list[StashedTensor | None] = []  # the tensors of `_result`
+        self.is_dead = False
 
     @property
     def next_slot(self) -> int:
@@ -95,20 +100,23 @@ class CachedOp:
 
     def stash_result(self, stash: Stash, result: Any) -> bool:
         """Stash the result; False if the layer has written to it, or if there is no room."""
+
+        def stash_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            stashed = stash(leaf)
+            self._stashed.append(stashed)
+            return stashed
+
         if not self.is_result_untouched:
             return False
-        stashed = {id(tensor): stash(tensor) for tensor in tensors_in(result)}
-        self._result = replace_leaves(result, stashed)
-        return None not in stashed.values()
+        self._result = map_leaves(stash_leaf, result)
+        return None not in self._stashed
 
     def forget_result(self, result: Tensor) -> None:
         """Make this a dead op: nobody reads the result, so that memory without values is handed out."""
         self._result = _Layout(result.shape, result.stride(), result.dtype, result.device, result.requires_grad)
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether `forget_result` was called."""
-        return type(self._result) is _Layout
+        self.is_dead = True
 
     @property
     def is_result_untouched(self) -> bool:
@@ -118,10 +126,7 @@ class CachedOp:
     @property
     def is_whole(self) -> bool:
         """Whether all stashed bytes are the original ones."""
-        leaves: list[Any] = [*self._saved]
-        if not self.is_dead:
-            sort_leaves((self._result,), [], leaves)
-        return all(leaf.is_whole for leaf in leaves if isinstance(leaf, StashedTensor))
+        return all(one.is_whole for one in (*self._saved, *self._stashed) if isinstance(one, StashedTensor))
 
     def saved(self, arguments: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the tensors that autograd would save, in order; None if the arguments differ from those of forward."""

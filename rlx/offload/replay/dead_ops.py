@@ -20,38 +20,17 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlx.offload.recompute.policy import Run
 from rlx.offload.replay.cached_op import CachedOp
-from rlx.offload.replay.replay_mode import ReplayMode
+from rlx.offload.replay.replay_mode import DeadOpNeededError, ReplayMode
 from rlx.offload.storage.regions import is_plain
 
 logger = logging.getLogger("rlx.offload")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class DeadOpNeededError(BaseException):
-    """A cached op has to run after all, and dead ops that it may need were skipped. Recomputation starts again."""
-
-
-class DeadOpReplayMode(ReplayMode):
-    """Skips dead ops as well; `poisons`: their results are full of NaN."""
-
-    skips_dead_ops = True
-
-    def __init__(self, *args: Any, poisons: bool = False) -> None:
-        super().__init__(*args)
-        self._poisons = poisons
-
-    def _result(self, cached_op: CachedOp) -> Any:
-        return cached_op.result(self._poisons)
-
-    def _run_again(self, function: Any, args: Any, kwargs: Any) -> Any:
-        raise DeadOpNeededError  # its arguments may be results of dead ops
 
 
 class DeadOpProof:
@@ -103,15 +82,16 @@ def recompute_without_dead_ops(
 ) -> list[Tensor]:
     """Recompute a layer without its dead ops once that is proved for its kind; give the proof if nobody has."""
     complete = partial(ReplayMode, cached_ops, calls)
+    without = partial(complete, skips_dead_ops=True)
     if proof.is_given:
         with contextlib.suppress(DeadOpNeededError):
-            return run(partial(DeadOpReplayMode, cached_ops, calls))
+            return run(without)
         return run(complete)
     if not proof.begin():
         return run(complete)
     poisoned: list[Tensor] | None = None
     try:
-        poisoned = fingerprints(run(partial(DeadOpReplayMode, cached_ops, calls, poisons=True)))
+        poisoned = fingerprints(run(partial(without, poisons=True)))
     except DeadOpNeededError:
         proof.give_up()
     except Exception:  # a layer may raise anything for NaN: it reads the result of a dead op

@@ -142,15 +142,6 @@ class OpMode(TorchFunctionMode):
         finally:
             self._is_inside = False
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore the calls in a block."""
-        was, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = was
-
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         raise NotImplementedError
 
@@ -165,23 +156,42 @@ def run_as_one_call(function: Callable[..., Any], *args: Any) -> Any:
 def unrecorded() -> Iterator[None]:
     """Hide the calls in a block from an `OpMode` on this thread: a recomputation of the layer does not make them."""
     mode: OpMode | None = getattr(_active, "mode", None)
-    with contextlib.nullcontext() if mode is None else mode.paused():
+    if mode is None:
         yield
+        return
+    was, mode._is_inside = mode._is_inside, True
+    try:
+        yield
+    finally:
+        mode._is_inside = was
+
+
+class DeadOpNeededError(BaseException):
+    """A cached op has to run after all, and dead ops that it may need were skipped. Recomputation starts again."""
 
 
 class ReplayMode(OpMode):
-    """Replays cached ops while a layer is recomputed. Dead ops run (see `rlx.offload.replay.dead_ops`).
+    """Replays cached ops while a layer is recomputed.
 
     Args:
         cached_ops: by op index; None for an operation that is not cached.
         calls: the number of calls that forward made.
         recomputation: whose slots are filled.
+        skips_dead_ops: also skip dead ops (see `rlx.offload.replay.dead_ops`).
+        poisons: fill the results of dead ops with NaN.
     """
 
-    skips_dead_ops = False
-
-    def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Collector) -> None:
+    def __init__(
+        self,
+        cached_ops: Mapping[int, CachedOp | None],
+        calls: int,
+        recomputation: Collector,
+        skips_dead_ops: bool = False,
+        poisons: bool = False,
+    ) -> None:
         super().__init__()
+        self._skips_dead_ops = skips_dead_ops
+        self._poisons = poisons
         self._cached_ops = cached_ops
         self._calls = calls
         self._next_call, self._next_other = 0, -1
@@ -205,26 +215,21 @@ class ReplayMode(OpMode):
 
     def _replay(self, op: int, function: Any, args: Any, kwargs: Any) -> Any:
         cached_op = self._cached_ops.get(op)
-        if cached_op is None or (cached_op.is_dead and not self.skips_dead_ops):
+        if cached_op is None or (cached_op.is_dead and not self._skips_dead_ops):
             return function(*args, **kwargs)
-        if not cached_op.is_whole:
-            return self._run_again(function, args, kwargs)
-        if cached_op.function != function:
-            self._recomputation.fail(f"{function} is called where forward called {cached_op.function}")
-        saved = cached_op.saved(tensors_in((args, kwargs)))
-        if saved is None:
-            return self._run_again(function, args, kwargs)
+        saved = None
+        if cached_op.is_whole:
+            if cached_op.function != function:
+                self._recomputation.fail(f"{function} is called where forward called {cached_op.function}")
+            saved = cached_op.saved(tensors_in((args, kwargs)))
+        if saved is None:  # its bytes were overwritten, or its arguments have changed
+            if self._skips_dead_ops:
+                raise DeadOpNeededError  # the arguments may be results of dead ops
+            return function(*args, **kwargs)
         self._recomputation.fill(cached_op.first_slot, saved)
         if cached_op.random_state is not None:
             self._recomputation.skip_to(cached_op.random_state)
-        return self._result(cached_op)
-
-    def _result(self, cached_op: CachedOp) -> Any:
-        return cached_op.result()
-
-    def _run_again(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call whose cached op cannot be used: its bytes were overwritten, or its arguments have changed."""
-        return function(*args, **kwargs)
+        return cached_op.result(self._poisons)
 
 
 def _cast_activations(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -50,11 +50,13 @@ class OffloadedRange:
         self._offloader = offloader
         self._storage_ref = weakref.ref(tensor.untyped_storage())
         self._region = region
-        self._source = None if copy_streams.on_host else tensor.detach()
+        self._source: Tensor | None = None
         self._fetched: FetchBuffer | None = None
         self._was_torn = False
-        self._home = copy_streams.compute_stream()
+        self._home: torch.Stream | None = None
         self._copied: torch.Event | None = None
+        if not copy_streams.on_host:
+            self._home, self._source = copy_streams.compute_stream(), tensor.detach()
         whole = in_one_piece(tensor, region)
         self._shape, self._dtype = whole.shape, whole.dtype
         self._copied = allocation.write(copy_streams, whole)
@@ -88,7 +90,8 @@ class OffloadedRange:
     def _fetch_buffer(self) -> FetchBuffer:
         if self._fetched is None:
             copy_streams = self._offloader.copy_streams
-            fetch_buffer = FetchBuffer(self._shape, self._dtype, copy_streams.device, copy_streams.compute_stream())
+            home = None if copy_streams.on_host else copy_streams.compute_stream()
+            fetch_buffer = FetchBuffer(self._shape, self._dtype, copy_streams.device, home)
             self._allocation.read(copy_streams, fetch_buffer)
             self._fetched = fetch_buffer
         return self._fetched
@@ -101,7 +104,7 @@ class OffloadedRange:
             DiskError: if the disk failed to write or to read the bytes.
         """
         source = self._source
-        if self.is_torn:
+        if self._was_torn if source is None else self.is_torn:
             raise RuntimeError(
                 "activation offloading: a tensor was modified in place while it was copied to the host; "
                 "clone it before the write"

@@ -68,13 +68,13 @@ class ExtentFile:
             assert extents is not None
             return extents
 
-    def submit_write(self, task: Callable[[], None]) -> None:
-        """Run a task on a writer thread."""
-        self._submit(self._writers, task)
-
-    def submit_read(self, task: Callable[[], None]) -> None:
-        """Run a task on a reader thread."""
-        self._submit(self._readers, task)
+    def submit(self, task: Callable[[], None], writes: bool) -> None:
+        """Run a task on a writer thread, or else on a reader thread."""
+        self._check_process()
+        # If this fails because no thread can be started, a running thread may still take the task: it is not counted then.
+        future = (self._writers if writes else self._readers).submit(task)
+        self._unfinished.expect(1)
+        future.add_done_callback(lambda _: self._unfinished.done())
 
     def drain(self) -> None:
         """Wait until no task is queued or running."""
@@ -115,13 +115,6 @@ class ExtentFile:
                 "activation offloading to disk was switched on before this process was forked, and threads do not survive a "
                 "fork; switch it on in the process that trains"
             )
-
-    def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
-        self._check_process()
-        # If this fails because no thread can be started, a running thread may still take the task: it is not counted then.
-        future = pool.submit(task)
-        self._unfinished.expect(1)
-        future.add_done_callback(lambda _: self._unfinished.done())
 
     def _settle(self) -> None:
         while self.freed:

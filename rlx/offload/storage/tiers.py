@@ -160,7 +160,7 @@ class DiskAllocation:
                 raise
             self.written.expect(1)
             task = partial(_write_chunk, here, self.tier, self.written, chunk, copy_streams, block, left)
-            self.tier.file.submit_write(task)
+            self.tier.file.submit(task, writes=True)
         return left
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
@@ -171,7 +171,7 @@ class DiskAllocation:
         for chunk in self._chunks():
             issued.expect(1)
             task = partial(_read_chunk, here, self.tier, self.written, chunk, copy_streams, there, issued)
-            self.tier.file.submit_read(task)
+            self.tier.file.submit(task, writes=False)
 
     def free(self) -> None:
         """See `HostAllocation.free`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,23 +34,16 @@ class _TileRecomputedError(BaseException):
 
 
 class TiledModule(NamedTuple):
-    """A module that is computed in tiles.
+    """A module that is computed in tiles."""
 
-    Args:
-        module: position-wise: it maps (..., width) to the same shape, each position independently.
-        forward: the module's forward, bound.
-        names: of its parameters.
-        lock: held while the module runs with other weights than its own.
-    """
-
-    module: nn.Module
-    forward: Callable[[Tensor], Tensor]
-    names: tuple[str, ...]
-    lock: threading.RLock
+    module: nn.Module  # position-wise: it maps (..., width) to the same shape, each position independently
+    forward: Callable[[Tensor], Tensor]  # the module's forward, bound
+    names: tuple[str, ...]  # of its parameters
+    lock: threading.RLock  # held while the module runs with other weights than its own
 
     def weights(self) -> list[Tensor]:
         """Return its present parameters; under FSDP1 they are views of gathered ones."""
-        return [_at(self.module, name) for name in self.names]
+        return [attrgetter(name)(self.module) for name in self.names]
 
     def with_weights(self, weights: Sequence[Tensor], run: Callable[[], None]) -> None:
         """Call `run` while the module has other weights."""
@@ -146,13 +140,7 @@ class _WeightGradient:
 
 
 class TiledCall:
-    """One call that backward repeats tile by tile.
-
-    Args:
-        tiled: the module that is called.
-        hidden: its argument, contiguous, (..., width).
-        length: positions of a tile.
-    """
+    """One call of a module on `hidden`, contiguous, (..., width), that backward repeats in tiles of `length` positions."""
 
     def __init__(self, tiled: TiledModule, hidden: Tensor, length: int) -> None:
         self._tiled = tiled
@@ -164,7 +152,7 @@ class TiledCall:
     def forward(self, hidden: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
         """Fill the output and build the graphs of the tiles."""
         leaves = [_leaf(weight, weight.requires_grad) for weight in weights]
-        self._weight_edges = [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in leaves]
+        self._weight_edges = [_edge(leaf) for leaf in leaves]
         rows, out_rows = _rows(hidden.detach()), _rows(out.detach())
         self._ambient = ambient = AmbientState([] if hidden.is_cpu else [hidden.device])
 
@@ -175,9 +163,7 @@ class TiledCall:
                     result = self._tiled.forward(entry)
                 with torch.no_grad():
                     tile.of(out_rows).copy_(result)
-                self._edges.append(
-                    (get_gradient_edge(result), get_gradient_edge(entry) if entry.requires_grad else None)
-                )
+                self._edges.append((get_gradient_edge(result), _edge(entry)))
                 entry.data = torch.empty(0, dtype=entry.dtype, device=entry.device)  # the graph keeps the leaf alive
 
         try:
@@ -202,9 +188,8 @@ class TiledCall:
         for number, (tile, (output, entry)) in enumerate(zip(self._tiles, self._edges, strict=True), start=1):
             tile.recompute = recompute
             inputs = [edge for edge in (*self._weight_edges, entry) if edge is not None]
-            found = list(
-                torch.autograd.grad([output], inputs, [tile.of(gradient_rows)], retain_graph=True, allow_unused=True)
-            )
+            above = [tile.of(gradient_rows)]
+            found = list(torch.autograd.grad([output], inputs, above, retain_graph=True, allow_unused=True))
             tile.recompute, tile.values = None, []
             if hidden_gradient is not None:
                 part = found.pop()
@@ -254,15 +239,7 @@ class _TiledFunction(torch.autograd.Function):
 
 
 def run_tiled(tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor], length: int, dtype: torch.dtype) -> Tensor:
-    """Return the module's output, computed in tiles.
-
-    Args:
-        tiled: the module.
-        hidden: its argument, contiguous, (..., width).
-        weights: as `tiled.weights` returns them.
-        length: positions of a tile.
-        dtype: of the output.
-    """
+    """Return the module's output, of a given dtype, computed in tiles; `hidden` and `length` as for `TiledCall`."""
     call = TiledCall(tiled, hidden, length)
     out: Tensor = _TiledFunction.apply(call, dtype, hidden, *weights)  # type: ignore[no-untyped-call]
     call.forward(hidden, weights, out)
@@ -288,14 +265,12 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(*[1] * (tensor.dim() - 2), -1, tensor.shape[-1])
 
 
+def _edge(leaf: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(leaf) if leaf.requires_grad else None
+
+
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor.detach().requires_grad_(requires_grad)
-
-
-def _at(module: nn.Module, name: str) -> Tensor:
-    path, _, leaf = name.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(path), leaf)
-    return tensor
 
 
 def _unused(packed: None) -> Tensor:

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,31 +30,18 @@ _SEVERAL_STREAMS = "computes on several streams"  # a tile's recomputation would
 _FUSED = (nn.LayerNorm, nn.RMSNorm)  # they save little but their input anyway
 
 
-class TileableModule(NamedTuple):
-    """A module that may be computed in tiles."""
-
-    name: str
-    module: nn.Module
-    is_mlp: bool
-
-
 class TiledForward(ForwardOverride):
     """Replaces the forward of a position-wise module."""
 
-    def __init__(self, tiling: Tiling, found: TileableModule) -> None:
-        super().__init__(found.module)
-        self._tiling = tiling
-        self._name, self._is_mlp = found.name, found.is_mlp
-        self._widest = max(max(parameter.shape) for parameter in found.module.parameters())
+    def __init__(self, tiling: Tiling, name: str, module: nn.Module, is_mlp: bool) -> None:
+        super().__init__(module)
+        self.tiling = tiling
+        self._name, self._is_mlp = name, is_mlp
+        self._widest = max(max(parameter.shape) for parameter in module.parameters())
         self._lock = threading.RLock()
         # The output's dtype by everything it may depend on; or why the module cannot be computed in tiles.
         self._dtypes: dict[tuple[Any, ...], torch.dtype | str] = {}
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
-
-    @property
-    def positions_per_tile(self) -> int | None:
-        """As `enable_tiling` takes it."""
-        return self._tiling.positions_per_tile
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, in tiles if it gets one argument that is longer than a tile."""
@@ -68,17 +55,17 @@ class TiledForward(ForwardOverride):
 
     def _length(self, hidden: Tensor) -> int:
         width = max(hidden.shape[-1], 1)
-        return self._tiling.tile_length(hidden.numel() // width, width, self._widest)
+        return self.tiling.tile_length(hidden.numel() // width, width, self._widest)
 
     def _run(self, module: nn.Module, hidden: Tensor) -> Tensor:
         tiled = self._tiled(module)
         weights = tiled.weights()
-        why_not = self._why_not(tiled, hidden, weights)
-        if why_not is not None:
-            self._tiling.note_left_alone(self._name, why_not)
+        dtype = self._dtype(tiled, hidden, weights)
+        if isinstance(dtype, str):
+            self.tiling.note_left_alone(self._name, dtype)
             return tiled.forward(hidden)
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (hidden, *weights)):
-            return run_tiled_without_graph(tiled, hidden, self._length(hidden), self._dtype(tiled, hidden))
+            return run_tiled_without_graph(tiled, hidden, self._length(hidden), dtype)
         if self._is_mlp:
             return run_as_one_call(self._run_tiled, hidden, *weights)  # type: ignore[no-any-return]
         return self._run_tiled(hidden, *weights)
@@ -87,41 +74,30 @@ class TiledForward(ForwardOverride):
         module = self.module()
         assert module is not None
         tiled = self._tiled(module)
-        return run_tiled(tiled, hidden, weights, self._length(hidden), self._dtype(tiled, hidden))
+        dtype = self._dtype(tiled, hidden, weights)
+        assert not isinstance(dtype, str)
+        return run_tiled(tiled, hidden, weights, self._length(hidden), dtype)
 
     def _tiled(self, module: nn.Module) -> TiledModule:
         return TiledModule(module, self.original(module), _weight_names(module), self._lock)
 
-    def _why_not(self, tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
-        if not all(map(is_plain, (hidden, *weights))) or _has_units(tiled.module):
+    def _dtype(self, tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> torch.dtype | str:
+        """Return the dtype of the output; or why the module cannot be computed in tiles."""
+        if not all(map(is_plain, (hidden, *weights))) or _has_fsdp1(tiled.module):
             return "gets or holds other than plain tensors"
         if not hidden.is_contiguous():
             return "gets a tensor that is not contiguous"
-        key = self._key(tiled, hidden)
-        if key not in self._dtypes:
-            self._dtypes[key] = _dtype_if_position_wise(tiled, hidden)
-        found = self._dtypes[key]
-        return found if isinstance(found, str) else None
-
-    def _dtype(self, tiled: TiledModule, hidden: Tensor) -> torch.dtype:
-        dtype = self._dtypes[self._key(tiled, hidden)]
-        assert not isinstance(dtype, str)
-        return dtype
-
-    @staticmethod
-    def _key(tiled: TiledModule, hidden: Tensor) -> tuple[Any, ...]:
         kind = hidden.device.type
         is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
         cast = torch.get_autocast_dtype(kind) if is_cast else None
-        return hidden.dtype, hidden.shape[-1], cast, tiled.module.training
+        key = hidden.dtype, hidden.shape[-1], cast, tiled.module.training
+        if key not in self._dtypes:
+            self._dtypes[key] = _dtype_if_position_wise(tiled, hidden)
+        return self._dtypes[key]
 
 
 class Tiling:
-    """The modules of a model that are computed in tiles: made by `enable_tiling`.
-
-    Args:
-        positions_per_tile: as `enable_tiling` takes it.
-    """
+    """The modules of a model that are computed in tiles: made by `enable_tiling`."""
 
     def __init__(self, positions_per_tile: int | None) -> None:
         self.positions_per_tile = positions_per_tile
@@ -130,22 +106,17 @@ class Tiling:
         self.mlps: tuple[str, ...] = ()
         self.norms: tuple[str, ...] = ()
 
-    def add(self, found: Sequence[TileableModule]) -> None:
-        """Compute these modules in tiles from now on."""
-        self._forwards += [weakref.ref(TiledForward(self, each)) for each in found]
-        self.mlps += tuple(each.name for each in found if each.is_mlp)
-        self.norms += tuple(each.name for each in found if not each.is_mlp)
+    def add(self, name: str, module: nn.Module, is_mlp: bool) -> None:
+        """Compute a module in tiles from now on."""
+        self._forwards.append(weakref.ref(TiledForward(self, name, module, is_mlp)))
+        if is_mlp:
+            self.mlps += (name,)
+        else:
+            self.norms += (name,)
 
     def tile_length(self, positions: int, width: int, widest: int) -> int:
-        """Return the positions of a tile.
-
-        Args:
-            positions, width: of the input.
-            widest: width of the widest intermediate result.
-        """
-        if self.positions_per_tile is not None:
-            return self.positions_per_tile
-        return tile_tokens(positions, width, widest)
+        """Return the positions of a tile; see `tile_tokens`."""
+        return tile_tokens(positions, width, widest) if self.positions_per_tile is None else self.positions_per_tile
 
     def note_left_alone(self, name: str, why: str) -> None:
         """Log once for each reason that a module is not computed in tiles."""
@@ -187,10 +158,9 @@ def enable_tiling(
     if positions_per_tile is not None and positions_per_tile < 1:
         raise ValueError(f"positions_per_tile: got {positions_per_tile}, expected at least 1, or None")
     named = find_layers(model, layers)
-    modules = list(model.modules())
-    if any(isinstance(vars(module).get("forward"), TiledForward) for module in modules):
+    if any(isinstance(vars(module).get("forward"), TiledForward) for module in model.modules()):
         raise ValueError("tiling is enabled already for this model; call disable() on the first handle")
-    if any(_is_fsdp1(module) for module in modules):
+    if _has_fsdp1(model):
         raise ValueError("FSDP1 has wrapped this model and flattened its weights; enable tiling before FSDP1 wraps it")
     tiling, alone = Tiling(positions_per_tile), dict[str, str]()
     for name, layer in named:
@@ -198,10 +168,9 @@ def enable_tiling(
         if isinstance(mlp, str):
             alone.setdefault(mlp, name)
         else:
-            tiling.add([TileableModule(f"{name}.{mlp[0]}", mlp[1], is_mlp=True)])
-    tiling.add(
-        [TileableModule(name, norm, is_mlp=False) for name, norm in _norms(model, [layer for _, layer in named])]
-    )
+            tiling.add(f"{name}.{mlp[0]}", mlp[1], is_mlp=True)
+    for name, norm in _norms(model, [layer for _, layer in named]):
+        tiling.add(name, norm, is_mlp=False)
     logger.info(
         "tiling: %d MLPs and %d norms in tiles of %s positions%s",
         len(tiling.mlps),
@@ -236,11 +205,10 @@ def _takes_one(module: nn.Module) -> bool:
 def _norms(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield unfused norms, which have vectors for weights: those in the layers, and siblings of the list of layers."""
     inside = {module for layer in layers for module in layer.modules()}
-    ids = set(map(id, layers))
-    lists = {module for module in model.modules() if any(id(child) in ids for child in module.children())}
-    siblings = {
-        child for module in model.modules() if not lists.isdisjoint(module.children()) for child in module.children()
-    }
+    members = set(layers)
+    lists = {module for module in model.modules() if not members.isdisjoint(module.children())}
+    parents = [module for module in model.modules() if not lists.isdisjoint(module.children())]
+    siblings = {child for module in parents for child in module.children()}
     for name, module in model.named_modules():
         parameters = list(module.parameters())
         is_norm = parameters and all(p.dim() == 1 for p in parameters) and not any(True for _ in module.children())
@@ -276,9 +244,8 @@ def _dtype_if_position_wise(tiled: TiledModule, hidden: Tensor) -> torch.dtype |
 
     with unrecorded(), torch.random.fork_rng(devices, device_type=hidden.device.type):
         with torch.enable_grad(), saved_tensors_hooks(look, lambda tensor: tensor):
-            whole = tiled.forward(
-                some.requires_grad_() * 1
-            )  # * 1: the module may write to its argument, which is forbidden for a leaf
+            # * 1: the module may write to its argument, which is forbidden for a leaf.
+            whole = tiled.forward(some.requires_grad_() * 1)
         with torch.no_grad():
             halves = [tiled.forward(half) for half in some.chunk(2, -2)]
     if strays:
@@ -294,13 +261,9 @@ def _stream(tensor: Tensor) -> torch.Stream | None:
     return None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
 
 
-def _has_units(module: nn.Module) -> bool:
-    return any(_is_fsdp1(inner) for inner in module.modules())
-
-
-def _is_fsdp1(module: nn.Module) -> bool:
+def _has_fsdp1(model: nn.Module) -> bool:
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return isinstance(module, FullyShardedDataParallel)
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

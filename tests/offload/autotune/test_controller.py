@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.autotune import controller as controller
+from rlx.offload.autotune import step_limits
 from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
 from rlx.offload.autotune.pass_profile import measured
 
@@ -74,7 +74,7 @@ def test_host_memory_is_a_limit(toys, auto):
 
 @pytest.mark.parametrize(("tier", "host"), [("disk", None), ("cpu", 24 * 4096 * 4 + 1500)])
 def test_what_the_host_has_no_room_for_goes_to_disk(toys, auto, tmp_path, monkeypatch, tier, host):
-    monkeypatch.setattr(controller, "DISK_BYTES_PER_S", 1e12)
+    monkeypatch.setattr(step_limits, "DISK_BYTES_PER_S", 1e12)
     model = toys.decoder(4, dropout=0.2)
     expected = toys.grade(copy.deepcopy(model), lambda model: read(model, 800))
     handle = auto(model, 0, tier=tier, directory=str(tmp_path), max_host_bytes=host)
@@ -154,20 +154,10 @@ def test_a_plan_is_explained_once_and_nothing_warns(toys, auto, caplog):
     assert all(record.levelno == logging.INFO for record in caplog.records)
 
 
-def test_measured_costs(toys, enable):
+def test_measured_costs(toys, enable, decided):
     """The calls that can be answered, in the order of calls, with the bytes of their results."""
     model = toys.decoder(3)
-    handle = enable(model, True, save="auto", max_device_bytes=0)
-    seen = []
-    follow = handle.runner.decide
-
-    def note(layer, module, tensors):
-        orders = follow(layer, module, tensors)
-        if isinstance(orders, LayerProfile):
-            seen.append(orders)
-        return orders
-
-    handle.runner.decide = note
+    seen = decided(enable(model, True, save="auto", max_device_bytes=0), LayerProfile)
     for _ in range(2):
         read(model).backward()
     names = ["linear 16x16", "linear 16x8", "linear 16x8", "attention", "linear 16x16", "linear 16x32", "linear 32x16"]
@@ -177,12 +167,12 @@ def test_measured_costs(toys, enable):
     assert (sizes["linear 16x16"], sizes["linear 16x8"], sizes["linear 16x32"]) == (16 * row, 8 * row, 32 * row)
     assert sizes["attention"] == 16 * row + 2 * 4 * 6 * 4  # and the log-sum-exp of four heads
     for sample in seen:
-        assert sample.boundary_bytes == 16 * row
+        assert sample.inputs.boundary_bytes == 16 * row
         assert 0 < sum(call.seconds for call in sample.calls) < sample.forward_s
         assert sample.recompute_s > 0
-        again = [call.again for call in sample.calls]
+        again = [call.recomputed for call in sample.calls]
         assert None not in again[:-1] and again[-1] is None  # recomputation ends in the last one
-        assert 0 < sum(call.again_s for call in sample.calls[:-1]) < sample.recompute_s
+        assert 0 < sum(call.recompute_s for call in sample.calls[:-1]) < sample.recompute_s
         assert sample.borders == sorted({call.slots for call in sample.calls}, reverse=True)
         assert sample.extra_bytes == 0
         assert sample.saved_bytes > 100 * row
@@ -229,19 +219,15 @@ def test_profiles_know_models_that_fsdp2_gathers_layer_by_layer(two_ranks):
 
 
 @pytest.mark.parametrize(("tokens", "kinds"), [(24, {(0, 2), (1,)}), (6, {(0, 1, 2)})])
-def test_layers_of_different_attention_are_of_different_kinds(enable, tokens, kinds):
+def test_layers_of_different_attention_are_of_different_kinds(enable, decided, tokens, kinds):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16}
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, sliding_window=8, layer_types=types)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    seen = []
-    handle = enable(model, True, save="auto", max_device_bytes=0)
-    follow = handle.runner.decide
-    handle.runner.decide = lambda *call: seen.append(follow(*call)) or seen[-1]
+    samples = decided(enable(model, True, save="auto", max_device_bytes=0), LayerProfile)
     ids = torch.arange(tokens)[None] % 64
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
-    samples = [orders for orders in seen if isinstance(orders, LayerProfile)]
     assert {kind.members for kind in measured(samples, 0).kinds} == kinds
 
 
@@ -263,15 +249,13 @@ class Falling(DeviceMemoryProbe):
 
 @pytest.mark.parametrize(("budget", "expected_call"), [(81_000, 5), (PLENTY, None)])
 def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
-    toys, auto, monkeypatch, budget, expected_call
+    toys, auto, decided, monkeypatch, budget, expected_call
 ):
     # Of 768 bytes of inputs, beside which layers hold 80,768, and half of it once backward has come to the last call but one.
     monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemoryProbe", Falling)
     model = toys.decoder(4, dropout=0.2)
     expected = toys.grade(copy.deepcopy(model), read)
-    handle = auto(model, budget, min_bytes=0)
-    follow, seen = handle.runner.decide, []
-    handle.runner.decide = lambda *call: seen.append(follow(*call)) or seen[-1]
+    seen = decided(auto(model, budget, min_bytes=0))
     for _ in range(4):
         expected.assert_equal(toys.grade(model, read))
     assert [orders.prefetch_call for orders in seen[-3:]] == [expected_call] * 3

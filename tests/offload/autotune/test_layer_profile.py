@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlx.offload.autotune.layer_profile import BackwardWindow, DeviceMemoryProbe, LayerProfile, OpProfile
+from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, Inputs, LayerProfile, OpProfile, PassState
 from rlx.offload.autotune.pass_profile import measured, slowest
 from rlx.offload.plan import Budget, LayerPlan, predict
 
@@ -37,14 +37,12 @@ class Memory(DeviceMemoryProbe):
 def samples(request):
     """Three layers of a pass, and what they share: the head holds 40 more for a moment, and makes some gradients."""
     memory, made, own = Memory(), [0], [0]
-    backward, found = BackwardWindow(lambda: made[0]), []
+    backward, found = PassState(lambda: made[0]), []
     memory.take(TABLE_BYTES, INPUT)
     for index in range(3):
         saved = [torch.zeros(SAVED, dtype=torch.uint8), TABLE]
-        shared = {TABLE.untyped_storage().data_ptr(): TABLE_BYTES}
-        sample = LayerProfile(
-            index, CPU, INPUT, backward, lambda sample: None, shared, memory=memory, gradient_bytes=lambda: own[0]
-        )
+        inputs = Inputs(INPUT, {}, {TABLE.untyped_storage().data_ptr(): TABLE_BYTES})
+        sample = LayerProfile(index, CPU, inputs, backward, memory=memory, gradient_bytes=lambda: own[0])
         if index > 1:
             memory.take(-INPUT)  # that of the layer two before has left; the model keeps the first one for itself
             memory.take(INPUT * (index == 2))
@@ -126,10 +124,10 @@ GATHERED, REDUCED, SHARD = (
 def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
     """Parameters of two layers are gathered in backward, and gradients are reduced while the next layer is at work."""
     memory, made, highest = Memory(), [SHARD * are_gradients_there], [0]
-    window, found = BackwardWindow(lambda: made[0], is_sharded=True, gathered_bytes=GATHERED), []
+    window, found = PassState(lambda: made[0], is_sharded=True, gathered_bytes=GATHERED), []
     memory.take(INPUT, GATHERED)
     for index in range(3):
-        sample = LayerProfile(index, CPU, INPUT, window, lambda sample: None, memory=memory)
+        sample = LayerProfile(index, CPU, Inputs(INPUT, {}, {}), window, memory=memory)
         sample.calls = [OpProfile(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("am", 1)]
         sample.begin_forward()
         memory.take(SAVED, INPUT)
@@ -190,20 +188,11 @@ def test_a_layer_that_is_kept_holds_an_input_until_the_gradient_of_a_bias_is_sum
     assert again == cost.working_bytes + INPUT, "with that of the layer before, which has come back"
 
 
-def test_a_bias_that_wants_a_gradient_is_seen(toys, enable):
+def test_a_bias_that_wants_a_gradient_is_seen(toys, enable, decided):
     """Queries, keys, values and the MLP have one, the map behind attention has none; of what goes in 2 x 6 x 16 floats."""
     model = toys.decoder()
     model.layers[1].q.bias.requires_grad_(False)
-    handle, found = enable(model, True, save="auto", max_device_bytes=0), {}
-    follow = handle.runner.decide
-
-    def note(layer, module, tensors):
-        orders = follow(layer, module, tensors)
-        if isinstance(orders, LayerProfile):
-            found[layer.index] = orders
-        return orders
-
-    handle.runner.decide = note
+    found = decided(enable(model, True, save="auto", max_device_bytes=0), LayerProfile)
     for _ in range(2):
         toys.read(model).backward()
     size = 2 * 6 * 16 * 4

@@ -28,39 +28,30 @@ def read(model, tokens=6):
 class Run:
     """A model with a handle of its own, as a process has them, and how many layer calls each pass has measured."""
 
-    def __init__(self, toys, enable, folder, model=None, budget=20_000, **options):
+    def __init__(self, toys, enable, decided, folder, model=None, budget=20_000, **options):
         self.toys, self.model = toys, model or toys.decoder(4, dropout=0.2)
         self.expected = copy.deepcopy(self.model)
         self.handle = enable(
             self.model, True, save="auto", max_device_bytes=budget, cache_directory=folder and str(folder), **options
         )
-        self.follow, self.handle.runner.decide = self.handle.runner.decide, self.note
-        self.samples = 0
-
-    def note(self, *call):
-        orders = self.follow(*call)
-        self.samples += isinstance(orders, LayerProfile)
-        return orders
+        self.controller = self.handle.runner.decide.__self__
+        self.samples = decided(self.handle, LayerProfile)
 
     def passes(self, number, step=read):
         """For each pass how many layer calls it measured, and whether it followed a plan; gradients are right."""
         found = []
         for _ in range(number):
-            self.samples = 0
+            self.samples.clear()
             self.toys.grade(self.expected, step).assert_equal(self.toys.grade(self.model, step))
             assert self.handle.stats().held_bytes == 0
-            found.append((self.samples, self.bucket.plan is not None))
+            found.append((len(self.samples), self.controller._last.plan is not None))
         return found
-
-    @property
-    def bucket(self):
-        return self.follow.__self__._last
 
 
 @pytest.fixture
-def run(toys, enable, tmp_path):
+def run(toys, enable, decided, tmp_path):
     """`run(model, folder=..., **options)`: a `Run`, with the same folder unless another is named."""
-    return lambda model=None, folder=tmp_path / "files", **options: Run(toys, enable, folder, model, **options)
+    return lambda model=None, folder=tmp_path / "files", **options: Run(toys, enable, decided, folder, model, **options)
 
 
 AS_WITHOUT_FILES = [(0, False), (4, False), (0, True)]
@@ -287,7 +278,7 @@ def test_bytes_of_the_cache_count_as_much_more_as_the_first_pass_has_more(run, t
     for kind, wanted in zip(second.handle.measurement().kinds, longer.kinds, strict=True):
         assert kind.cost.working_bytes == pytest.approx(1.05 * wanted.cost.working_bytes, rel=1e-3)
         for one, other in zip(kind.cost.operations, wanted.cost.operations, strict=True):
-            assert one.nbytes == round(second.follow.__self__._consensus._ratio * other.nbytes)
+            assert one.nbytes == round(second.controller._consensus._ratio * other.nbytes)
         assert kind.cost.forward_s == wanted.cost.forward_s
 
 
@@ -361,3 +352,14 @@ def test_graphs_dropped_in_the_first_pass_and_kept_over_the_second(run):
     loss.backward()
     other.backward()
     assert kept.passes(2)[-1] == (0, True)
+
+
+def test_a_first_pass_that_the_device_is_behind_with_is_measured_again(run, tmp_path, monkeypatch):
+    """The cache has profiles, but none of these layers: nobody waits for the first pass."""
+    (tmp_path / "files").mkdir()
+    late, is_known = run(), LayerProfile.is_known
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerProfile, "is_known", False)
+        assert late.passes(2) == [(4, False), (4, False)]
+    assert LayerProfile.is_known is is_known
+    assert late.passes(2) == [(0, True), (0, True)]

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from rlx.offload.autotune.consensus import Consensus, Limits, RankReport
+from rlx.offload.autotune.consensus import Consensus, RankReport
 from rlx.offload.autotune.profile_cache import from_json, to_json
 from rlx.offload.autotune.profile_key import digest
+from rlx.offload.autotune.step_limits import Limits
 
 
 def replaced(measurement, **changes):

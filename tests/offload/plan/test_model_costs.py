@@ -17,7 +17,7 @@ from rlx.offload.benchmark.models import Case, build
 from rlx.offload.plan import Budget, LayerPlan, make_plan, predict, sent_bytes
 from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder
-from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.hardware import MATMUL_SHARE, PROFILES
 from rlx.offload.plan.memory import (
     HEAD_ALIGNED,
     HEAD_CHUNK_BYTES,
@@ -105,7 +105,7 @@ def test_linear_maps_compute_as_much_as_the_formula_says(kind):
     cost = layer_cost(read_decoder(shape), 0, tokens, H200)
     down = 2 * tokens * shape["hidden_size"] * shape["intermediate_size"]
     linear_s = sum(op.seconds for op in cost.operations if op.name != "attention")
-    assert linear_s * H200.matmul_flops == pytest.approx(counted - down)
+    assert linear_s * H200.peak_flops * MATMUL_SHARE == pytest.approx(counted - down)
 
 
 @pytest.mark.parametrize(

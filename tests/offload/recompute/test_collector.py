@@ -63,51 +63,51 @@ def recomputed(layer, slots, streams, sides):
 
 
 @pytest.fixture
-def slots():
+def layer():
+    return RecomputedLayer(0, "layers.0")
+
+
+def slots_of(shape, expected):
+    """Four slots of tensors of a shape."""
     found = SavedSlots()
     pack = found.packer()
     for _ in range(4):
-        pack(torch.ones(2))
-    found.end_forward(None)
+        pack(torch.ones(shape))
+    found.end_forward(expected)
     return found
 
 
-def test_a_layer_on_one_stream_ends_after_its_last_tensor_and_is_asked_once_from_then_on(streams, slots):
-    layer = RecomputedLayer(0, "layers.0")
+@pytest.fixture
+def slots():
+    return slots_of(2, None)
+
+
+def test_a_layer_on_one_stream_ends_after_its_last_tensor_and_is_asked_once_from_then_on(layer, streams, slots):
     for asked in (1 + 4, 1 + 1):
         assert recomputed(layer, slots, streams, ()) == [0, 1, 2]
         assert streams.asked == asked and not layer.uses_streams
 
 
 @pytest.mark.parametrize("sides", [(0,), (1, 2), (3,), (0, 3)])
-def test_a_layer_on_several_streams_runs_to_its_end_and_is_not_asked_again(streams, slots, sides):
-    layer = RecomputedLayer(0, "layers.0")
+def test_a_layer_on_several_streams_runs_to_its_end_and_is_not_asked_again(layer, streams, slots, sides):
     for _ in range(2):
         assert recomputed(layer, slots, streams, sides) == [0, 1, 2, 3]
         assert layer.uses_streams
 
 
-def test_a_layer_that_saves_something_else_is_looked_at_again(streams, slots):
-    layer = RecomputedLayer(0, "layers.0")
+def test_a_layer_that_saves_something_else_is_looked_at_again(layer, streams, slots):
     assert recomputed(layer, slots, streams, ()) == [0, 1, 2]
-    other = SavedSlots()
-    pack = other.packer()
-    for _ in range(4):
-        pack(torch.ones(2, 1))
-    other.end_forward(slots.specs)
-    assert recomputed(layer, other, streams, (1,)) == [0, 1, 2, 3]
+    assert recomputed(layer, slots_of((2, 1), slots.specs), streams, (1,)) == [0, 1, 2, 3]
 
 
-def test_a_last_tensor_on_another_stream_is_seen_at_any_time(streams, slots):
-    layer = RecomputedLayer(0, "layers.0")
+def test_a_last_tensor_on_another_stream_is_seen_at_any_time(layer, streams, slots):
     assert recomputed(layer, slots, streams, ()) == [0, 1, 2]
     assert recomputed(layer, slots, streams, (3,)) == [0, 1, 2, 3]
     assert layer.uses_streams
 
 
-def test_a_recomputation_that_begins_on_another_stream_than_forward_did_runs_to_its_end(streams, slots):
+def test_a_recomputation_that_begins_on_another_stream_than_forward_did_runs_to_its_end(layer, streams, slots):
     """Backward comes to the part on the side stream first. Recomputed from there, the rest is on the same stream."""
-    layer = RecomputedLayer(0, "layers.0")
     ran = []
 
     def forward(x):

@@ -249,7 +249,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(t
     copy_streams = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
     source = torch.zeros(40 * PAGE_ALIGN_BYTES, dtype=torch.uint8)
     go_on = threading.Event()
-    file.submit_write(go_on.wait)  # the one thread there is has something to do
+    file.submit(go_on.wait, writes=True)  # the one thread there is has something to do
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
