@@ -388,3 +388,28 @@ def test_offloading_answers_packed_attention_in_backward(batch):
         assert not [event for event in profile.events() if event.name == "aten::scaled_dot_product_attention"]
     assert handle.stats().offloaded_bytes > 0
     handle.disable()
+
+
+KEPT = [("boundary", "cpu"), ("attention", "cpu"), ("all", "cpu"), ("auto", "cpu"), ("attention", "disk")]
+
+
+@pytest.mark.parametrize(("save", "tier"), KEPT)
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+def test_offloading_changes_no_bit_of_prompts_that_are_computed_once(name, save, tier, groups, tmp_path):
+    """Nor is attention over a tree, with a window or not, computed again where its results are kept."""
+    register_attention(packed_attention)
+    model, steps, calls = made(LANGUAGE_MODELS[name]), [], []
+    options = OffloadOptions(save=save, tier=tier, min_bytes=0, directory=str(tmp_path) if tier == "disk" else None)
+    for offloads in (False, True):
+        handle = enable_activation_offloading(model, save != "all", options) if offloads else None
+        forward = Forward(model, model, torch.device("cpu"), "sdpa")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(1 + (save == "auto") * 2):  # which measures first
+                steps.append(said(forward, groups, Distribution(0.7, with_entropy=True), 0.0))
+        names = [event.name for event in profile.events()]
+        calls.append(names.count("aten::_scaled_dot_product_flash_attention_for_cpu"))
+    (plain, gradient), (kept, gradient_kept) = steps[0], steps[-1]
+    assert all(torch.equal(plain[figure], kept[figure]) for figure in plain) and torch.equal(gradient, gradient_kept)
+    assert calls[0] > 0 and (save == "auto" or (calls[0] == calls[1]) == (save in ("attention", "all")))
+    assert handle.stats().offloaded_bytes > 0
+    handle.disable()
