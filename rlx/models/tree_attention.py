@@ -66,7 +66,7 @@ def tree_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if window is not None and window >= tree.longest:
         window = None
-    kernels = kernels_for(query, value) if dropout == 0 else []
+    kernels = kernels_for(query, key, value) if dropout == 0 else []
     if not kernels:
         return _by_paths(query, key, value, tree, scaling, window, dropout)
     steps = tree.made(
@@ -76,7 +76,7 @@ def tree_attention(
     return result[None]
 
 
-def kernels_for(query: Tensor, value: Tensor) -> list[Kernel]:
+def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
     """Return the kernels for tensors like these: for several pairs in one call and, if it is another one, for single pairs."""
     width, dtype = query.shape[-1], query.dtype
     if width != value.shape[-1]:
@@ -93,7 +93,9 @@ def kernels_for(query: Tensor, value: Tensor) -> list[Kernel]:
     )
     if not is_supported:
         return []
-    has_cudnn = torch.cuda.get_device_capability(query.device) >= (9, 0) and width <= 128
+    # Other shapes are not measured; at 64, with as many key heads as query heads, gradients of queries differed.
+    is_measured = width == 128 and key.shape[1] < query.shape[1]
+    has_cudnn = is_measured and torch.cuda.get_device_capability(query.device) >= (9, 0)
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
 
 
@@ -174,6 +176,7 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
+        grad = grad.contiguous()  # cuDNN's plans are found again by the strides of its other arguments
         wide = torch.promote_types(query.dtype, torch.float32)
         query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
         # A key has gradients from many segments: their sum is rounded once.

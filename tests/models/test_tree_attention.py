@@ -73,7 +73,7 @@ def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
     monkeypatch.setattr(attention, "COPIED", copied)
     monkeypatch.setattr(attention, "ROUND", 2)
     monkeypatch.setattr(attention, "LARGE_PAIR", 4)
-    monkeypatch.setattr(attention, "kernels_for", lambda query, value: [CpuFlash(), Large()])
+    monkeypatch.setattr(attention, "kernels_for", lambda query, key, value: [CpuFlash(), Large()])
     tree = Tree(*TREES[name])
     agree(tensors(tree.starts[-1]), tree)
     assert seen or tree.is_flat
@@ -84,19 +84,20 @@ def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize(("large", "copied"), [(2**60, 0), (128 * 128, 0), (128 * 128, 100)])
-def test_kernels_of_a_gpu_are_near_the_definition(window, large, copied, key_heads, dtype, monkeypatch):
+def test_kernels_of_a_gpu_are_near_the_definition(window, large, copied, width, key_heads, dtype, monkeypatch):
     monkeypatch.setattr(attention, "COPIED", copied)
     monkeypatch.setattr(attention, "LARGE_PAIR", large)
     monkeypatch.setattr(attention, "ROUND", 128)
     for lengths, parents in (([300, 200, 128, 64, 1, 33, 290], [ROOT, 0, 0, 1, 1, 3, 2]), ([256, 300], [ROOT, 0])):
         tree = Tree(lengths, parents)
-        inputs = tensors(tree.starts[-1], 64, heads=8, key_heads=key_heads, width=64, dtype=dtype, device="cuda")
+        shape = {"heads": 8, "key_heads": key_heads, "width": width, "value_width": width}
+        inputs = tensors(tree.starts[-1], **shape, dtype=dtype, device="cuda")
         exact = [x.detach().double().requires_grad_() for x in inputs]
-        got, expected = tree_attention(*inputs, tree, 0.125, window), by_hand(*exact, tree, window, 0.125)
+        got, expected = tree_attention(*inputs, tree, 0.1, window), by_hand(*exact, tree, window, 0.1)
         close = 4 * torch.finfo(dtype).eps
         assert (got - expected).norm() <= close * expected.norm()
         weights = torch.randn_like(expected)
