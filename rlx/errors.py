@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -27,6 +28,8 @@ class ExplainedError(Exception):
 
     If it has a cause, such as an error in a user's reward function, the traceback of the cause is shown.
     """
+
+    may_be_wrapped = True  # False: the text holds a traceback, or its last line must stay whole
 
 
 class StorageError(ExplainedError, RuntimeError):
@@ -76,6 +79,20 @@ def _free_bytes(path: Path) -> int | None:
         return None if nearest is None else shutil.disk_usage(nearest).free
     except OSError:
         return None
+
+
+def wrapped(text: str, width: int = 100) -> str:
+    """Return the text with longer lines wrapped at blanks; names and paths stay whole.
+
+    A wrapped line goes on below its beginning, after its number or its label: `got:`, `expected:`, `remedy:`.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        label = re.match(r" *(\d+\. |(got|expected|remedy|warning): )?", line)
+        indent = " " * (label.end() if label else 0)
+        whole = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+        lines += [line] if len(line) <= width else textwrap.wrap(line, width, subsequent_indent=indent, **whole)
+    return "\n".join(lines)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1) -> str:

@@ -16,7 +16,7 @@ from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, inspect_machine
 from rlx.config.schema import PPOConfig
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, wrapped
 from rlx.trainer.user_code_check import check_user_code
 
 DONE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
@@ -54,17 +54,17 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
         faults = (*checked.faults, *tried.faults)
         if only_check and not composed.faults:
             print(composed.yaml)
-            print(long_text(MemoryForecast.of(composed.config, machine)))
+            print(wrapped(long_text(MemoryForecast.of(composed.config, machine))))
         for warning in (*checked.warnings, *tried.warnings):
-            print(f"warning: {warning}", file=sys.stderr)
+            print(wrapped(f"warning: {warning}"), file=sys.stderr)
         if faults:
-            print(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}", file=sys.stderr)
+            print(wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"), file=sys.stderr)
             return FAULTY
         if only_check:
             return DONE
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
-            print(short_text(MemoryForecast.of(composed.config, machine)), flush=True)
+            print(wrapped(short_text(MemoryForecast.of(composed.config, machine))), flush=True)
         return _run(composed)
 
 
@@ -77,7 +77,8 @@ def _run(composed: Composed) -> int:
     except ExplainedError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"\nrlx stopped: {error}", file=sys.stderr)
+        stopped = f"\nrlx stopped: {error}"
+        print(wrapped(stopped) if error.may_be_wrapped else stopped, file=sys.stderr)
         return FAILED
     except Exception as error:
         traceback.print_exception(error)

@@ -1,11 +1,14 @@
-"""Load a user's code by file and name. A leaf that imports only the standard library."""
+"""Load a user's code by file and name, and limit the time of code. A leaf that imports only the standard library."""
 
 import hashlib
 import importlib.util
 import inspect
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,3 +91,25 @@ def load_name(path: str, name: str, key: str) -> Any:
         remedy = did_you_mean(name, public, f"correct {key}.name")
         raise UserCodeError(f"{key}.name: {file} has no {name!r}, it has {public}; {remedy}")
     return getattr(module, name)
+
+
+@contextmanager
+def time_limit(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in a block of Python code that takes longer, such as a model's chat template.
+
+    It works in the main thread only; elsewhere the block has no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)  # again, in case that a library catches the error
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

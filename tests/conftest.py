@@ -255,6 +255,17 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
 def fork_ranks() -> None:
     """Forks a rank for each request (where to answer, environment) from stdin, until stdin closes and all have ended."""
     sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]

@@ -2,12 +2,11 @@ import errno
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rlx.errors import StorageError, did_you_mean, storing
+from rlx.errors import StorageError, did_you_mean, storing, wrapped
 
 
 def test_names_that_look_alike_come_first_and_the_rest_where_there_is_none():
@@ -17,15 +16,17 @@ def test_names_that_look_alike_come_first_and_the_rest_where_there_is_none():
     assert did_you_mean("xyz", known, "remove it") == "remove it"
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def test_long_lines_are_wrapped_below_their_labels_and_paths_stay_whole():
+    path = "/a/" + "long-" * 30
+    text = f"2 faults\n  1. {'word ' * 30}\n     got: {path} {'word ' * 20}"
+    lines = wrapped(text).split("\n")
+    assert (
+        lines[0] == "2 faults"
+        and lines[2].startswith("     word")
+        and f" {path}"[1:] in [each.strip() for each in lines]
+    )
+    assert lines[-1].startswith("          word") and all(len(each) <= 100 for each in lines if path not in each)
+    assert " ".join(wrapped(text).split()) == " ".join(text.split())
 
 
 def test_a_full_disk_is_named_with_its_path_and_space(tiny_disk: Path):

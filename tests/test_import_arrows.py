@@ -66,6 +66,7 @@ ONLY = {
         "rlx.config.compose",
         "rlx.config.faults",
         "rlx.config.schema",
+        "rlx.config.secrets",
         "rlx.errors",
     },
     "rlx.config.forecast": {

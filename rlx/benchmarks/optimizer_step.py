@@ -2,7 +2,9 @@
 
 python -m rlx.benchmarks.optimizer_step --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
 
-Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW, weights and state in bf16.
+Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW. Weights are bf16. `rlx` has
+fp32 masters and moments; with `--lossy` its AdamW has bf16 moments alone, as the other modes: less memory, but at RL's learning
+rates rounding hides most updates.
 Seconds by phase are measured between events on the device: layers forward, the head both ways, layers backward, the work
 between backward and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with the rest. `hand-over` follows
 the step and is not in its seconds, because an engine returns memory once per update, after its last step. A peer returns none.
@@ -36,7 +38,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.engine.optimizer import local
+from rlx.engine.sharding import local
 from rlx.offload.benchmark.device import clock, name_of, peak_bytes, reset_peak, used_bytes
 from rlx.offload.benchmark.modes import PEERS
 from rlx.offload.plan.shapes import SHAPES
@@ -153,7 +155,7 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload),
         strategy="fsdp2",
         device=device,
-        optim=OptimConfig(lr=1e-6),
+        optim=OptimConfig(lr=1e-6, master_weights=not options.lossy),
     )
 
     def step(ids_T: Tensor) -> None:
@@ -300,6 +302,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="32768", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--modes", default=f"{RLX},checkpointing", type=lambda text: text.split(","))
     parser.add_argument("--save", default="boundary", help="rlx: what is offloaded, as activation_offload.save")
+    parser.add_argument("--lossy", action="store_true", help="rlx: bf16 moments, no fp32 masters")
     parser.add_argument("--optimizer-offload", action="store_true", help="rlx: AdamW's state is offloaded")
     parser.add_argument("--steps", type=int, default=2, help="number of steps; the last is measured (default 2)")
     parser.add_argument(
@@ -331,7 +334,7 @@ def main() -> int:
         write_random_model(Path(folder), options.shape, device, **changed)
         passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
         passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
-        passed_on += ["--optimizer-offload"] * options.optimizer_offload
+        passed_on += ["--optimizer-offload"] * options.optimizer_offload + ["--lossy"] * options.lossy
         for mode in options.modes:
             for tokens in sorted(options.tokens):
                 figures = in_own_process([f"--modes={mode}", f"--tokens={tokens}", *passed_on])

@@ -114,6 +114,8 @@ class WorkerFailure(ExplainedError, RuntimeError):
         others: reports of other ranks in the meantime.
     """
 
+    may_be_wrapped = False
+
     def __init__(
         self,
         role: str,

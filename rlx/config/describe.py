@@ -13,19 +13,21 @@ from rlx.config.schema.tree import Leaf, as_text, children, describe_range, desc
 USAGE = """\
 python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]
 
-Trains a language model with PPO or GRPO. Without arguments: a tiny model learns generated word problems on this machine.
+Trains a language model with PPO or GRPO. Without arguments: a tiny model learns generated word
+problems on this machine.
 
   --check   compose, validate, print the whole configuration and a prediction of memory, and stop
   --help    this text
 
-Exit code: 0 done; 1 the run failed, its first cause on the last line; 2 faults in the configuration; 130 after Ctrl-C or SIGTERM.
+Exit code: 0 done; 1 the run failed, its first cause comes last; 2 faults in the configuration;
+130 after Ctrl-C or SIGTERM.
 """
 
 EXAMPLES = """\
 Examples:
-  python -m rlx.main_ppo                                        the default run
-  python -m rlx.main_ppo algorithm.adv_estimator=gae            the default run with PPO and a critic
-  python -m rlx.main_ppo --check experiment=gsm8k_grpo_8gpu     the experiment's settings and its memory
+  python -m rlx.main_ppo                                      the default run
+  python -m rlx.main_ppo algorithm.adv_estimator=gae          the default run with PPO and a critic
+  python -m rlx.main_ppo --check experiment=gsm8k_grpo_8gpu   an experiment's settings and memory
 """
 
 PAGE = Path(__file__).with_name("configuration.md")

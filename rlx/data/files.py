@@ -31,18 +31,25 @@ class ParquetRows:
     """A Parquet file as an Arrow table; rows become Python objects when they are read."""
 
     def __init__(self, path: Path):
+        self._path = path
         try:
             self._table = pq.read_table(path, memory_map=True)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as fault:
-            raise DataError(f"{path}: cannot be read as Parquet ({fault})") from None
+        except (pa.ArrowException, OSError) as fault:
+            raise DataError(f"{path}: cannot be read as Parquet ({_first_line(fault)})") from None
         self.columns = list(self._table.column_names)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Return the rows start..stop-1."""
-        return list(self._table.slice(start, stop - start).to_pylist())
+        """Return the rows start..stop-1. Raises DataError if one is no text or has a time that Python cannot hold."""
+        try:
+            return list(self._table.slice(start, stop - start).to_pylist())
+        except (ValueError, OverflowError) as fault:
+            if stop - start == 1:
+                what = f"{type(fault).__name__}: {_first_line(fault)}"
+                raise DataError(f"{self._path}, row {start}: cannot be read ({what})") from None
+            return [row for number in range(start, stop) for row in self.read(number, number + 1)]
 
 
 class ListRows:
@@ -66,25 +73,28 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: a line is no JSON object.
     """
-    rows = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append(_parse_line(line, f"{path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as fault:
-        raise DataError(f"{path}: cannot be read as UTF-8 text ({fault})") from fault
-    return rows
+        lines = path.read_bytes().split(b"\n")
+    except OSError as fault:
+        raise DataError(f"{path}: cannot be read ({fault.strerror})") from None
+    return [_parse_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _parse_line(line: str, where: str) -> dict[str, Any]:
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as fault:
-        raise DataError(f"{where}: got {line.strip()[:80]!r}, expected one JSON object per line ({fault})") from fault
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as fault:
+        raise DataError(f"{where}: cannot be read as UTF-8 text ({fault.reason})") from None
+    except (ValueError, RecursionError) as fault:
+        got = line.decode().strip()[:80]
+        raise DataError(f"{where}: got {got!r}, expected one JSON object per line ({_first_line(fault)})") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: got a JSON {type(row).__name__}, expected an object")
     return row
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).partition("\n")[0][:200]
 
 
 def open_rows(file: str) -> Rows:

@@ -58,7 +58,7 @@ def read_official(source: str, split: str) -> list[dict[str, Any]]:
         raise DataError(
             f"{source}: no such file, and the hub did not give it as a data set ({type(fault).__name__}: {fault}); "
             f"go online, or pass a downloaded file with --{split}"
-        ) from fault
+        ) from None
 
 
 def convert(source: str, split: str, out: Path, console: Console) -> Path:
@@ -71,7 +71,7 @@ def convert(source: str, split: str, out: Path, console: Console) -> Path:
         try:
             rows.append(to_row(row, split, index))
         except ValueError as fault:
-            raise DataError(f"{source}, row {index}: {fault}") from fault
+            raise DataError(f"{source}, row {index}: {fault}") from None
     out.mkdir(parents=True, exist_ok=True)
     target = out / f"{split}.parquet"
     pq.write_table(pa.Table.from_pylist(rows), target)

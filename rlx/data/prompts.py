@@ -13,11 +13,12 @@ from rlx.data import gsm8k
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, Rows, open_rows
-from rlx.user_code import DATASET, UserCodeError, load_callable
+from rlx.user_code import DATASET, UserCodeError, load_callable, time_limit
 
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
+TEMPLATE_LIMIT_S = 10.0
 BAR_FROM_ROWS = 20_000
 
 Content: TypeAlias = str | list[dict[str, Any]]
@@ -120,7 +121,7 @@ class PromptDataset:
             try:
                 prompts.append(file.to_prompt(row, number))
             except ValueError as fault:
-                raise DataError(f"{file.name}, row {number}: {fault}") from fault
+                raise DataError(f"{file.name}, row {number}: {fault}") from None
         return prompts
 
     def _measure(self) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", list[str]]:
@@ -173,15 +174,18 @@ class PromptDataset:
                     raise DataError(
                         f"{file.name}, row {row}: the tokenizer or its chat template does not take this prompt "
                         f"({type(fault).__name__}: {fault}); use an instruct model, whose template fits, or plain text"
-                    ) from fault
+                    ) from None
             raise
 
     def _tokenise(self, contents: list[Content]) -> list[list[int]]:
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
-        ids: Any = (
-            self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False) if chats else []
-        )
+        with time_limit(TEMPLATE_LIMIT_S + 0.2 * len(chats)):  # a template is a program that came with the model
+            ids: Any = (
+                self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+                if chats
+                else []
+            )
         of_chats, of_texts = iter(ids), iter(self._tokenise_texts(texts))
         return [next(of_texts if isinstance(content, str) else of_chats) for content in contents]
 

@@ -19,14 +19,25 @@ from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
-from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, groups_of, pack, row_lengths, shifted, take
+from rlx.engine.micro_batch import (
+    MicroBatch,
+    MicroBatchRule,
+    cut,
+    groups_of,
+    pack,
+    row_lengths,
+    shifted,
+    take,
+    token_counts,
+)
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
-from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, local, step_in_parts
+from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.sequence_group import SequenceGroup
-from rlx.engine.sharding import precision_of, shard
+from rlx.engine.sharding import local, precision_of, shard
+from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights
 from rlx.models.packed_attention import packed_attention
@@ -227,8 +238,9 @@ class Engine:
             objective: the loss to minimise.
 
         Returns:
-            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1), tokens_saved
-            (the share of tokens that shared prompts save, if the model can share them), and the objective's metrics.
+            Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1),
+            update_share and update_length (see `update_metrics`), tokens_saved (the share of tokens that shared prompts save, if
+            the model can share them), and the objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
         self.to_device(optimizer=False)
@@ -243,24 +255,17 @@ class Engine:
             return self._passes(parts, objective, totals)
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
-        sums = {name: figure / self._copies for name, figure in (sums | self._tokens(batch, parts)).items()}
+        counts = token_counts(batch, parts) if self._least_gain < NEVER else {}
+        sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
+        sums = {name: figure / self._copies for name, figure in sums.items()}
+        probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
-        if whole := metrics.pop("tokens", 0.0):
-            metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / whole
-        return metrics | of_step
-
-    def _tokens(self, batch: Batch, parts: list[MicroBatch]) -> dict[str, Tensor]:
-        """Return the tokens of the rows, and those that are computed, if prompts are shared where that pays."""
-        if self._least_gain >= NEVER:
-            return {}
-        trees = [part.packed.tree for part in parts if part.rows and part.packed is not None]
-        counts = {
-            "tokens": sum(max(1, prompt) + max(1, response) - 1 for prompt, response in row_lengths(batch)),
-            "tokens_computed": sum(tree.starts[-1] - tree.padding for tree in trees),
-        }
-        return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
+        moved = self._over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
+        if counts:
+            metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / max(1.0, metrics.pop("tokens"))
+        return metrics | of_step | update_metrics(moved)
 
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
@@ -307,7 +312,7 @@ class Engine:
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
-        norm = clip_gradients(self.root.parameters(), self.grad_clip, self.sharded.replicas, self.device)
+        norm = clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
         finite = math.isfinite(norm)
         if finite:
             if self._state_on_host is None:

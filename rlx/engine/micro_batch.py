@@ -247,6 +247,15 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain
     return MicroBatch(rows, Batch.of(columns), torch.zeros(len(sizes), dtype=torch.int64), packed)
 
 
+def token_counts(batch: Batch, parts: Sequence[MicroBatch]) -> dict[str, float]:
+    """Return the tokens of the rows, each without its last, and the tokens that their packed micro-batches compute."""
+    trees = [part.packed.tree for part in parts if part.rows and part.packed is not None]
+    return {
+        "tokens": float(sum(max(1, prompt) + max(1, response) - 1 for prompt, response in row_lengths(batch))),
+        "tokens_computed": float(sum(tree.starts[-1] - tree.padding for tree in trees)),
+    }
+
+
 def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:
     """Lay rows out as a padded micro-batch, or a dummy if there are none."""
     if not rows:

@@ -31,15 +31,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
-from rlx.engine.optimizer import local
-from rlx.engine.sharding import FSDP2Model, Sharded
+from rlx.engine.optimizer import state_bytes
+from rlx.engine.sharding import FSDP2Model, Sharded, local
 from rlx.offload import ActivationOffloading
 
 logger = logging.getLogger(__name__)
 
 LOWERED = 0.8  # share of the current plan's largest memory that later plans may hold
 WAIT_S = 120.0  # for the other processes, which may be half a step behind
-ADAM_STATES = 2  # each as large as its parameter
 
 T = TypeVar("T")
 
@@ -173,7 +172,7 @@ class OomRetry:
         state = self._optimizer.state
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]] if self._keeps_state else []
         missing = (p for p in parameters if not state.get(p))
-        return sum(ADAM_STATES * local(p).nbytes for p in missing if local(p).device.type != "cpu")
+        return sum(state_bytes(self._optimizer, p) for p in missing if local(p).device.type != "cpu")
 
     def _random_state(self) -> list[Tensor]:
         on_device = (

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
+from rlx.engine.master_weights import NARROW, MasterAdamW
+from rlx.engine.sharding import local
 
 PART = 32  # parameters per call of the optimizer
 
@@ -36,13 +37,21 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     """Return AdamW over the parameters that are trained.
 
     On an accelerator this is torch's fused kernel. It reads parameters, gradients and state once instead of a dozen times,
-    needs no extra memory, and rounds a bf16 parameter once per step. On the CPU it is torch's default.
+    needs no extra memory, and rounds a bf16 parameter once per step. On the CPU it is torch's default. With
+    `optim.master_weights`, bf16 parameters have fp32 masters.
     """
     trained = [p for p in parameters if p.requires_grad]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
-    optimizer = AdamW(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
+    kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else AdamW
+    optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
     optimizer.register_load_state_dict_pre_hook(_keep_kernel)
     return optimizer
+
+
+def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
+    """Return the bytes of AdamW's state for this process's shard: two moments in the parameter's type, or three fp32 numbers."""
+    shard = local(parameter)
+    return 12 * shard.numel() if isinstance(optimizer, MasterAdamW) else 2 * shard.nbytes
 
 
 def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -87,25 +96,21 @@ def stepping_only(optimizer: AdamW, parameters: Sequence[Tensor]) -> Iterator[No
             group["params"] = before
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a sharded tensor; return a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, replicas: int, device: torch.device) -> float:
+def clip_gradients(optimizer: AdamW, max_norm: float, replicas: int, device: torch.device) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before that.
 
     The squared norms of all shards are summed in fp64 over all processes, for both kinds of FSDP. Every process therefore gets
-    the same number and takes the same decision. Gradients with a norm that is not finite are left unchanged.
+    the same number and takes the same decision. Gradients with a norm that is not finite are left unchanged. With masters the
+    optimizer scales the gradients itself, in fp32.
 
     Args:
-        parameters: sharded; those without a gradient are skipped.
+        optimizer: over sharded parameters; those without a gradient are skipped.
         max_norm: largest norm [unit of the gradients].
         replicas: number of processes that hold each shard.
         device: where the default process group reduces.
     """
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = [torch.zeros((), dtype=torch.float64, device=device)]
     for gradient in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -113,7 +118,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, replicas
     squares = torch.stack([norm.double() for norm in norms]).square().sum()
     dist.all_reduce(squares)
     norm = (squares / replicas).sqrt().item()
-    if math.isfinite(norm) and norm > max_norm:
+    factor = max_norm / norm if math.isfinite(norm) and norm > max_norm else 1.0
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.gradient_scale = factor
+    elif factor != 1.0:
         for gradient in gradients:
-            gradient.mul_(max_norm / norm)
+            gradient.mul_(factor)
     return norm

@@ -8,7 +8,7 @@ work that used the memory before, and a piece is released after the copy that of
 allocated meanwhile. A step can therefore only lack device memory, which is checked before anything moves.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from rlx.engine.optimizer import local, stepping_only
+from rlx.engine.optimizer import state_bytes, stepping_only
 from rlx.engine.residency import HandOverError, TensorOffload
+from rlx.engine.sharding import local
 from rlx.offload import HostArena
 
 PIECE_BYTES = 1 << 30
-MOMENTS = 2  # each with the size and type of its parameter
 ON_DEVICE = 3.5  # pieces: three, and the temporaries of AdamW for one of them
 
 
@@ -49,8 +49,8 @@ class OptimizerStateOnHost:
         self._arriving = self._leaving = None
         if device.type != "cpu":
             self._arriving, self._leaving = torch.Stream(device), torch.Stream(device)
-        cut = _cut((p for group in optimizer.param_groups for p in group["params"]), piece_bytes)
-        self._pieces = [_Piece(piece, sum(map(_state_bytes, piece)), TensorOffload(arena, name)) for piece in cut]
+        cut = _cut(optimizer, piece_bytes)
+        self._pieces = [_Piece(piece, nbytes, TensorOffload(arena, name)) for piece, nbytes in cut]
 
     def to_host(self) -> None:
         """Offload the part of the state that is on the device.
@@ -125,17 +125,16 @@ class OptimizerStateOnHost:
         return [tensor for tensor in tensors if local(tensor).device.type == self._device.type]
 
 
-def _state_bytes(parameter: Tensor) -> int:
-    return MOMENTS * local(parameter).nbytes
-
-
-def _cut(parameters: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield parameters in order, in groups of at least one whose states have at most `piece_bytes` together."""
+def _cut(optimizer: AdamW, piece_bytes: int) -> Iterator[tuple[list[Tensor], int]]:
+    """Yield parameters in order, in groups of at least one whose states have at most `piece_bytes` together, and these bytes."""
     piece: list[Tensor] = []
-    for parameter in parameters:
-        if piece and sum(map(_state_bytes, piece)) + _state_bytes(parameter) > piece_bytes:
-            yield piece
-            piece = []
+    held = 0
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        nbytes = state_bytes(optimizer, parameter)
+        if piece and held + nbytes > piece_bytes:
+            yield piece, held
+            piece, held = [], 0
         piece.append(parameter)
+        held += nbytes
     if piece:
-        yield piece
+        yield piece, held

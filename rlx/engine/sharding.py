@@ -7,7 +7,7 @@ head). Tied embeddings therefore belong to one unit.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,6 +32,11 @@ from torch.optim import Optimizer
 from rlx.config.schema import FSDPConfig
 
 TRAINING_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a sharded tensor; return a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Precision(NamedTuple):
@@ -160,19 +165,22 @@ class Sharded(ABC):
         units: the units, the root first.
         replicas: number of processes that hold each shard.
         state_options: for torch.distributed.checkpoint.state_dict.
+        sum_dtype: of gradients summed over micro-batches.
     """
 
     root: nn.Module
     units: list[Unit]
     replicas: int
     state_options: StateDictOptions
+    sum_dtype: torch.dtype
 
     @abstractmethod
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Return a context around forward and backward of one micro-batch; `last` is true if the optimizer steps next.
 
         Gradients are reduced to shards after every micro-batch. Keeping them whole until the last one would save traffic but
-        cost a full copy of the gradients.
+        cost a full copy of the gradients. The shards are summed over micro-batches in the type of
+        `mixed_precision.reduce_dtype`, which may be wider than the parameters: bf16 sums of 64 gradients lose most of their digits.
         """
 
     @abstractmethod
@@ -194,7 +202,7 @@ class FSDP2Model(Sharded):
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
         mesh = build_mesh(fsdp.fsdp_size, device)
         layers = transformer_layers(model)
-        self.device, self.root = device, model
+        self.device, self.root, self.sum_dtype = device, model, _sum_dtype(precision)
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, mesh.size())}
@@ -219,6 +227,13 @@ class FSDP2Model(Sharded):
         """See Sharded. With replicas (HSDP) only the sum of the last micro-batch is reduced between them."""
         self.root.set_requires_all_reduce(last)
         yield
+        if last:
+            return
+        for parameter in self.root.parameters():
+            # FSDP2 adds the next micro-batch's gradient to this one in place.
+            if parameter.grad is not None and parameter.grad.dtype != self.sum_dtype:
+                parameter.grad_dtype = None  # any type
+                parameter.grad = parameter.grad.to(self.sum_dtype)
 
     def reshard(self) -> None:
         """See Sharded."""
@@ -255,6 +270,10 @@ class FSDP2Model(Sharded):
         return full.clone() if tensor.device_mesh.size() == 1 else full
 
 
+def _sum_dtype(precision: Precision) -> torch.dtype:
+    return torch.promote_types(precision.stored, precision.reduce)
+
+
 def _mixed_precision_policy(precision: Precision, processes: int) -> MixedPrecisionPolicy:
     compute = None if precision.compute == precision.stored else precision.compute
     # A single process sums nothing: it would write values in the wider type, copy them and round them back to the same bits.
@@ -272,7 +291,8 @@ class FSDP1Model(Sharded):
         mesh = build_mesh(fsdp.fsdp_size, device)
         layers = transformer_layers(model)
         shards = mesh["shard"].size()
-        self.replicas = mesh.size() // shards
+        self.replicas, self.sum_dtype = mesh.size() // shards, _sum_dtype(precision)
+        self._summed: dict[nn.Parameter, Tensor] = {}
         sharded = shards > 1
         if not sharded and len({p.requires_grad for p in model.parameters()}) == 2:
             # After backward FSDP1 leaves a frozen unit's parameters as plain tensors, and the next forward fails.
@@ -305,9 +325,20 @@ class FSDP1Model(Sharded):
         with FullyShardedDataParallel.summon_full_params(self.root, recurse=False, writeback=False):
             pass
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """See Sharded."""
-        return nullcontext()
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """See Sharded. FSDP1 sums in the parameters' type, so wider sums are kept here."""
+        yield
+        narrow = [p for p in self.root.parameters() if p.grad is not None and p.grad.dtype != self.sum_dtype]
+        for parameter in narrow if self._summed or not last else ():
+            gradient, parameter.grad = parameter.grad, None
+            before = self._summed.get(parameter)
+            self._summed[parameter] = gradient.to(self.sum_dtype) if before is None else before.add_(gradient)
+        if last:
+            for parameter, summed in self._summed.items():
+                parameter.grad_dtype = None  # any type
+                parameter.grad = summed
+            self._summed = {}
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
         """See Sharded. FSDP1 holds gradients until the model's next forward, which may come after a rollout."""

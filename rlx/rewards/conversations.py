@@ -4,9 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.data.batch import SEQUENCE, Batch, left_padded
 from rlx.errors import ExplainedError
+from rlx.user_code import time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_LIMIT_S = 10.0
 
 
 class ConversationError(ExplainedError, ValueError):
@@ -47,9 +50,10 @@ class Conversations:
             return list(self._judge(prompt + response)["input_ids"])
         messages = [*prompt, {"role": "assistant", "content": response}]
         try:
-            return list(self._judge.apply_chat_template(messages, tokenize=True, return_dict=False))
+            with time_limit(TEMPLATE_LIMIT_S):
+                return list(self._judge.apply_chat_template(messages, tokenize=True, return_dict=False))
         except Exception as fault:  # templates raise any kind of error
             raise ConversationError(
                 f"the reward model's tokenizer does not take a chat ({type(fault).__name__}: {fault}); expected a chat template "
                 "for these roles; save one with the tokenizer, or use prompts of plain text"
-            ) from fault
+            ) from None

@@ -54,6 +54,8 @@ class Function:
     limit_s: float  # longest call [seconds]
     batched: bool = False  # one call scores a list of samples
     options: dict[str, Any] = field(default_factory=dict)  # further arguments by name
+    # The process itself interrupts a longer call, and goes on [seconds of the processor]; 0: never
+    cpu_limit_s: float = 0
 
     @property
     def is_own(self) -> bool:
@@ -100,6 +102,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 Numbers = dict[str, float]
+Kind = Literal["", "error", "timeout", "crash"]
 
 
 class Outcome(NamedTuple):
@@ -108,7 +111,7 @@ class Outcome(NamedTuple):
     # For each sample the numbers reported, including `score`, or a message if the report is wrong
     answers: list[Numbers | str]
     # The reason for no answers: the call raised (or returned no list), took too long, or ended its process
-    kind: Literal["", "error", "timeout", "crash"] = ""
+    kind: Kind = ""
     fault: str = ""  # the same reason in words
     traceback: str = ""  # of the error that the call raised
 

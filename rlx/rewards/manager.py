@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import Batch
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, storing
 from rlx.rewards import gsm8k
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
@@ -28,7 +27,8 @@ MATH_SOURCES = (
     *("math", "math_dapo", "math_dapo_reasoning", "aime24", "aime25"),
 )
 MATHS = "rlx.rewards.math"
-MATH_LIMIT_S = 5.0
+MATH_LIMIT_S, MATH_CPU_LIMIT_S = 10.0, 2.0
+"""math-verify grades most answers in milliseconds. The first limit holds also in code that cannot be interrupted."""
 POOL_FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
 SMALLEST_PART = 8
@@ -96,7 +96,9 @@ class RewardManager:
         self._pool = ProcessPool(size, reward.memory_limit_gb, reward.max_concurrent)
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
-        grade_maths = Function(MATHS, "compute_score", min(MATH_LIMIT_S, limit_s))
+        grade_maths = Function(
+            MATHS, "compute_score", min(MATH_LIMIT_S, limit_s), cpu_limit_s=min(MATH_CPU_LIMIT_S, limit_s)
+        )
         self._known = dict.fromkeys(gsm8k.SOURCES, grade_number) | dict.fromkeys(MATH_SOURCES, grade_maths)
         # Rules that always take microseconds run in this process.
         self._here: dict[Function, Callable[..., Any]] = {grade_number: gsm8k.compute_score}
@@ -262,11 +264,13 @@ class RewardManager:
         failure, sample, function = failures[row], samples[row], failures[row].function
         source, index = sample["data_source"], (sample["extra_info"] or {}).get("index", row)
         label = f"{function.name} in {function.source}" if function.is_own else f"rlx's reward function of {source!r}"
-        dump_dir.mkdir(parents=True, exist_ok=True)
-        copy = dump_dir / f"reward_error_{re.sub(r'[^0-9A-Za-z]+', '-', str(source))}_{index}.json"
+        # Its name is a number, because names of files must not come from data.
+        copy = dump_dir / f"reward_error_{len(list(dump_dir.glob('reward_error_*.json'))) + 1}.json"
         report = {**sample, "index": index, "function": label, "fault": failure.what, "traceback": failure.traceback}
         text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
-        copy.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair stays valid JSON
+        with storing(copy):
+            dump_dir.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair stays valid JSON
         what = f"{label} {failure.what}; data source {source!r}, sample {index}, a copy of it is in {copy}"
         none = len(failures) == len(samples) > 1
         if stopping or none:
@@ -287,9 +291,10 @@ def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:
     if outcome.kind:
-        is_fixed = function.source == MATHS and function.limit_s == MATH_LIMIT_S
+        limit_s = function.cpu_limit_s or function.limit_s
+        is_fixed = function.source == MATHS and limit_s == MATH_CPU_LIMIT_S
         whose = "math-verify's limit, which reward.timeout_s does not raise" if is_fixed else "reward.timeout_s"
-        limit = f"took longer than {function.limit_s:g} s ({whose})"
+        limit = f"took longer than {limit_s:g} s ({whose})"
         what = {"timeout": limit, "crash": f"{outcome.fault}, twice"}.get(outcome.kind, outcome.fault)
         return [Failure(outcome.kind, function, what, outcome.traceback)] * samples
     return [Failure("error", function, each, "") if isinstance(each, str) else each for each in outcome.answers]

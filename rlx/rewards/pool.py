@@ -4,9 +4,10 @@ rlx has its own pool, because `concurrent.futures` gives up a whole pool when on
 driver's main module again in each process. Neither of them runs async functions concurrently, or ends a process that hangs in C
 code after its driver was killed. No library above them does so either.
 
-Note [who ends a call in time]: only the driver. A process sends a message at least every FLUSH_S while calls end. If it is
+Note [who ends a call in time]: the driver, for any call. A process sends a message at least every FLUSH_S while calls end. If it is
 silent for a call's limit plus SLACK_S, it hangs in a call, in C code or not. The driver then kills it and all processes that it
-started. If it had several calls, the driver does not know which one hung: see Note [once more].
+started. If it had several calls, the driver does not know which one hung: see Note [once more]. A function of rlx's own may have
+a `cpu_limit_s`: then its process interrupts a longer call and lives on.
 
 Note [once more]: if a process ends, the driver sends its calls without an outcome again, each alone. A call that was alone is
 to blame. If it took too long it is lost. If it ended the process the driver sends it once more; the second time it is lost.
@@ -26,6 +27,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
+from rlx.rewards.answers import BadAnswer, Lines, Loaded, to_loaded, to_outcomes
 from rlx.rewards.function import Function, Loadable, Outcome
 from rlx.rewards.process import OUT_OF_MEMORY
 from rlx.user_code import UserCodeError
@@ -88,6 +90,7 @@ class _Process:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # the driver handles Ctrl-C, and processes that a function starts can be killed too
             )
+        self._lines = Lines(self.connection.fileno())
         self._loaded: set[Loadable] = set()
         self._sent: list[int] = []
         self.unanswered: set[int] = set()
@@ -99,14 +102,18 @@ class _Process:
         self.deadline = time.monotonic() + LOAD_LIMIT_S
         self._send((id(function), function))
 
-    def loading(self) -> tuple[bool, UserCodeError | None, str]:
+    def loading(self) -> Loaded:
         """Return the reply to `load`. Raises EOFError or OSError if the process ended, TimeoutError if it takes too long."""
-        if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
-            raise TimeoutError
-        answer: tuple[bool, UserCodeError | None, str] = self.connection.recv()
-        if answer[1] is None:
+        while self.connection.poll(max(0.0, self.deadline - time.monotonic())):
+            if messages := self._lines.read():
+                return self._loaded_by(messages)
+        raise TimeoutError
+
+    def _loaded_by(self, messages: list[Any]) -> Loaded:
+        loaded = to_loaded(messages[0])
+        if loaded[1] is None:
             self._loaded.add(self._loading)
-        return answer
+        return loaded
 
     def begin(self, places: list[int], function: Function, samples: list[int], payload: bytes) -> None:
         """Send the calls at these indices, after loading their function."""
@@ -121,16 +128,23 @@ class _Process:
         """Return outcomes by their indices in the run; none if the process has only loaded the function.
 
         Raises:
-            EOFError, OSError: the process has ended.
+            EOFError, OSError: the process has ended, or what it sent is no answer.
         """
+        messages = self._lines.read()
+        if not messages:
+            return []
         if self._function not in self._loaded:
-            _, fault, traceback = self.loading()
+            _, fault, traceback = self._loaded_by(messages)
             if fault is None:
                 self._send_calls()
                 return []
             outcomes = list(enumerate([Outcome([], "error", str(fault), traceback)] * len(self._sent)))
         else:
-            outcomes = self.connection.recv()
+            unanswered = {number for number, place in enumerate(self._sent) if place in self.unanswered}
+            joined = [
+                record for message in messages for record in (message if isinstance(message, list) else [message])
+            ]
+            outcomes = to_outcomes(joined, self._calls[1], unanswered)
             self.deadline = time.monotonic() + self._function.limit_s + SLACK_S
         found = [(self._sent[number], outcome) for number, outcome in outcomes]
         self.unanswered.difference_update(place for place, _ in found)
@@ -288,9 +302,10 @@ class _Run:
     def _receive(self, process: _Process) -> None:
         try:
             found = process.receive()
-        except (EOFError, OSError):
+        except (EOFError, OSError) as fault:
             self.busy.remove(process)
-            self._lose(process, Outcome([], "crash", process.end()))
+            how = process.end()
+            self._lose(process, Outcome([], "crash", str(fault) if isinstance(fault, BadAnswer) else how))
             return
         self.outcomes.update(found)
         self._answered = self._answered or any(outcome.kind in ("", "error") for _, outcome in found)

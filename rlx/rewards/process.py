@@ -1,7 +1,8 @@
 """A reward process: calls reward functions and ends with the driver. `rlx.rewards.pool` starts it.
 
-The driver sends (number, Loadable) to load a function; the answer is (is it async, UserCodeError or None, traceback). It sends
-(number, samples of each call, pickled arguments of the calls) to call it; the answers are lists of (index of the call, Outcome).
+The driver sends (number, Loadable) to load a function; the answer is [is it async, error or null, traceback]. It sends (number,
+samples of each call, pickled arguments of the calls) to call it; the answers are lists of [index of the call, *Outcome].
+`rlx.rewards.answers` has their form.
 """
 
 import asyncio
@@ -13,10 +14,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlx.rewards.answers import Loaded, of_loaded, send
 from rlx.rewards.function import Function, Outcome, is_async, outcome_of, raised
 from rlx.user_code import UserCodeError
 
@@ -35,24 +38,51 @@ def end_with(parent: int) -> None:
         os._exit(0)
 
 
+class TooLong(BaseException):
+    """A call has used its time. No Exception, so that libraries do not catch it."""
+
+
+@contextmanager
+def interrupted_after(cpu_limit_s: float) -> Iterator[None]:
+    """Raise TooLong inside a block that uses the processor for longer; 0: never.
+
+    The signal comes again until the block ends, because an exception in a callback of C code is lost. Code in C that never
+    returns to Python is not interrupted.
+    """
+
+    if not cpu_limit_s:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGPROF, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s, 0.1)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 class Answers:
     """Collects outcomes and sends several at a time."""
 
-    def __init__(self, connection: Connection):
-        self._connection = connection
-        self._waiting: list[tuple[int, Outcome]] = []
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._waiting: list[tuple[Any, ...]] = []
         self._sent = time.monotonic()
 
     def add(self, place: int, outcome: Outcome) -> None:
         """Add the outcome of the call at this index."""
-        self._waiting.append((place, outcome))
+        self._waiting.append((place, *outcome))
         if time.monotonic() - self._sent > FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
         """Send the collected outcomes."""
         if self._waiting:
-            self._connection.send(self._waiting)
+            send(self._descriptor, self._waiting)
         self._waiting, self._sent = [], time.monotonic()
 
 
@@ -110,20 +140,20 @@ class Process:
                 if number in self._functions:
                     self._call(number, *request, runner)
                 else:
-                    self._connection.send(self._load(number, *request))
+                    send(self._connection.fileno(), of_loaded(self._load(number, *request)))
 
-    def _load(self, number: int, spec: Function) -> tuple[bool, UserCodeError | None, str]:
+    def _load(self, number: int, spec: Function) -> Loaded:
         try:
             function = spec.load()
         except UserCodeError as fault:
             cause = fault.__cause__
-            return False, type(fault)(str(fault)), "".join(traceback.format_exception(cause)) if cause else ""
+            return False, fault, "".join(traceback.format_exception(cause)) if cause else ""
         self._functions[number] = spec, function
         return is_async(function), None, ""
 
     def _call(self, number: int, samples: list[int], payload: bytes, runner: asyncio.Runner) -> None:
         spec, function = self._functions[number]
-        answers = Answers(self._connection)
+        answers = Answers(self._connection.fileno())
         try:
             calls = pickle.loads(payload)
         except Exception as fault:  # for example an object whose class this process cannot import
@@ -135,7 +165,11 @@ class Process:
         else:
             for place, arguments in enumerate(calls):
                 try:
-                    outcome = outcome_of(spec, function(**arguments, **spec.options), samples[place])
+                    with interrupted_after(spec.cpu_limit_s):
+                        result = function(**arguments, **spec.options)
+                    outcome = outcome_of(spec, result, samples[place])
+                except TooLong:
+                    outcome = Outcome([], "timeout")
                 except BaseException as fault:  # includes sys.exit()
                     outcome = failed(fault)
                 answers.add(place, outcome)

@@ -46,10 +46,8 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
         try:
             row = json.loads(line)
             step = int(row.pop("step"))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ReportError(
-                f"{path}, line {number}: expected a JSON object with `step`, got {line[:80]!r}"
-            ) from error
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ReportError(f"{path}, line {number}: expected a JSON object with `step`, got {line[:80]!r}") from None
         if by_step and step < next(reversed(by_step)):
             by_step = {s: metrics for s, metrics in by_step.items() if s < step}
         by_step.setdefault(step, {}).update({k: v for k, v in row.items() if k != "time" and v is not None})

@@ -1,5 +1,6 @@
 """One run from a checked configuration to its report; `rlx.main_ppo` calls it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,15 @@ from rlx.cluster.runtime import accelerator, session
 from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.data.sampler import PromptSampler
+from rlx.errors import storing
 from rlx.trainer.checkpoints import read_driver_state, run_folder
+from rlx.trainer.kept_settings import keep
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.report import write_report
+from rlx.trainer.run_lock import RunLock
 from rlx.trainer.start import Prepared, prepare
-from rlx.trainer.tracking import Tracker
+from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
 from rlx.trainer.warm_start import warm_start
 from rlx.workers.worker import Worker
 
@@ -25,34 +29,37 @@ def run(config: PPOConfig, yaml: str) -> Path:
 
     Args:
         config: composed and checked.
-        yaml: the configuration as text, for the run's folder.
+        yaml: the configuration as text without secrets, for the run's folder.
 
     Raises:
-        Exception: the errors of `prepare`; RewardError or WorkerFailure. Each names its remedy.
+        Exception: the errors of `prepare`; StorageError, RewardError or WorkerFailure. Each names its remedy.
     """
     # `prepare` finds mistakes in the command. It comes before the warm start and the folder, so that a mistake costs no time
     # and leaves no folder.
-    prepared = prepare(config)
-    with prepared.rewards:
+    prepared = prepare(config, yaml)
+    with prepared.rewards, prepared.lock or nullcontext():
         return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared)
 
 
 def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
-    checkpoint, tokenizer, train, val, sampler, rewards = prepared
+    checkpoint, lock, changed, tokenizer, train, val, sampler, rewards = prepared
     folder = run_folder(config, checkpoint)
-    (folder / "config.yaml").write_text(yaml)
     step = read_driver_state(checkpoint).step if checkpoint else 0
+    only_validates = checkpoint is not None and config.trainer.val_only  # then the run's own rows and settings stay
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
-    for notice in prepared.notices(config):
+    told = [] if only_validates else keep(folder, yaml, step if checkpoint else None, changed)
+    for notice in (*prepared.notices(config), *told):
         progress.notice(notice)
     if checkpoint is not None:
         progress.remark(f"resuming from step {step}: {checkpoint}")
     elif config.trainer.resume_mode == "auto":
         progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
     names = config.trainer.project_name, config.trainer.experiment_name
+    rows = (None, VAL_ONLY_FILE) if only_validates else (step if checkpoint else -1, METRICS_FILE)
     with (
+        lock or RunLock(folder) as lock,
         progress,
-        Tracker(config.trainer.logger, folder, yaml, *names, resume_step=step if checkpoint else None) as tracker,
+        Tracker(config.trainer.logger, folder, yaml, *names, *rows, may_write=lock.check) as tracker,
         session(config),
         start_workers(config) as workers,
     ):
@@ -60,7 +67,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         if checkpoint is not None:
             trainer.load(checkpoint)
         trainer.fit()
-    picture = write_report(folder / "metrics.jsonl", folder / "report.png")
+    with storing(folder):
+        picture = write_report(folder / METRICS_FILE, folder / "report.png")
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)
     return folder
 

@@ -18,7 +18,9 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
-from rlx.trainer.checkpoints import read_driver_state, require_parts, starting_checkpoint
+from rlx.trainer.checkpoints import read_driver_state, require_parts, starting_checkpoint, step_of
+from rlx.trainer.kept_settings import Change, changes
+from rlx.trainer.run_lock import RunLock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +39,8 @@ class Prepared(NamedTuple):
 
     Args:
         checkpoint: the run continues from it; None: it starts anew.
+        lock: holds the folder of a resumed run; a context.
+        changed: other values of keys than the run had before.
         tokenizer: of the policy.
         train, val: the prompts.
         sampler: chooses the next prompts of `train`.
@@ -44,6 +48,8 @@ class Prepared(NamedTuple):
     """
 
     checkpoint: Path | None
+    lock: RunLock | None
+    changed: list[Change]
     tokenizer: "PreTrainedTokenizerBase"
     train: PromptDataset
     val: PromptDataset
@@ -87,23 +93,29 @@ class _Trials:
             raise StartError(f"{len(self.faults)} faults:{listed}") from cause
 
 
-def prepare(config: PPOConfig) -> Prepared:
+def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
     """Do all work that may fail and needs no worker, before the warm start, the run's folder and Ray.
 
     Args:
         config: composed and checked.
+        yaml: the configuration as text, to compare with that of a run to resume.
 
     Raises:
+        RunLocked: the run to resume still runs.
         ClusterError, ResumeError, ModelError, DataError, UserCodeError, RewardError: the only fault.
         StartError: there are several.
     """
     trial = _Trials()
     trial(check_options, config)
-    checkpoint = trial(_checkpoint, config)
-    trial.faults += map(ModelError, _faults_of_models(config))
-    tokenizer = trial(policy_tokenizer, config)
+    lock, changed = None, None
     train = val = sampler = rewards = None
     with ExitStack() as until_it_fails:
+        checkpoint = trial(_checkpoint, config)
+        if checkpoint is not None:
+            lock = until_it_fails.enter_context(RunLock(checkpoint.parent.parent))
+            changed = trial(_changes, config, checkpoint, yaml)
+        trial.faults += map(ModelError, _faults_of_models(config))
+        tokenizer = trial(policy_tokenizer, config)
         if tokenizer is not None:
             train, val = (trial(load_prompts, config.data, tokenizer, split) for split in ("train", "val"))
             rewards = trial(_rewards, config, tokenizer)
@@ -115,7 +127,7 @@ def prepare(config: PPOConfig) -> Prepared:
         trial.end()
         until_it_fails.pop_all()
     assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"
-    return Prepared(checkpoint, tokenizer, train, val, sampler, rewards)
+    return Prepared(checkpoint, lock, changed or [], tokenizer, train, val, sampler, rewards)
 
 
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
@@ -151,6 +163,11 @@ def _checkpoint(config: PPOConfig) -> Path | None:
     if checkpoint is not None:
         require_parts(config, checkpoint)
     return checkpoint
+
+
+def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[Change]:
+    # A validation writes no checkpoint, so it may have any settings.
+    return [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, step_of(checkpoint), yaml)
 
 
 def _faults_of_models(config: PPOConfig) -> Iterator[str]:

@@ -1,20 +1,26 @@
 """Loggers of metrics behind one small protocol: a JSONL file, tensorboard, wandb."""
 
+import errno
 import json
 import math
+import os
 import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, storing
 
 METRICS_FILE = "metrics.jsonl"
+VAL_ONLY_FILE = "metrics.val_only.jsonl"
+"""Rows of validations of a checkpoint (trainer.val_only), which belong to no step of the run."""
+SUPERSEDED_FILE = "metrics.superseded.jsonl"
+"""Rows of steps that the run took again, after it was resumed from an earlier step."""
 
 
 class TrackingError(ExplainedError, ValueError):
@@ -37,27 +43,24 @@ class Logger(ABC):
 
 
 class JsonlLogger(Logger):
-    """Writes `metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics.
+    """Writes `metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics. See `rewind`.
 
     NaN and infinity become null, because JSON lacks them. Generations are left out, because the dump of the validation holds them.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        path = run_dir / METRICS_FILE
-        if path.exists():
-            _drop_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        self._path = path
+        if resume_step is not None and path.exists():
+            rewind(path, resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append a line and flush it, so that a run that dies leaves all its steps."""
+        """Append a line, on disk before this returns. The file is opened each time, so that a lost folder shows."""
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        _append(self._path, (json.dumps(row, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Do nothing: no file is open."""
 
 
 class TensorboardLogger(Logger):
@@ -131,10 +134,13 @@ class Tracker:
         loggers: as `trainer.logger`; `console` is skipped, because `Progress` handles it.
         run_dir: folder of the run; it must exist. Existing files are appended to.
         config_yaml, project, experiment: for wandb.
-        resume_step: the step the run was resumed at; None: a new run.
+        resume_step: the step after which the run goes on, and later ones are replaced; None: nothing is replaced.
+        metrics_file: name of the file in `run_dir`.
+        may_write: is called before each row, and raises if the run must end.
 
     Raises:
         TrackingError: a logger cannot start.
+        StorageError: the folder cannot be written, at the start or later.
     """
 
     def __init__(
@@ -145,16 +151,20 @@ class Tracker:
         project: str,
         experiment: str,
         resume_step: int | None = None,
+        metrics_file: str = METRICS_FILE,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
+        self._file, self._may_write = run_dir / metrics_file, may_write
         makers: dict[str, Callable[[], Logger]] = {
-            "jsonl": lambda: JsonlLogger(run_dir),
+            "jsonl": lambda: JsonlLogger(self._file, resume_step),
             "tensorboard": lambda: TensorboardLogger(run_dir, resume_step),
             "wandb": lambda: WandbLogger(run_dir, config_yaml, project, experiment),
         }
         self._loggers: list[Logger] = []
         with ExitStack() as started:
             for name in dict.fromkeys(("jsonl", *(name for name in loggers if name != "console"))):
-                self._loggers.append(_start(name, makers[name]))
+                with storing(self._file):
+                    self._loggers.append(_start(name, makers[name]))
                 started.callback(self._loggers[-1].close)
             self._until_closed = started.pop_all()
 
@@ -166,13 +176,16 @@ class Tracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send one step's metrics to all loggers."""
-        for logger in self._loggers:
-            logger.log(metrics, step)
+        self._may_write()
+        with storing(self._file):
+            for logger in self._loggers:
+                logger.log(metrics, step)
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Send some generations of a validation to all loggers."""
-        for logger in self._loggers:
-            logger.generations(rows, step)
+        with storing(self._file):
+            for logger in self._loggers:
+                logger.generations(rows, step)
 
 
 def _start(name: str, make: Callable[[], Logger]) -> Logger:
@@ -184,16 +197,48 @@ def _start(name: str, make: Callable[[], Logger]) -> Logger:
         raise TrackingError(
             f"logger {name}: the package {package} is not installed; run `pip install {package}`, {remedy}"
         ) from None
+    except ExplainedError:
+        raise
     except Exception as error:
         raise TrackingError(
             f"logger {name} cannot start ({type(error).__name__}: {error}); fix that, {remedy}"
         ) from error
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut off an incomplete last line of a run that was killed while writing it."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("r+b") as file:
-            file.truncate(whole)
+def rewind(path: Path, step: int) -> None:
+    """Keep the rows of a metrics file up to `step`, from which the run goes on, so that each step has one row.
+
+    Later rows move to SUPERSEDED_FILE beside it. A last line that a kill has torn is dropped. The file is replaced as a whole.
+
+    Raises:
+        TrackingError: a line before the last is no row.
+    """
+    kept, later = [], []
+    *lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            (kept if json.loads(line)["step"] <= step else later).append(line + b"\n")
+        except (ValueError, TypeError, KeyError):
+            raise TrackingError(
+                f"{path}, line {number}: got {line[:60]!r}, expected a JSON object with `step`; correct or remove the line"
+            ) from None
+    if later:
+        _append(path.with_name(SUPERSEDED_FILE), b"".join(later))
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    _append(part, b"".join(kept))
+    os.replace(part, path)
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append to a file, wholly on disk or not at all."""
+    with path.open("ab", buffering=0) as file:
+        begin = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(begin)
+            raise

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlx.data.batch import Batch
+from rlx.errors import storing
 from rlx.rewards.manager import Scores
 
 
@@ -120,7 +121,8 @@ def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
 
 def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
     """Write <folder>/<step>.jsonl, one record per line."""
-    folder = folder.expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    file = folder.expanduser() / f"{step}.jsonl"
     lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
-    (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with storing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ TOKENS = 64
 
 
 def _options(**changed):
-    return argparse.Namespace(**{"save": "boundary", "optimizer_offload": False, "steps": 2, **changed})
+    return argparse.Namespace(**{"save": "boundary", "optimizer_offload": False, "lossy": True, "steps": 2, **changed})
 
 
 def steps(folder, modes):

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from rank_tools import FP64, ROWS, Gradients, P, build, make_batch, own_share, policy, value, weights_of
 from torch.distributed.tensor import DTensor
 
-from rlx.config.schema import ModelConfig
-from rlx.engine.micro_batch import MicroBatchRule
-from rlx.engine.optimizer import local
+from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
+from rlx.engine.micro_batch import MicroBatch, MicroBatchRule
 from rlx.engine.optimizer_state import OptimizerStateOnHost
+from rlx.engine.sharding import local
 from rlx.models.loading import load_model
 from rlx.offload import host_arena
 
@@ -199,3 +199,28 @@ def refused(folder, strategy, fsdp):
         build(folder, dataclasses.replace(FP64, **fsdp), strategy)
     except ValueError as error:
         return str(error)
+
+
+def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tuple[torch.dtype, bool, float]:
+    """Return the type of the summed gradients, whether they equal the sum of the gradients of each micro-batch in this type,
+    and the error of the sum in bf16 relative to them.
+    """
+    precision = MixedPrecisionConfig(reduce_dtype=reduce_dtype)
+    engine = build(folder, FSDPConfig(model_dtype="bf16", mixed_precision=precision), strategy)
+    engine.root.train()
+    objective, batch = policy(), make_batch(24)
+    totals = engine._totals(batch, objective)
+    parts = list(engine._micro_batches(batch, MicroBatchRule(rows=1)))
+
+    def gradient(chosen: list[MicroBatch]) -> torch.Tensor:
+        engine._passes(chosen, objective, totals)
+        flat = torch.cat([local(p.grad).flatten() for p in engine.root.parameters() if p.grad is not None])
+        engine.sharded.drop_gradients(engine.optimizer)
+        return flat.clone()
+
+    each = [gradient([part]) for part in parts]
+    summed = gradient(parts)
+    expected, narrow = each[0].to(summed.dtype), each[0].clone()
+    for one in each[1:]:
+        expected, narrow = expected + one, narrow + one
+    return summed.dtype, torch.equal(summed, expected), ((narrow - summed).norm() / summed.norm()).item()

@@ -59,7 +59,10 @@ def test_a_checkpoint_is_read_by_other_process_counts_and_strategies(before, aft
     )[0]
     again = request.getfixturevalue(after[0])("checkpoint", "resumed", model_folder, after[1], folder)[0]
     same(saved, again[1])
-    assert again[0] == [pytest.approx(figures, rel=1e-9, abs=1e-12) for figures in metrics]
+    for figures, expected in zip(again[0], metrics, strict=True):
+        # Each process samples its own shard, so another division samples other weights.
+        del figures["update_length"], expected["update_length"]
+        assert figures == pytest.approx(expected, rel=1e-9, abs=1e-12)
     for name, tensor in weights.items():
         torch.testing.assert_close(again[2][name], tensor, rtol=1e-9, atol=1e-12)
 

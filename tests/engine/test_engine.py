@@ -154,7 +154,11 @@ def test_two_processes_train_like_one_however_they_share_the_model(
 ):
     for metrics, _, weights, _ in two_ranks("engine", "trained", model_folder, strategy, 2, fsdp):
         close(plain_training[2], weights)
-        assert metrics == [pytest.approx(figures, rel=1e-9, abs=1e-12) for figures in plain_training[0]]
+        for figures, expected in zip(metrics, plain_training[0], strict=True):
+            # Each process samples its own shard, so another division samples other weights.
+            assert figures.pop("update_length") == pytest.approx(expected["update_length"], rel=0.5)
+            expected = {name: figure for name, figure in expected.items() if name != "update_length"}
+            assert figures == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -212,3 +216,16 @@ def test_activation_offload_changes_no_bit(strategy, save, tier, model_folder, r
 )
 def test_what_does_not_fit_is_refused_by_name(strategy, fsdp, names, model_folder, two_ranks):
     assert all(names in message for message in two_ranks("engine", "refused", model_folder, strategy, fsdp))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_gradients_of_bf16_weights_are_summed_over_micro_batches_in_reduce_dtype(
+    reduce_dtype, strategy, ranks, model_folder
+):
+    for dtype, is_exact, narrow_error in ranks(
+        "engine", "sums_over_micro_batches", model_folder, strategy, reduce_dtype
+    ):
+        assert dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[reduce_dtype]
+        assert is_exact
+        assert (narrow_error > 1e-3) == (reduce_dtype == "fp32"), "24 sums in bf16 would lose what fp32 keeps"

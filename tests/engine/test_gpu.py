@@ -24,9 +24,9 @@ from rlx.engine.engine import Engine
 from rlx.engine.host_memory import HostRelief
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.engine.optimizer import local
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import HandOverError
+from rlx.engine.sharding import local
 from rlx.offload import host_arena
 
 pytestmark = [

@@ -1,6 +1,7 @@
 """What is found wrong before the warm start, the run's folder and Ray; and that they come after it."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import RewardError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer import run as module
+from rlx.trainer.run_lock import RunLocked
 from rlx.trainer.start import StartError, policy_tokenizer, prepare
 from rlx.trainer.warm_start import warm_start
 
@@ -127,7 +129,10 @@ def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(config,
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     prepared = prepare(config())
     ck.write_driver_state(folder, ck.DriverState(2, 1, 2, prepared.sampler.state_dict(), {}, 0, {}))
-    assert prepare(config(*resume)).checkpoint == folder
+    held = prepare(config(*resume))
+    assert held.checkpoint == folder
+    with held.lock, pytest.raises(RunLocked, match=rf"process {os.getpid()} on .* still runs"):
+        prepare(config(*resume))
     with pytest.raises(DataError, match="the checkpoint's sampler had"):
         prepare(config(*resume, "data.arithmetic.train_size=24"))
     with pytest.raises(ck.ResumeError, match="there is no critic in it"):

@@ -1,10 +1,12 @@
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlx.errors import StorageError
 from rlx.trainer.tracking import TensorboardLogger, Tracker, TrackingError
 
 
@@ -39,6 +41,53 @@ def test_a_resumed_run_appends_and_drops_a_line_torn_by_a_kill(tmp_path: Path):
     assert [(row["step"], row["a"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0)]
 
 
+def test_a_resume_from_an_earlier_step_neither_doubles_nor_loses_rows(tmp_path: Path):
+    with tracker(tmp_path) as tracking:
+        for step in range(5):
+            tracking.log({"a": 1.0}, step)
+    with tracker(tmp_path, resume_step=2) as tracking:
+        tracking.log({"a": 2.0}, 3)
+    assert [(row["step"], row["a"]) for row in rows(tmp_path)] == [(0, 1), (1, 1), (2, 1), (3, 2)]
+    with tracker(tmp_path, resume_step=-1):
+        assert rows(tmp_path) == []
+    later = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in later] == [3, 4, 0, 1, 2, 3]
+
+
+def test_a_damaged_line_is_named_before_anything_starts(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2: got b'nonsense', expected"):
+        tracker(tmp_path, resume_step=1)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_a_full_disk_stops_the_run_with_whole_rows(tiny_disk: Path):
+    logged = 0
+    with (
+        tracker(tiny_disk) as tracking,
+        pytest.raises(StorageError, match=r"metrics\.jsonl: no space is left \(0\.000 GB"),
+    ):
+        while logged < 1000:
+            tracking.log({f"name_{i}": 1.0 for i in range(97)}, logged + 1)
+            logged += 1
+    assert [row["step"] for row in rows(tiny_disk)] == list(range(1, logged + 1)) and logged > 5
+
+
+def test_a_lost_folder_and_a_run_that_may_not_write_show_at_the_next_row(tmp_path: Path):
+    def refuse() -> None:
+        raise StorageError("taken")
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with tracker(folder) as tracking:
+        tracking.log({"a": 1.0}, 1)
+        shutil.rmtree(folder)
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: the folder is gone"):
+            tracking.log({"a": 1.0}, 2)
+    with Tracker((), tmp_path, "", "p", "e", may_write=refuse) as tracking, pytest.raises(StorageError, match="taken"):
+        tracking.log({"a": 1.0}, 2)
+
+
 def test_tensorboard_keeps_scalars_and_texts_and_hides_what_a_resume_replaces(tmp_path: Path):
     with tracker(tmp_path, "tensorboard") as tracking:
         for step in (1, 2, 3):
@@ -66,8 +115,6 @@ def test_all_are_closed_also_when_one_fails(tmp_path: Path, monkeypatch: pytest.
     tracking = tracker(tmp_path, "tensorboard")
     with pytest.raises(OSError, match="disk is full"), tracking:
         pass
-    with pytest.raises(ValueError, match="closed file"):
-        tracking.log({"a": 1.0}, 1)
 
 
 def test_a_logger_that_cannot_start_is_named_with_the_cause(tmp_path: Path):

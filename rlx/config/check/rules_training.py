@@ -1,5 +1,6 @@
 """Rules about batches, optimizers, sharding and resuming."""
 
+import math
 from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
@@ -14,6 +15,8 @@ MICRO_KEYS = (
     ("actor_rollout_ref.rollout", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
     ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
 )
+TYPICAL_WEIGHT = 0.02  # standard deviation of the weights of most models
+HALF_DISTANCE = 2.0**-14  # between two bf16 numbers there
 
 
 # Batches
@@ -120,6 +123,28 @@ def validation_samples_at_a_temperature(s: CheckContext) -> Faults:
         yield s.fault("validation samples at temperature 0", "> 0", remedy, *keys)
 
 
+def moving_share(lr: float) -> float:
+    """Return the share of bf16 weights of standard deviation 0.02 that a step of `lr` moves, if rounded to nearest.
+
+    AdamW moves a weight by about lr. A bf16 number in [2^e, 2^(e+1)) has a neighbour 2^(e-7) away, so it moves if lr >= 2^(e-8).
+    Example: lr=1e-6 moves weights below 2^-11, 1.9 % of them.
+    """
+    below = 2.0 ** (math.floor(math.log2(lr)) + 9)
+    return math.erf(below / (TYPICAL_WEIGHT * math.sqrt(2)))
+
+
+def updates_survive_rounding(s: CheckContext) -> Faults:
+    """A step of bf16 weights without masters is not smaller than half the distance to the next number at a typical weight."""
+    for role in trained_roles(s.config):
+        lr, masters, lossy = (f"{role.key}.optim.{name}" for name in ("lr", "master_weights", "allow_lossy_updates"))
+        is_lossy = role.fsdp.model_dtype == "bf16" and not s.value(masters)
+        if is_lossy and not s.value(lossy) and 0 < s.value(lr) < HALF_DISTANCE:
+            what = f"bf16 weights lose most updates: one step moves {moving_share(s.value(lr)):.1%} of them, rounding hides the rest"
+            remedy = f"set {masters}=True, or {role.fsdp_key}.model_dtype=fp32, or {lossy}=True to train anyway"
+            keys = (f"{role.fsdp_key}.model_dtype", masters, lr, lossy)
+            yield s.fault(what, f"fp32 masters, or a learning rate of {HALF_DISTANCE:.0e} or more", remedy, *keys)
+
+
 def betas_are_two(s: CheckContext) -> Faults:
     """AdamW has two decay rates below 1."""
     for role in trained_roles(s.config):
@@ -214,6 +239,7 @@ TRAINING_RULES = (
     prefixes_are_shared_in_packed_rows,
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
+    updates_survive_rounding,
     betas_are_two,
     tiny_heads_fit,
     sharding_group_divides_processes,

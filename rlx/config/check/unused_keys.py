@@ -95,6 +95,11 @@ def _on_cpu(s: CheckContext) -> bool:
     return not s.on_accelerator
 
 
+def _is_wide(dtype: str) -> Callable[[CheckContext], bool]:
+    """Whether weights are fp32 or wider, so that masters would be copies of them."""
+    return lambda s: s.value(dtype) != "bf16"
+
+
 def _always(s: CheckContext) -> bool:
     return True
 
@@ -107,6 +112,7 @@ def _both_clips_are_given(s: CheckContext) -> bool:
 def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
     """Return the rows of the actor or the critic, whose keys are below `role` and `model`."""
     offload, optim = f"{model}.activation_offload", f"{role}.optim"
+    dtype = f"{role}.{'fsdp' if role == 'critic' else 'fsdp_config'}.model_dtype"
     return (
         _without(f"{model}.enable_activation_offload", f"{offload}.*"),
         *(
@@ -117,6 +123,7 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
         _without(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
         _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
         _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
+        _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, "master_weights", "allow_lossy_updates")),
     )
 
 

@@ -10,6 +10,7 @@ from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo, read_bounds
 from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, plain_type
+from rlx.config.secrets import override_without_secrets
 from rlx.errors import did_you_mean
 
 MISSING = "???"  # in a YAML file: the user must give this value
@@ -79,7 +80,8 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
         expected = " or ".join(near) or "a key that docs/configuration.md lists"
         remedy = f"did you mean {expected}?" if near else "remove it, or look for its name in docs/configuration.md"
     # The user meant one of the near keys: faults of rules about those would only add noise.
-    faults.append(Fault(f"unknown key {key}", f"{key}={value}", expected, remedy, (key, *near)))
+    got = override_without_secrets(f"{key}={value}")
+    faults.append(Fault(f"unknown key {key}", got, expected, remedy, (key, *near)))
 
 
 def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:

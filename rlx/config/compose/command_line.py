@@ -4,9 +4,9 @@ Hydra reads the YAML files and parses the overrides. The typed tree alone decide
 faults, and an unknown key with the nearest known one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from rlx.config.compose.build import MISSING, build, not_a_group
 from rlx.config.faults import ConfigError, Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.tree import LEAVES, describe_expected
+from rlx.config.secrets import override_without_secrets, without_secrets
 
 CONFIG_NAME = "ppo"
 DEFAULT_GROUPS = {"experiment": "arithmetic"}
@@ -37,6 +38,7 @@ class Composed:
     partial: PPOConfig  # the tree as far as it could be read; without faults it is `config`
     set_keys: frozenset[str]  # dotted names of the keys that the command line sets (not the packaged YAML files)
     faults: tuple[Fault, ...]  # keys and overrides that could not be read
+    from_environment: Mapping[str, Any] = field(default_factory=dict)  # key -> its text with `${oc.env:NAME}`
 
     @property
     def config(self) -> PPOConfig:
@@ -52,8 +54,11 @@ class Composed:
 
     @property
     def yaml(self) -> str:
-        """The whole resolved tree as YAML."""
-        return OmegaConf.to_yaml(OmegaConf.create(asdict(self.partial)))
+        """The whole resolved tree as YAML, without secrets; values from the environment stay `${oc.env:NAME}`."""
+        tree = OmegaConf.create(asdict(self.partial))
+        for key, text in self.from_environment.items():
+            OmegaConf.update(tree, key, text)
+        return OmegaConf.to_yaml(OmegaConf.create(without_secrets(OmegaConf.to_container(tree))))
 
 
 def config_folder() -> Path:
@@ -93,9 +98,12 @@ def compose(overrides: Sequence[str]) -> Composed:
     set_keys = frozenset(key for value in values for key in _leaf_keys(value.key_or_group, value.value()))
     if MODEL_KEY not in set_keys:
         groups = {**DEFAULT_GROUPS, **groups}
-    tree = _resolved(_merged(groups, values, faults), "", faults)
+    from_environment: dict[str, Any] = {}
+    tree = _resolved(_merged(groups, values, faults), "", faults, from_environment)
     config, misfits = build(tree)
-    return Composed(config, set_keys, (*faults, *misfits))
+    broken = {key for fault in (*faults, *misfits) for key in fault.keys}
+    read = {key: text for key, text in from_environment.items() if broken.isdisjoint(_leaf_keys(key, None))}
+    return Composed(config, set_keys, (*faults, *misfits), read)
 
 
 def _parse(text: str, faults: list[Fault]) -> Override | None:
@@ -107,8 +115,9 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
         remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
         if text.startswith("-"):
             remedy = "options are --check and --help; everything else is written key=value"
-        reason = str(error).splitlines()[0]
-        faults.append(Fault(f"an override cannot be read: {reason}", repr(text), "key=value or group=file", remedy))
+        shown = override_without_secrets(text)
+        reason = f": {str(error).splitlines()[0]}" if shown == text else ""  # the reason quotes the value
+        faults.append(Fault(f"an override cannot be read{reason}", repr(shown), "key=value or group=file", remedy))
         return None
     key = parsed.key_or_group
     if parsed.is_sweep_override():
@@ -191,9 +200,13 @@ def _misplaced(key: str, value: Any) -> Fault | None:
     return None
 
 
-def _resolved(tree: DictConfig, prefix: str, faults: list[Fault]) -> dict[str, Any]:
-    """Return the tree as dictionaries with `${...}` replaced. A value that cannot be resolved adds a fault and is left out."""
+def _resolved(tree: DictConfig, prefix: str, faults: list[Fault], from_environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree as dictionaries with `${...}` replaced. A value that cannot be resolved adds a fault and is left out.
+
+    `from_environment` gets the texts that name an environment variable, by key.
+    """
     plain: dict[str, Any] = {}
+    raw: Any = OmegaConf.to_container(tree)
     for name in map(str, tree):
         key = f"{prefix}{name}"
         try:
@@ -204,5 +217,10 @@ def _resolved(tree: DictConfig, prefix: str, faults: list[Fault]) -> dict[str, A
             remedy = "name a key of the tree, or a resolver of OmegaConf such as ${oc.env:NAME}"
             faults.append(Fault(f"{key} cannot be resolved", reason, "a value", remedy, (key,)))
         else:
-            plain[name] = _resolved(value, f"{key}.", faults) if isinstance(value, DictConfig) else value
+            if isinstance(value, DictConfig):
+                plain[name] = _resolved(value, f"{key}.", faults, from_environment)
+                continue
+            plain[name] = value
+            if "${oc.env:" in str(raw[name]):
+                from_environment[key] = raw[name]
     return plain

@@ -27,14 +27,13 @@ def short_text(forecast: MemoryForecast) -> str:
 def long_text(forecast: MemoryForecast) -> str:
     """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
-    head: tuple[str, ...] = ("GB", *PARTS, "peak", "of", "longest that fits", "host", "disk", "peak in")
-    rows = [head]
+    parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
+    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", "longest that fits", "host", "disk", "peak in")]
     for phase in phases:
-        peak = _row(forecast, phase)
-        parts = (_cell(phase.parts.get(part, 0.0)) for part in PARTS)
-        rows.append((phase.name, *parts, *peak[1:], _cell(phase.host), _cell(phase.disk), phase.where or "-"))
-    table = [*aligned(rows, texts=1), _legend(forecast), *_host(forecast, phases)] if phases else []
-    return "\n".join([*_unknown(forecast), *table])
+        parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
+        peaks.append((*_row(forecast, phase), _cell(phase.host), _cell(phase.disk), phase.where or "-"))
+    tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast), *_host(forecast, phases)] if phases else []
+    return "\n".join([*_unknown(forecast), *tables])
 
 
 def gb(nbytes: float) -> str:

@@ -10,6 +10,7 @@ from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.memory import StateBytes, state_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
+MASTER_BYTES = 12  # of a bf16 weight: an fp32 master and two fp32 moments
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -73,6 +74,9 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
     precision = fsdp.mixed_precision.param_dtype
     element = (2 if on_device else stored) if precision == "auto" else BYTES[precision]
     shards = fsdp.fsdp_size if fsdp.fsdp_size > 0 else processes(config)
+    reduced = BYTES[fsdp.mixed_precision.reduce_dtype]
+    rows = role.mini_batch_prompts * config.actor_rollout_ref.rollout.n * role.together // processes(config)
+    takes_one = role.micro.rows is not None and role.micro.rows >= rows  # nothing is summed over micro-batches
 
     def states(is_trained: bool) -> StateBytes:
         return state_bytes(
@@ -82,8 +86,10 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
             element,
             is_trained=is_trained,
             adapter_rank=role.model.lora_rank if role.trained else 0,
-            summed_in=BYTES[fsdp.mixed_precision.reduce_dtype],
+            summed_in=reduced,
             is_resharded=fsdp.reshard_after_forward,
+            gradient_bytes=stored if takes_one else max(stored, reduced),
+            optimizer_bytes=MASTER_BYTES if role.has_masters else None,
         )
 
     update, forward = states(role.trained), states(False)

@@ -9,6 +9,7 @@ from rlx.config.schema import (
     CriticConfig,
     FSDPConfig,
     ModelConfig,
+    OptimConfig,
     PPOConfig,
     RefConfig,
     RewardModelConfig,
@@ -40,6 +41,7 @@ class ModelRole(NamedTuple):
     micro: MicroSize  # size of a forward on one process
     trained: bool  # whether it has gradients and an optimizer
     together: int = 1  # processes that share each sequence
+    has_masters: bool = False  # whether the optimizer keeps fp32 masters of bf16 weights
 
 
 def has_critic(config: PPOConfig) -> bool:
@@ -97,6 +99,10 @@ def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
     return update_size(actor) if rows is None else MicroSize(rows, None)
 
 
+def _has_masters(optim: OptimConfig, fsdp: FSDPConfig) -> bool:
+    return optim.master_weights and fsdp.model_dtype == "bf16"
+
+
 def actor_role(config: PPOConfig) -> ModelRole:
     """Return the role of the trained policy."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
@@ -112,6 +118,7 @@ def actor_role(config: PPOConfig) -> ModelRole:
         micro=update_size(actor),
         trained=True,
         together=actor.ulysses_sequence_parallel_size,
+        has_masters=_has_masters(actor.optim, actor.fsdp_config),
     )
 
 
@@ -131,6 +138,7 @@ def critic_role(config: PPOConfig) -> ModelRole:
         micro=update_size(critic),
         trained=True,
         together=critic.ulysses_sequence_parallel_size or 1,
+        has_masters=_has_masters(critic.optim, critic.fsdp),
     )
 
 

@@ -20,6 +20,12 @@ class OptimConfig:
     weight_decay: float = key(0.01, "Decoupled weight decay.", minimum=0)
     betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.")
     eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
+    master_weights: bool = key(
+        True, "With model_dtype=bf16: keep fp32 copies of the weights and fp32 moments, which small updates need."
+    )
+    allow_lossy_updates: bool = key(
+        False, "Train bf16 weights without masters although rounding hides most updates; watch actor/update_share."
+    )
 
 
 DTYPES = ("bf16", "fp32", "fp64")  # no fp16: nothing scales the loss
@@ -45,7 +51,11 @@ class FSDPConfig:
     reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
     fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
     forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")
-    model_dtype: str = key("fp32", "Type of stored parameters and optimizer state.", choices=DTYPES)
+    model_dtype: str = key(
+        "fp32",
+        "Type of stored parameters, and of optimizer state unless optim.master_weights keeps fp32.",
+        choices=DTYPES,
+    )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
 

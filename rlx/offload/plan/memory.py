@@ -167,10 +167,12 @@ def state_bytes(
     adapter_rank: int = 0,
     summed_in: int | None = None,
     is_resharded: bool = True,
+    gradient_bytes: int | None = None,
+    optimizer_bytes: int | None = None,
 ) -> StateBytes:
     """Return the memory of n weights of b bytes over N accelerators.
 
-    Weights and gradients take n b / N each, the optimizer twice that.
+    Weights and gradients take n b / N each, the optimizer twice that, unless other sizes are given.
 
     Args:
         decoder, gpus, weight_bytes: they determine n, N and b.
@@ -179,6 +181,7 @@ def state_bytes(
         adapter_rank: of LoRA adapters, which are then the only trained weights; 0: no adapters.
         summed_in: size of a gradient's element while it is summed over accelerators [bytes]; None: `element`.
         is_resharded: FSDP frees gathered layers after forward; else all of them remain on the device.
+        gradient_bytes, optimizer_bytes: size of a weight's gradient, and of its optimizer states together; None: b and 2 b.
     """
     adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
     shard = weight_bytes / gpus
@@ -190,7 +193,9 @@ def state_bytes(
     is_gathered, summed_in = gpus > 1 or weight_bytes != element, summed_in or element
     gathered = is_gathered * element * (decoder.root_parameters + at_once * (largest + of_adapters))
     gathered += (is_gathered or summed_in != element) * summed_in * with_gradient
-    return StateBytes((decoder.parameters + adapters) * shard, trained * shard, 2 * trained * shard, gathered)
+    gradients = trained * (gradient_bytes or weight_bytes) / gpus
+    states = trained * (optimizer_bytes or 2 * weight_bytes) / gpus
+    return StateBytes((decoder.parameters + adapters) * shard, gradients, states, gathered)
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:

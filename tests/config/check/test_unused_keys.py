@@ -48,6 +48,8 @@ CASES = [
         )
     ),
     (f"{ROLLOUT}.n=1 {MODEL}.use_shared_prefix=True", [f"{MODEL}.use_shared_prefix"]),
+    (f"{ACTOR}.optim.master_weights=False", [f"{ACTOR}.optim.master_weights"]),
+    (f"{GAE} critic.optim.allow_lossy_updates=True", ["critic.optim.allow_lossy_updates"]),
     (f"{MODEL}.lora_alpha=32", [f"{MODEL}.lora_alpha"]),
     (f"{GAE} critic.model.target_modules=q_proj", ["critic.model.target_modules"]),
     (f"{ACTOR}.ppo_max_token_len_per_gpu=9", [f"{ACTOR}.ppo_max_token_len_per_gpu"]),

@@ -175,6 +175,18 @@ CASES = [
         ["validation samples at temperature 0"],
         f"{ROLLOUT}.val_kwargs.temperature=1.0",
     ),
+    (
+        "updates_survive_rounding",
+        f"{ACTOR}.fsdp_config.model_dtype=bf16 {ACTOR}.optim.master_weights=False {ACTOR}.optim.lr=1e-6",
+        ["bf16 weights lose most updates: one step moves 1.9% of them"],
+        f"set {ACTOR}.optim.master_weights=True",
+    ),
+    (
+        "updates_survive_rounding",
+        f"{GAE} critic.fsdp.model_dtype=bf16 critic.optim.master_weights=False critic.optim.lr=1e-5",
+        ["bf16 weights lose most updates: one step moves 15.5% of them"],
+        "critic.optim.allow_lossy_updates=True",
+    ),
     ("betas_are_two", f"{ACTOR}.optim.betas=[0.9]", ["AdamW's decay rates"], "[0.9,0.999]"),
     ("betas_are_two", f"{GAE} critic.optim.betas=[0.9,1.0]", ["AdamW's decay rates"], "critic.optim.betas"),
     (

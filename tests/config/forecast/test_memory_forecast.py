@@ -161,7 +161,13 @@ def test_neighbours_that_share_sequences_have_half_of_them_each(forecast):
 
 
 def test_types_of_weights_activations_and_sums(forecast):
-    bf16 = forecast(f"{ACTOR}.fsdp_config.model_dtype=bf16").phase("update_actor")
+    narrow = f"{ACTOR}.fsdp_config.model_dtype=bf16"
+    masters = forecast(narrow).phase("update_actor")
+    assert [masters.parts[name] for name in ("weights", "gradients", "optimizer")] == [2 * N, 4 * N, 12 * N]
+    alone = forecast(narrow, f"{ACTOR}.ppo_micro_batch_size_per_gpu=8").phase("update_actor")
+    assert alone.parts["gradients"] == 2 * N, "nothing is summed over micro-batches"
+    sums = f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=bf16"
+    bf16 = forecast(narrow, sums, f"{ACTOR}.optim.master_weights=False").phase("update_actor")
     assert [bf16.parts[name] for name in ("weights", "gradients", "optimizer")] == [2 * N, 2 * N, 4 * N]
     assert bf16.parts["gathered"] in (SUMMED, 0)  # nothing is cast; the step has no sums
     fp32 = forecast(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32").phase("update_actor")
@@ -361,17 +367,12 @@ def test_the_short_text_has_a_row_for_each_phase(forecast):
 def test_the_long_text_has_the_parts(forecast):
     found = forecast(on=machine(device_gb=1))
     lines = long_text(found).splitlines()
-    assert lines[0].split()[:8] == [
-        "GB",
-        "others",
-        "weights",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "working",
-        "sampler",
-    ]
-    assert lines[3].split()[0] == "update_actor" and lines[3].split()[-1] == "backward"
+    parts = ["others", "weights", "gradients", "optimizer", "gathered", "working", "sampler"]
+    assert lines[0].split() == ["parts", "in", "GB", *parts] and max(map(len, lines[: lines.index("")])) <= 100
+    assert lines[3].split()[0] == "update_actor" and lines[3].split()[5] != "-"
+    peaks = lines[lines.index("") + 1 :]
+    assert peaks[0].split()[-2:] == ["peak", "in"] and peaks[3].split()[0] == "update_actor"
+    assert peaks[3].split()[-1] == "backward"
 
 
 def test_without_an_accelerator_one_line_speaks_of_the_host(forecast):

@@ -1,0 +1,89 @@
+"""AdamW on fp32 master copies of bf16 parameters.
+
+At the learning rates of RL an update is smaller than half the distance between two bf16 numbers. A bf16 weight of 0.02 changes in
+steps of 1.2e-4, and AdamW with lr 1e-6 asks for 1e-6: rounding to nearest returns the old weight. A master copy in fp32 sums such
+updates until the bf16 weight moves. The model computes with the bf16 weight, which is the master rounded to nearest.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.adamw import adamw
+
+from rlx.engine.sharding import local
+
+MASTER = "master"
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class MasterAdamW(AdamW):
+    """AdamW whose state has, besides both moments, an fp32 master of each parameter.
+
+    A step equals AdamW's on the masters with the same gradients in fp32, bit for bit: gradients are widened first, then clipped.
+    The state of a parameter holds `step`, `exp_avg`, `exp_avg_sq` and `master`, all fp32, sharded like the parameter.
+
+    Args:
+        parameters: bf16 or fp16 (shards); wider ones need no master.
+        options: of AdamW: lr, betas, eps, weight_decay, fused.
+
+    Attributes:
+        gradient_scale: factor of all gradients in the next step, for clipping.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any):
+        super().__init__(parameters, **options)
+        self.gradient_scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the masters of the parameters that have gradients, then round them to the parameters."""
+        assert closure is None
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            states = [self._state_of(p, group["fused"]) for p in trained]
+            masters, moments, squares = ([local(s[k]) for s in states] for k in (MASTER, "exp_avg", "exp_avg_sq"))
+            gradients = [local(p.grad).float() for p in trained]
+            if self.gradient_scale != 1.0:
+                # `float` returns an fp32 gradient itself, which must not change.
+                gradients = [gradient * self.gradient_scale for gradient in gradients]
+            adamw(
+                masters,
+                gradients,
+                moments,
+                squares,
+                [],
+                [s["step"] for s in states],
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for parameter, master in zip(trained, masters, strict=True):
+                local(parameter).copy_(master)
+
+    def _state_of(self, parameter: Tensor, fused: bool | None) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            on_device = {"device": local(parameter).device} if fused else {}
+            state["step"] = torch.zeros((), dtype=torch.float32, **on_device)  # the fused kernel reads it there
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state[MASTER] = parameter.detach().float()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load a state and keep its fp32 numbers, which torch's optimizers would round to the parameters' type."""
+        super().load_state_dict(dict(state_dict))
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.to(device=parameter.device, dtype=torch.float32, copy=True)

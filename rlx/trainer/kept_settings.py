@@ -1,0 +1,169 @@
+"""Keep every configuration that a run had, and answer what a resume changes.
+
+<run folder>/
+    config.yaml                     the first configuration, without secrets
+    config_2_from_step_40.yaml      what the second part changed, from step 40 on; then config_3_from_step_...
+"""
+
+import os
+import re
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from rlx.config.schema.tree import LEAVES, as_text
+from rlx.errors import storing
+from rlx.trainer.checkpoints import ResumeError
+
+FIRST = "config.yaml"
+LATER = re.compile(r"config_(\d+)_from_step_(\d+)\.yaml")
+
+REFUSED = {
+    "the starting model, which gives the reference and the shape of the weights": (
+        "actor_rollout_ref.model.path",
+        *("*.model.override_config", "*.model.tiny.*", "*.model.lora_*", "*.model.target_modules"),
+        *("warm_start.target_accuracy", "warm_start.max_steps", "warm_start.batch_size", "warm_start.lr"),
+        "warm_start.eval_every",
+    ),
+    "the prompts and their order, in which the checkpoint holds a position": (
+        *("data.train_files", "data.train_max_samples", "data.prompt_key", "data.reward_fn_key", "data.shuffle"),
+        *("data.seed", "data.custom_cls.*", "data.arithmetic.difficulty", "data.arithmetic.train_size"),
+        "data.arithmetic.seed",
+    ),
+    "the estimator and its controllers, whose state the checkpoint holds": (
+        "algorithm.adv_estimator",
+        "algorithm.kl_ctrl.type",
+    ),
+}
+"""Keys that the saved state belongs to: with another value the run would go on with another meaning."""
+
+SAID = ("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup", "trainer.device")
+FREE = (
+    *("trainer.*", "ray_kwargs.*", "warm_start.cache_dir"),
+    *("data.val_*", "data.arithmetic.val_size", "actor_rollout_ref.rollout.val_kwargs.*"),
+    *("*.activation_offload.*", "*.enable_activation_offload", "*.enable_gradient_checkpointing", "*.tiled_mlp"),
+    *("*micro_batch_size_per_gpu", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.ulysses_sequence_parallel_size"),
+    *("*.strategy", "*.param_offload", "*.optimizer_offload", "*.offload_policy", "*.reshard_after_forward"),
+    *("*.fsdp_size", "*.forward_prefetch", "*.save_contents", "*.gpu_memory_utilization", "*.max_num_seqs"),
+    *("*.max_num_batched_tokens", "*.enforce_eager", "*.free_cache_engine", "*.enable_chunked_prefill"),
+    *("*.enable_prefix_caching", "*.tensor_model_parallel_size"),
+    *("reward.num_workers", "reward.max_concurrent", "reward.memory_limit_gb", "reward.timeout_s"),
+)
+"""Keys that change where, how fast and how often, but not what is computed, up to rounding. All others are said, as those of SAID."""
+
+
+class Change(NamedTuple):
+    """Another value of a key than the part of the run before had."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_text(self.before)} -> {_text(self.now)}"
+
+
+def changes(folder: Path, step: int, text: str) -> list[Change]:
+    """Return what a resume from `step` changes.
+
+    Args:
+        folder: of the run; without a config.yaml in it nothing is known to change.
+        step: of the checkpoint.
+        text: the new configuration as YAML, without secrets.
+
+    Raises:
+        ResumeError: keys changed that the saved state belongs to; or a kept file cannot be read.
+    """
+    if not (folder / FIRST).is_file():
+        return []
+    before, now = _at(folder, step), _flat(_read(text, "the new configuration"))
+    found = [Change(key, before.get(key), now[key]) for key in now if key in before and before[key] != now[key]]
+    refused = [
+        f"{change} ({what})" for what, keys in REFUSED.items() for change in found if _is_one_of(change.key, keys)
+    ]
+    if refused:
+        raise ResumeError(
+            f"cannot go on in {folder} with another value of {'; '.join(refused)}. Set them back. A new run that begins with "
+            "the trained weights needs an exported checkpoint: python -m rlx.export"
+        )
+    return found
+
+
+def keep(folder: Path, text: str, step: int | None, changed: list[Change]) -> list[str]:
+    """Write the configuration of a new run (`step` None), or the changes of a resumed one; return what to tell the user."""
+    if step is None or not (folder / FIRST).is_file():
+        _write(folder / FIRST, text)
+        return []
+    later = _later(folder)
+    if not changed and not [each for _, each, _ in later if each > step]:
+        return []
+    file = folder / f"config_{max([1, *(number for number, _, _ in later)]) + 1}_from_step_{step}.yaml"
+    head = f"# Resumed from step {step} at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} with these changes.\n"
+    pairs = {change.key: {"before": change.before, "now": change.now} for change in changed}
+    _write(file, head + yaml.safe_dump(pairs, sort_keys=False))
+    said = [change for change in changed if _is_one_of(change.key, SAID) or not _is_one_of(change.key, FREE)]
+    free = [change for change in changed if change not in said]
+    told = [f"from step {step} on the run trains differently: {change}" for change in said]
+    if free:
+        told.append(f"changed from step {step} on, with the same results: {'; '.join(map(str, free))}")
+    return told
+
+
+def _at(folder: Path, step: int) -> dict[str, Any]:
+    """Return the configuration that led to this step, by dotted key. A resume from an earlier step undid later changes."""
+    known = _flat(_read((folder / FIRST).read_text(), folder / FIRST))
+    history: list[tuple[int, dict[str, Any]]] = []
+    for _, begin, file in _later(folder):
+        history = [part for part in history if part[0] <= begin]
+        history.append((begin, {key: pair["now"] for key, pair in _read(file.read_text(), file).items()}))
+    for begin, values in history:
+        known |= values if begin <= step else {}
+    return known
+
+
+def _later(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return (number, step, file) of the kept changes, in order."""
+    found = [(LATER.fullmatch(file.name), file) for file in folder.glob("config_*.yaml")]
+    return sorted((int(match[1]), int(match[2]), file) for match, file in found if match)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values by dotted key of the schema; a mapping that is one key's value stays whole."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= _flat(value, f"{key}.") if isinstance(value, dict) and key not in LEAVES else {key: value}
+    return found
+
+
+def _read(text: str, source: object) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as fault:
+        raise ResumeError(f"{source}: cannot be read as YAML ({' '.join(str(fault).split())})") from None
+    if tree is not None and not isinstance(tree, dict):
+        raise ResumeError(f"{source}: got a {type(tree).__name__}, expected a mapping of keys; restore the file")
+    return tree or {}
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that only its user may read, wholly or not at all."""
+    part = file.with_name(f".{file.name}.part")
+    with storing(file):
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(part, file)
+
+
+def _is_one_of(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _text(value: Any) -> str:
+    return as_text(tuple(value) if isinstance(value, list) else value)

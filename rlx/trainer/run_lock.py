@@ -1,0 +1,168 @@
+"""The lock of a run's folder, so that two runs never write into one.
+
+Note [when a lock is stale]: `run.lock` names the process that holds it, and that process touches the file every BEAT_S.
+On the same machine a lock is stale once its process has ended. For another host, another container, or the time before a reboot
+it is stale once the file has not been touched for STALE_S. Both times are the file server's, so clocks of hosts may differ. A
+younger lock is watched until it is touched, or stale.
+
+Note [a run that slept]: a run that was stopped for longer than STALE_S may find that another host has taken its folder. It then
+stops at its next row, see `RunLock.check`.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlx.errors import ExplainedError, storing
+
+LOCK_FILE = "run.lock"
+BEAT_S = 10.0
+STALE_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class RunLocked(ExplainedError, RuntimeError):
+    """Another run holds the folder, or it has taken it, or the folder is gone."""
+
+
+class RunLock:
+    """Holds a run's folder as long as the context lasts.
+
+    Args:
+        folder: of the run; it must exist.
+        beat_s, stale_s: see Note [when a lock is stale] [s].
+
+    Raises:
+        RunLocked: another run holds it; the message names its process, host and start.
+        StorageError: the lock cannot be written.
+    """
+
+    def __init__(self, folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S):
+        self._file, self._stale_s = folder / LOCK_FILE, stale_s
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._own = {"token": uuid.uuid4().hex, "since": since, "host": socket.gethostname(), **_process(os.getpid())}
+        while not self._create():
+            self._remove_stale()
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True)
+        self._beats.start()
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._beats.join()
+        with contextlib.suppress(OSError):
+            if _read(self._file)[0] == self._own:
+                self._file.unlink()
+
+    def check(self) -> None:
+        """Touch the lock. Raises RunLocked if another run has taken it, or StorageError if it cannot be written any more."""
+        with storing(self._file):
+            holder, _ = _read(self._file)
+            if holder != self._own:
+                raise RunLocked(
+                    f"{self._file.parent}: {_described(holder)} has taken this run's folder, because this run did not touch "
+                    f"its lock for {self._stale_s:g} s; it stops, so that only one run writes there"
+                )
+            os.utime(self._file)
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._ended.wait(beat_s):
+            try:
+                self.check()
+            except ExplainedError as fault:
+                logger.error("%s. The run stops when this step ends.", fault)
+                return
+
+    def _create(self) -> bool:
+        with storing(self._file):
+            try:
+                with self._file.open("x", encoding="utf-8") as file:
+                    json.dump(self._own, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except FileExistsError:
+                return False
+        return True
+
+    def _remove_stale(self) -> None:
+        """Remove the lock if it is stale. Of several runs that do this at once, each checks that it removed the stale one."""
+        with contextlib.suppress(FileNotFoundError):
+            holder, touched_s = _read(self._file)
+            if not self._is_stale(holder, touched_s):
+                raise RunLocked(
+                    f"{self._file.parent} belongs to {_described(holder)}, which still runs; wait for its end or stop it, or "
+                    "start a run of its own with trainer.resume_mode=disable"
+                )
+            aside = self._file.with_name(f"{LOCK_FILE}.{self._own['token']}")
+            with storing(self._file):
+                os.rename(self._file, aside)
+                if _read(aside)[0] != holder:
+                    os.rename(aside, self._file)
+                else:
+                    aside.unlink()
+
+    def _is_stale(self, holder: dict[str, Any], touched_s: float) -> bool:
+        own = self._own
+        if holder.get("machine") == own["machine"]:
+            return _process(holder["pid"])["started"] != holder["started"]
+        with tempfile.TemporaryFile(dir=self._file.parent) as fresh:
+            age_s = os.fstat(fresh.fileno()).st_mtime - touched_s
+        wait_until_s = time.monotonic() + min(max(self._stale_s - age_s, 0.0), self._stale_s)
+        while (left_s := wait_until_s - time.monotonic()) > 0:
+            time.sleep(min(1.0, left_s))
+            if _read(self._file)[1] != touched_s:
+                return False
+        return True
+
+
+def _read(file: Path) -> tuple[dict[str, Any], float]:
+    """Return the holder, empty if it cannot be read, and the time at which it touched the lock [s since 1970]."""
+    with file.open("rb") as opened:  # opened anew, because a network file system then asks its server for the time
+        text, touched_s = opened.read(), os.fstat(opened.fileno()).st_mtime
+    try:
+        holder = json.loads(text)
+    except ValueError:
+        holder = {}
+    return holder if isinstance(holder, dict) else {}, touched_s
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """Return what tells a process from all others: its machine and container, its number, and its start (None if it has ended)."""
+    if sys.platform == "linux":
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"machine": f"{boot} {os.readlink('/proc/self/ns/pid')}", "pid": pid, "started": _ticks_of(pid)}
+    started = None
+    with contextlib.suppress(psutil.Error):
+        started = psutil.Process(pid).create_time()
+    return {"machine": f"{socket.gethostname()} {psutil.boot_time()}", "pid": pid, "started": started}
+
+
+def _ticks_of(pid: int) -> str | None:
+    """Return the start of a process in ticks since the boot, which no change of the clock touches; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else fields[18]
+
+
+def _described(holder: dict[str, Any]) -> str:
+    if not holder:
+        return f"a run whose {LOCK_FILE} cannot be read"
+    return f"the run of process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"

@@ -1,0 +1,59 @@
+import pytest
+
+from rlx.config.compose.command_line import compose
+from rlx.config.schema.tree import LEAVES
+from rlx.config.secrets import is_secret, override_without_secrets, without_secrets
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "HF_TOKEN", "openaiApiKey", "password", "db-password", "AWS_SECRET_ACCESS_KEY", "APIKey"]
+)
+def test_names_of_secrets(name: str):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["prompt_key", "answer_key", "max_tokens", "pad_token", "monkey", "keyboard", "KL"])
+def test_names_that_only_look_like_secrets(name: str):
+    assert not is_secret(name)
+
+
+def test_no_key_of_the_schema_is_taken_for_a_secret():
+    texts = [key for key, leaf in LEAVES.items() if "str" in str(leaf.hint)]
+    assert len(texts) > 50 and [key for key in texts if is_secret(key.rpartition(".")[2])] == []
+
+
+def test_only_texts_are_hidden_and_the_shape_stays():
+    tree = {"headers": [{"api_key": "s1", "top_k": 3}], "token": {"a": "s2", "b": 1}, "url": "https://me:s3@host/x"}
+    assert without_secrets(tree) == {
+        "headers": [{"api_key": "***", "top_k": 3}],
+        "token": {"a": "***", "b": 1},
+        "url": "https://***@host/x",
+    }
+
+
+def test_a_dumped_configuration_holds_no_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_MODELS", "/s0/models")
+    monkeypatch.setenv("MY_TOKEN", "s1")
+    composed = compose(
+        [
+            "actor_rollout_ref.model.path=${oc.env:MY_MODELS}/qwen",
+            "data.train_files=['${oc.env:MY_MODELS}/train.jsonl']",
+            "custom_reward_function.reward_kwargs={api_key: s2, judge: {Password: s3}, url: 'https://u:s4@h', top: 3}",
+            "ray_kwargs.ray_init.runtime_env.env_vars={HF_HOME: s5, MY_TOKEN: '${oc.env:MY_TOKEN}'}",
+            "data.prompt_key=question",
+        ]
+    )
+    assert composed.faults == ()
+    assert composed.config.actor_rollout_ref.model.path == "/s0/models/qwen"
+    assert composed.config.custom_reward_function.reward_kwargs["api_key"] == "s2"
+    assert composed.config.ray_kwargs.ray_init["runtime_env"]["env_vars"] == {"HF_HOME": "s5", "MY_TOKEN": "s1"}
+    assert not [secret for secret in ("s0", "s1", "s2", "s3", "s4", "s5") if secret in composed.yaml]
+    for shown in ("path: ${oc.env:MY_MODELS}/qwen", "MY_TOKEN: ${oc.env:MY_TOKEN}", "prompt_key: question", "top: 3"):
+        assert shown in composed.yaml
+
+
+def test_a_refused_override_shows_no_secret():
+    wrong = ["custom_reward_function.reward_kwargs.api_key=s1(", "trainer.api_key=s2", "trainer.password.x=s3"]
+    faults = "\n".join(map(str, compose(wrong).faults))
+    assert faults.count("***") == 3 and not [secret for secret in ("s1", "s2", "s3") if secret in faults], faults
+    assert override_without_secrets("trainer.seed=3") == "trainer.seed=3"

@@ -1,0 +1,97 @@
+import stat
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlx.config.compose.command_line import compose
+from rlx.config.schema.tree import LEAVES
+from rlx.trainer.checkpoints import ResumeError
+from rlx.trainer.kept_settings import FREE, REFUSED, SAID, changes, keep
+
+LR = "actor_rollout_ref.actor.optim.lr"
+
+
+def text(*overrides: str) -> str:
+    composed = compose(["actor_rollout_ref.model.path=m", "data.train_files=a.jsonl", *overrides])
+    assert not composed.faults
+    return composed.yaml
+
+
+def resume(folder: Path, step: int, *overrides: str) -> list[str]:
+    return keep(folder, text(*overrides), step, changes(folder, step, text(*overrides)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that began with a learning rate of 1e-6."""
+    assert keep(tmp_path, text(f"{LR}=1e-6"), None, []) == []
+    return tmp_path
+
+
+def test_every_pattern_names_a_key():
+    for pattern in (*FREE, *SAID, *(key for keys in REFUSED.values() for key in keys)):
+        assert any(fnmatchcase(key, pattern) for key in LEAVES), pattern
+
+
+def test_an_unchanged_resume_says_and_writes_nothing(run: Path):
+    assert resume(run, 40, f"{LR}=1e-6") == []
+    assert [file.name for file in run.iterdir()] == ["config.yaml"]
+    assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == 0o600
+
+
+def test_changes_are_said_and_kept_in_a_file_of_their_own(run: Path):
+    before = (run / "config.yaml").read_text()
+    told = resume(run, 40, f"{LR}=2e-6", "data.train_batch_size=512", "trainer.save_freq=7")
+    assert told == [
+        "from step 40 on the run trains differently: data.train_batch_size: 1024 -> 512",
+        f"from step 40 on the run trains differently: {LR}: 1e-06 -> 2e-06",
+        "changed from step 40 on, with the same results: trainer.save_freq: -1 -> 7",
+    ]
+    assert (run / "config.yaml").read_text() == before
+    kept = yaml.safe_load((run / "config_2_from_step_40.yaml").read_text())
+    assert kept[LR] == {"before": 1e-6, "now": 2e-6} and len(kept) == 3
+    assert stat.S_IMODE((run / "config_2_from_step_40.yaml").stat().st_mode) == 0o600
+
+
+def test_a_resume_compares_with_the_settings_that_led_to_its_step(run: Path):
+    resume(run, 40, f"{LR}=2e-6")
+    assert resume(run, 60, f"{LR}=2e-6") == []
+    assert resume(run, 20, f"{LR}=1e-6") == [], "step 20 was trained with the first settings"
+    assert yaml.safe_load((run / "config_3_from_step_20.yaml").read_text()) == {}
+    assert resume(run, 50, f"{LR}=1e-6") == [], "the changes of step 40 are undone"
+    assert len(resume(run, 50, f"{LR}=3e-6")) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("actor_rollout_ref.model.path=other", "the starting model"),
+        ("data.train_files=[a.jsonl,b.jsonl]", "the prompts and their order"),
+        ("data.seed=7", "the prompts and their order"),
+        ("algorithm.adv_estimator=grpo", "the estimator"),
+        ("actor_rollout_ref.model.lora_rank=8", "the starting model"),
+    ],
+)
+def test_what_the_saved_state_belongs_to_is_refused_and_all_at_once(run: Path, change: str, why: str):
+    key, _, value = change.partition("=")
+    with pytest.raises(ResumeError) as refused:
+        changes(run, 40, text(f"{LR}=1e-6", change, "algorithm.kl_ctrl.type=adaptive", "trainer.save_freq=7"))
+    message = str(refused.value)
+    assert f"{key}: " in message and f" -> {value} ({why}" in message and "kl_ctrl.type: fixed -> adaptive" in message
+    assert "save_freq" not in message and "python -m rlx.export" in message
+
+
+def test_a_damaged_file_is_named(run: Path):
+    (run / "config_2_from_step_3.yaml").write_text("a: [")
+    with pytest.raises(ResumeError, match=r"config_2_from_step_3\.yaml: cannot be read as YAML"):
+        changes(run, 40, text())
+    (run / "config.yaml").write_text("7")
+    with pytest.raises(ResumeError, match=r"config\.yaml: got a int, expected a mapping"):
+        changes(run, 40, text())
+
+
+def test_a_folder_without_a_configuration_gets_one(tmp_path: Path):
+    assert changes(tmp_path, 40, text()) == []
+    assert keep(tmp_path, text(), 40, []) == [] and (tmp_path / "config.yaml").is_file()

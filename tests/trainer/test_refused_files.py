@@ -1,0 +1,160 @@
+"""Every file that is refused is named, with its line or row and the cause, and without a traceback."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import ByT5Tokenizer
+
+from rlx.config.schema import DataConfig
+from rlx.data import prompts
+from rlx.data.prompts import PromptDataset
+from rlx.errors import ExplainedError
+
+Row = dict[str, Any]
+SURROGATE = "\ud800"
+
+
+def row(**changes: Any) -> Row:
+    """A right row, with some columns changed; `...` removes one."""
+    right = {
+        "prompt": [{"role": "user", "content": "1 + 1"}],
+        "data_source": "d",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    }
+    return {name: value for name, value in {**right, **changes}.items() if value is not ...}
+
+
+def text(*rows: Row) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in rows)
+
+
+def parquet(folder: Path, columns: dict[str, Any] | pa.Table) -> bytes:
+    pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), folder / "source")
+    return (folder / "source").read_bytes()
+
+
+def columns(**changes: Any) -> dict[str, Any]:
+    """Columns of two right rows."""
+    names = {name: [value] * 2 for name, value in row().items()}
+    return {name: value for name, value in {**names, **changes}.items() if value is not ...}
+
+
+class Fault(NamedTuple):
+    """A faulty file: its content (of the folder that it is in), and what the message says beside its name."""
+
+    content: bytes | Callable[[Path], bytes]
+    said: str
+    name: str = "rows.jsonl"
+
+
+def second(**changes: Any) -> bytes:
+    return text(row(), row(**changes))
+
+
+def of_parquet(make: Callable[[Path], bytes], said: str) -> Fault:
+    return Fault(make, said, "rows.parquet")
+
+
+FAULTS = {
+    # Lines
+    "no JSON": Fault(text(row()) + b"{'a': 1}\n", "line 2: got"),
+    "a torn line": Fault(text(row(), row())[:-20], "line 2: got"),
+    "a list": Fault(text(row()) + b"[1]\n", "line 2: got a JSON list"),
+    "a number": Fault(b"7\n", "line 1: got a JSON int"),
+    "null": Fault(b"null\n", "line 1: got a JSON NoneType"),
+    "a NUL byte": Fault(text(row()) + b'{"a": "\x00"}\n', "line 2: got"),
+    "zeros after a crash": Fault(text(row()) + bytes(50), "line 2: got"),
+    "no UTF-8": Fault(text(row()) + b'{"a": "\xff"}\n', "line 2: cannot be read as UTF-8"),
+    "UTF-16": Fault("{}\n".encode("utf-16"), "line 1: cannot be read as UTF-8"),
+    "gzip": Fault(b"\x1f\x8b\x08\x00\x00", "line 1: cannot be read as UTF-8"),
+    "nested without end": Fault(text(row()) + b"[" * 100_000 + b"\n", "line 2: got"),
+    "a number without end": Fault(text(row()) + b'{"a": ' + b"1" * 5000 + b"}\n", "line 2: got"),
+    "empty": Fault(b"", "has no rows"),
+    "blank": Fault(b"\n \n", "has no rows"),
+    "an array of rows": Fault(b"[" + text(row()).strip() + b"]", "line 1: got a JSON list"),
+    # Rows of JSONL
+    "no prompt at all": Fault(text(row(prompt=...)), "expected also ['prompt']"),
+    "no prompt": Fault(second(prompt=...), "row 1: prompt is None"),
+    "a prompt of null": Fault(second(prompt=None), "row 1: prompt is None"),
+    "a prompt of a number": Fault(second(prompt=7), "row 1: prompt is 7"),
+    "an empty chat": Fault(second(prompt=[]), "row 1: prompt is []"),
+    "an empty text": Fault(second(prompt=""), "row 1: the prompt is empty"),
+    "a message without role": Fault(second(prompt=[{"content": "a"}]), "row 1: prompt is [{"),
+    "a message of parts": Fault(second(prompt=[{"role": "user", "content": ["a"]}]), "row 1: prompt is [{"),
+    "a message of null": Fault(second(prompt=[{"role": "user", "content": None}]), "row 1: prompt is [{"),
+    "half a surrogate pair": Fault(second(prompt=SURROGATE), "row 1: the tokenizer"),
+    "half a pair in a chat": Fault(second(prompt=[{"role": "user", "content": SURROGATE}]), "row 1: the tokenizer"),
+    "a role that the template refuses": Fault(second(prompt=[{"role": "critic", "content": "a"}]), "no role critic"),
+    "a template without end": Fault(second(prompt=[{"role": "endless", "content": "a"}]), "row 1: the tokenizer"),
+    "a long prompt": Fault(second(prompt="a" * 65), "row 1: the prompt has 65 tokens"),
+    "no data source": Fault(second(data_source=...), "row 1: data_source is None"),
+    "a data source of a number": Fault(second(data_source=3), "row 1: data_source is 3"),
+    "no reward model": Fault(second(reward_model=...), "row 1: reward_model is None"),
+    "a reward model of text": Fault(second(reward_model="2"), "row 1: reward_model is '2'"),
+    "no ground truth": Fault(second(reward_model={"style": "rule"}), "row 1: reward_model is {'style'"),
+    "extra_info of a list": Fault(second(extra_info=[1]), "row 1: extra_info is [1]"),
+    "an answer without ####": Fault(text({"question": "1 + 1", "answer": "2"}), "row 0: "),
+    "a question of a number": Fault(text({"question": 1, "answer": "#### 2"}), "row 0: got question 1"),
+    # Parquet
+    "no Parquet": of_parquet(lambda _: text(row()), "cannot be read as Parquet"),
+    "an empty Parquet": of_parquet(lambda _: b"", "cannot be read as Parquet"),
+    "half a Parquet": of_parquet(lambda folder: parquet(folder, columns())[:-100], "cannot be read as Parquet"),
+    "a Parquet of zeros": of_parquet(lambda _: b"PAR1" + bytes(100) + b"PAR1", "cannot be read as Parquet"),
+    "damaged pages": of_parquet(
+        lambda folder: b"PAR1" + b"\xff" * 300 + parquet(folder, columns())[304:], "cannot be read as Parquet"
+    ),
+    "Parquet without rows": of_parquet(
+        lambda folder: parquet(folder, {"prompt": pa.array([], pa.string())}), "has no rows"
+    ),
+    "Parquet without a column": of_parquet(
+        lambda folder: parquet(folder, columns(reward_model=...)), "expected also ['reward_model']"
+    ),
+    "a column twice": of_parquet(
+        lambda folder: parquet(folder, pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt", "prompt"])),
+        "Multiple matches for FieldRef.Name(prompt)",
+    ),
+    "a null in Parquet": of_parquet(
+        lambda folder: parquet(folder, columns(prompt=["a", None])), "row 1: prompt is None"
+    ),
+    "bytes in Parquet": of_parquet(
+        lambda folder: parquet(folder, columns(prompt=[b"a", b"b"])), "row 0: prompt is b'a'"
+    ),
+    "text that is no UTF-8": of_parquet(
+        lambda folder: parquet(
+            folder, columns(prompt=pa.array([b"a", b"\xff"]).view(pa.binary()).cast(pa.string(), safe=False))
+        ),
+        "row 1: cannot be read (UnicodeDecodeError",
+    ),
+    "a time out of range": of_parquet(
+        lambda folder: parquet(folder, columns(extra_info=pa.array([0, 2**62], pa.timestamp("us")))), "row 1: "
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ByT5Tokenizer:
+    template = (
+        "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no role critic') }}{% endif %}"
+        "{% if m.role == 'endless' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    return ByT5Tokenizer(chat_template=template)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_refused_data_file(name: str, tokenizer: ByT5Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "TEMPLATE_LIMIT_S", 0.2)
+    fault = FAULTS[name]
+    file = tmp_path / fault.name
+    file.write_bytes(fault.content if isinstance(fault.content, bytes) else fault.content(tmp_path))
+    with pytest.raises(ExplainedError) as raised:
+        PromptDataset([str(file)], DataConfig(max_prompt_length=64), tokenizer, "train")
+    message = str(raised.value)
+    assert message.startswith(str(file)) and fault.said in message, message
+    assert raised.value.__cause__ is None, "the driver would print a traceback"
+    assert len(message.replace(str(file), "")) < 500, "it quotes too much"
