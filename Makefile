@@ -1,6 +1,7 @@
 # make run    sets everything up, then trains the default task; ARGS="key=value ..." overrides the configuration
 # make test   sets everything up, then lints, checks types and runs the quick half of the tests, or with ALL=1 all of them;
 #             PYTEST_ARGS="..." goes to pytest
+# make chaos  breaks N runs (50) in random ways, from SEED (0) on, and compares each with an unbroken one; takes 2 minutes a run
 # make docs   writes docs/configuration.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
@@ -25,7 +26,7 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check -q --no-compile
 # Where it is set, each of the many processes of a run or test compiles rlx anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs setup
+.PHONY: run test chaos docs setup
 
 run: $(STAMP)
 	$(PY) -m rlx.main_ppo $(ARGS)
@@ -39,6 +40,9 @@ test: $(STAMP)
 	$(PY) -m mypy || failed=1; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(ALL),,--quick) -n 2 --dist worksteal --durations=15 $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
+
+chaos: $(STAMP)
+	$(PY) tests/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) $(ARGS)
 
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[1] / "rlx"
 # Which parts of rlx a part may import, beside itself and the leaves.
 MAY_IMPORT = {
     "errors": set(),
-    "main_ppo": {"cluster", "config", "trainer"},
+    "heartbeat": set(),
+    "main_ppo": {"supervisor"},
+    "supervisor": set(),
+    "driver": {"cluster", "config", "supervisor", "trainer"},
     "export": {"engine", "models"},
     "user_code": set(),
     "config": set(),
@@ -33,7 +36,20 @@ MAY_IMPORT = {
     "workers": {"engine", "models", "rollout"},
     "cluster": set(),
     "benchmarks": {"config", "data", "algorithms", "engine", "models", "offload", "rollout", "trainer", "workers"},
-    "trainer": {"algorithms", "cluster", "config", "data", "models", "rewards", "rollout", "user_code", "workers"},
+    "trainer": {
+        *(
+            "algorithms",
+            "cluster",
+            "config",
+            "data",
+            "models",
+            "rewards",
+            "rollout",
+            "supervisor",
+            "user_code",
+            "workers",
+        )
+    },
 }
 # Modules that every part may import, but for those that are libraries of their own.
 LEAVES = {
@@ -44,7 +60,7 @@ LEAVES = {
         "rlx.config.host_memory",
         "rlx.data.batch",
     ),
-    *("rlx.errors", "rlx"),
+    *("rlx.errors", "rlx.heartbeat", "rlx.supervisor.link", "rlx"),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
@@ -79,6 +95,9 @@ ONLY = {
     "rlx.config.vllm_range": set(),
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),
+    "rlx.heartbeat": set(),
+    "rlx.supervisor": {"psutil", "rlx.supervisor"},
+    "rlx.main_ppo": {"rlx.supervisor.keeper"},
     "rlx.offload.plan": {"rlx.offload.plan"},
     "rlx.offload.runtime.options": {"rlx.offload.storage.staging"},
     "rlx.offload.storage.staging": {"rlx.offload.storage.ranges"},
@@ -96,7 +115,7 @@ LATE = {
 }
 # The parts that a library belongs to.
 OWNERS = {
-    "ray": {"cluster", "main_ppo"},
+    "ray": {"cluster", "driver"},
     "hydra": {"config"},
     "omegaconf": {"config"},
     "vllm": {"rollout"},

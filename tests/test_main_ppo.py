@@ -14,7 +14,7 @@ import pytest
 
 from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.machine import Machine
-from rlx.main_ppo import main
+from rlx.driver import main
 from rlx.offload.plan.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device_gb: float) -
     """The command of a 7B model on a machine with one GPU of so much memory."""
     device_bytes, host_bytes = int(device_gb * 1e9), 10**12
     machine = Machine(1, 8, frozenset(), vllm="0.26.0", device_bytes=device_bytes, host_bytes=host_bytes)
-    monkeypatch.setattr("rlx.main_ppo.inspect_machine", lambda cluster: machine)
+    monkeypatch.setattr("rlx.driver.inspect_machine", lambda cluster: machine)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
     rollout = ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
     return [
@@ -204,7 +204,7 @@ def test_a_fault_ends_the_process_with_2_and_no_traceback(tmp_path: Path):
 
 
 def test_help_and_check_load_neither_torch_nor_ray(tmp_path: Path):
-    code = "import sys; from rlx.main_ppo import main; main([sys.argv[1]]); print(*({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
+    code = "import sys; from rlx.driver import main; main([sys.argv[1]]); print(*({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
     for option in ("--help", "--check"):
         # torch is what tells how many devices there are: on a machine with a driver --check asks it.
         done = subprocess.run(
@@ -232,7 +232,7 @@ THREE_GPUS = """
 import json, os, ray, subprocess, sys
 from contextlib import ExitStack
 from rlx.config.schema import PPOConfig
-from rlx.main_ppo import join_cluster
+from rlx.driver import join_cluster
 
 ray.init(address="local", num_cpus=1, num_gpus=3, include_dashboard=False, log_to_driver=False)
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address

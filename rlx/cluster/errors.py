@@ -9,7 +9,7 @@ from typing import Literal
 
 from rlx.errors import ExplainedError
 
-Kind = Literal["error", "died", "collective"]
+Kind = Literal["error", "died", "collective", "hung"]
 
 _DISTRIBUTED_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _DISTRIBUTED_MARKS = (
@@ -56,10 +56,11 @@ class RankFault:
     Args:
         rank: the rank that failed.
         kind: `error`: an exception of its own; `died`: its process ended; `collective`: an exception of torch.distributed,
-            which usually follows from another rank's failure.
+            which usually follows from another rank's failure; `hung`: its process made no progress.
         summary: one line.
         detail: traceback or Ray's report; may be empty.
         time_s: wall-clock time at which it was noticed [s].
+        curable: whether a restart may help.
     """
 
     rank: int
@@ -67,13 +68,14 @@ class RankFault:
     summary: str
     detail: str = ""
     time_s: float = field(default_factory=time.time)
+    curable: bool = True
 
 
 def fault_of(rank: int, error: BaseException) -> RankFault:
     """Return a picklable description of an exception caught in a worker."""
     kind: Kind = "collective" if _is_collective(error) else "error"
     detail = "".join(traceback.format_exception(error)).rstrip()
-    return RankFault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail)
+    return RankFault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail, curable=is_curable(error))
 
 
 def death_of(rank: int, report: str) -> RankFault:
@@ -83,6 +85,33 @@ def death_of(rank: int, report: str) -> RankFault:
     if "SYSTEM_ERROR" in reason:
         summary += " It was killed (out of memory, or by hand) or crashed."
     return RankFault(rank, "died", summary)
+
+
+def is_curable(error: BaseException) -> bool:
+    """Whether a restart may help: devices, files and connections fail with these types, mistakes in code or data with others."""
+    if isinstance(error, WorkerFailure):
+        return error.fault.curable
+    if isinstance(error, ExplainedError | NotImplementedError | RecursionError):
+        return False
+    return isinstance(error, RuntimeError | OSError | EOFError | MemoryError) or _is_of_ray(error)
+
+
+def end_of(error: Exception) -> dict[str, str | bool]:
+    """Return the fields of the supervisor's `End` for a driver that this error ends."""
+    if not isinstance(error, WorkerFailure):
+        name = type(error).__name__
+        reason = one_line(str(error)) if isinstance(error, ExplainedError) else one_line(f"{name}: {error}")
+        return {"reason": reason, "error": "" if _is_of_ray(error) else name, "curable": is_curable(error)}
+    name = error.cause.partition(":")[0] if error.fault.kind == "error" else ""
+    return {
+        "reason": str(error).rpartition("\n")[2],
+        "error": name and f"{name} in {error.role}.{error.method}",
+        "curable": error.fault.curable,
+    }
+
+
+def _is_of_ray(error: BaseException) -> bool:
+    return type(error).__module__.startswith("ray.")
 
 
 def one_line(text: str) -> str:

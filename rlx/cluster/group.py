@@ -1,22 +1,27 @@
 """A group of worker processes with three kinds of calls: split a batch, split it for metrics, broadcast."""
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from rlx.cluster.errors import RankFault, WorkerFailure, WorkerLocation, death_of, first_cause, one_line
+from rlx.cluster.hang import HangWatch, Standing
 from rlx.cluster.mesh import Mesh, share_ranges
 from rlx.cluster.placement import Placement
-from rlx.cluster.process import LOOPBACK, WorkerProcess, WorkerReply
+from rlx.cluster.process import LOOPBACK, WATCH, WorkerProcess, WorkerReply
 from rlx.data.batch import Batch, concat
 
 GRACE_S = 2.0  # after an error of a rank's own: time for an earlier error to arrive
 COLLECTIVE_GRACE_S = 20.0  # after a collective's error: time for Ray to notice the dead peer that caused it
+LOOK_S = 15.0  # between two looks at ranks that work
+ANSWER_S = 5.0  # for the answer where a rank stands
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +37,30 @@ class WorkerGroup:
         worker_class: importable class of the workers.
         arguments: of its constructor, the same on all ranks.
         meshes: role -> distribution of batches over the ranks; without one each rank gets a share of its own.
+        hang_timeout_s: seconds without progress on any rank after which a call counts as failed [s].
 
     Raises:
         WorkerFailure: a process did not start or a constructor raised.
     """
 
     def __init__(
-        self, placement: Placement, worker_class: type, *arguments: Any, meshes: Mapping[str, Mesh] | None = None
+        self,
+        placement: Placement,
+        worker_class: type,
+        *arguments: Any,
+        meshes: Mapping[str, Mesh] | None = None,
+        hang_timeout_s: float = inf,
     ) -> None:
         self.world_size = len(placement.slots)
         self._placement = placement
         self._meshes = dict(meshes or {})
         self._default_mesh = Mesh.of(self.world_size)
+        self._hang_timeout_s = hang_timeout_s
         self._locations: dict[int, WorkerLocation] = {}
         self._open = True
         # Without events of its calls, which Ray's gcs_server would collect: 17.6 kB per step of a tiny run.
-        actor = ray.remote(max_restarts=0, max_task_retries=0, enable_task_events=False)(WorkerProcess)
+        options = {"enable_task_events": False, "concurrency_groups": {WATCH: 1}}
+        actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(WorkerProcess)
         self._processes = [
             actor.options(**placement.options(slot)).remote(rank) for rank, slot in enumerate(placement.slots)
         ]
@@ -124,9 +137,11 @@ class WorkerGroup:
         results: dict[int, Any] = {}
         faults: list[RankFault] = []
         seen: set[tuple[int, str, str]] = set()
-        give_up_s = float("inf")
+        watch = HangWatch(self._hang_timeout_s, time.monotonic())
+        look_s = min(LOOK_S, self._hang_timeout_s / 4)
+        give_up_s = inf
         while rank_of and (left_s := give_up_s - time.monotonic()) > 0:
-            done, _ = ray.wait(list(rank_of), num_returns=1, timeout=None if left_s == float("inf") else left_s)
+            done, _ = ray.wait(list(rank_of), num_returns=1, timeout=min(left_s, look_s))
             for call in done:
                 rank = rank_of.pop(call)
                 result = _receive(call, rank)
@@ -139,12 +154,24 @@ class WorkerGroup:
                     give_up_s = min(give_up_s, time.monotonic() + grace_s)
                 else:
                     results[rank] = result
+            if not done and not faults and (stuck := watch.faults(self._standings(rank_of.values()), time.monotonic())):
+                faults, give_up_s = stuck, 0.0
         if not faults:
             return [results[rank] for rank in range(self.world_size)]
         self.close()
         cause = first_cause(faults)
         others = tuple(fault for fault in faults if fault is not cause)
         raise WorkerFailure(role, method, cause, self._locations.get(cause.rank), others)
+
+    def _standings(self, ranks: Iterable[int]) -> dict[int, Standing | None]:
+        """Return where these ranks stand; None for those that do not answer."""
+        asked = {self._processes[rank].standing.remote(): rank for rank in ranks}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        found: dict[int, Standing | None] = dict.fromkeys(asked.values())
+        for answer in answered:
+            with contextlib.suppress(RayError):  # the process has died; its call will say so
+                found[asked[answer]] = ray.get(answer)
+        return found
 
     def _set_environment(self) -> None:
         """Give each process its rank and the address at which rank 0 will listen."""

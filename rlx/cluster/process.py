@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,11 @@ import psutil
 import ray
 
 from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
+from rlx.cluster.hang import Standing, standing_of
+from rlx.heartbeat import beat, beats
+
+WATCH = "watch"
+"""Ray's concurrency group of `standing`. Each group has a thread of its own; all other methods share another one."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -56,13 +62,15 @@ class WorkerProcess:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker: Any = None
+        self._thread = 0  # of all calls but `standing`
         self._log = _Collector()
         logger = logging.getLogger("rlx")
         logger.addHandler(self._log)
         logger.setLevel(logging.INFO)
 
     def location(self) -> WorkerLocation:
-        """Return the node and process of this worker."""
+        """Return the node and process of this worker; the first call."""
+        self._thread = threading.get_ident()
         context = ray.get_runtime_context()
         log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else None
         return WorkerLocation(self._rank, context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), log)
@@ -110,10 +118,18 @@ class WorkerProcess:
 
         return self._guarded(work)
 
+    @ray.method(concurrency_group=WATCH)
+    def standing(self) -> Standing:
+        """Return where the call that runs stands, also when it is stuck."""
+        return standing_of(self._thread, beats())
+
     def _guarded(self, work: Callable[[], Any]) -> WorkerReply:
+        beat()
         try:
             value, fault = work(), None
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
             value, fault = None, fault_of(self._rank, error)
         return WorkerReply(value, fault, self._log.take())
 

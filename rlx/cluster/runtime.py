@@ -14,13 +14,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from rlx.cluster.errors import ClusterError, one_line
 from rlx.config.schema import PPOConfig
 from rlx.errors import did_you_mean, storing
+from rlx.supervisor.link import tell
 
 _PROBE_S = 10.0
+# By the end of the program's or script's name; the raylet ends when one of its agents does.
+RAY_PROCESSES = {
+    "/gcs_server": "the gcs_server",
+    "/raylet": "the raylet",
+    "ray::DashboardAgent": "the dashboard agent",
+    "ray::RuntimeEnvAgent": "the runtime environment agent",
+    "/dashboard.py": "the dashboard",
+    "/log_monitor.py": "the log monitor",
+    "/monitor.py": "the autoscaler's monitor",
+}
+NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +45,7 @@ def session(config: PPOConfig) -> Iterator[None]:
     It joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else it starts Ray on this machine
     only. If the process has already started Ray, that is used and left running. At the end, also after an exception, Ctrl-C or
     SIGTERM, all processes that were started here have ended. Ray started here listens on the loopback interface only if
-    `rlx.cluster.stay_on_this_machine` was called before anything imported Ray, as `rlx.main_ppo` does.
+    `rlx.cluster.stay_on_this_machine` was called before anything imported Ray, as `rlx.driver` does.
 
     Args:
         config: the tree; reads `ray_kwargs.ray_init`.
@@ -51,6 +64,7 @@ def session(config: PPOConfig) -> Iterator[None]:
         if address == "local":
             _set_local_environment()
             folder = _private_folder(options.pop("_temp_dir", None))
+            tell(scratch=str(folder))
             with _postponed_interrupt():
                 ray.init(
                     address="local", _temp_dir=str(folder / "ray"), **{"include_dashboard": False, **quiet, **options}
@@ -58,11 +72,13 @@ def session(config: PPOConfig) -> Iterator[None]:
         else:
             _join(address, {**quiet, **options})
         _take_sigterm_as_ctrl_c()
+        tell(**_parts_of_ray(address))
         yield
     except Exception:
-        folder = None  # kept, because its logs may tell more
+        folder = None  # kept, because its logs may tell more; a restart removes it
         raise
     finally:
+        tell(daemons={}, helpers={}, head=None)  # their end is no loss from now on
         with _uninterrupted():
             _shutdown()
             if folder:
@@ -125,6 +141,23 @@ def _join(address: str, options: dict[str, Any]) -> None:
             f"the Ray head at {address} answers, but does not let this process in ({one_line(str(error))}); if the cluster "
             "asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as on its nodes; see docs/cluster.md"
         ) from None
+
+
+def _parts_of_ray(address: str) -> dict[str, Any]:
+    """Return what the supervisor watches: Ray's processes by name if they were started here, else the cluster's head."""
+    if address != "local":
+        return {"head": ray.get_runtime_context().gcs_address}
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            program = [part.strip() for part in process.cmdline()[:3]]
+        except psutil.NoSuchProcess:
+            continue
+        for end, name in RAY_PROCESSES.items():
+            if any(part.endswith(end) for part in program):
+                found[name] = process.pid
+    needed = {name: pid for name, pid in found.items() if name in NEEDED_PROCESSES}
+    return {"daemons": needed, "helpers": {name: pid for name, pid in found.items() if name not in needed}}
 
 
 def _probe(address: str) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.engine.micro_batch import MicroBatch
+from rlx.heartbeat import beat
 from rlx.models.head_log_probs import head_replaced
 from rlx.models.loading import ModelError
 from rlx.models.log_probs import token_log_probs
@@ -87,6 +88,7 @@ class Forward:
         Raises:
             ModelError: the model's output at a token depends on later tokens.
         """
+        beat()
         if not self._looks_back_only:
             raise ModelError(
                 f"{type(self._plain).__name__}: its output at a token depends on later tokens, expected a causal model; if it "

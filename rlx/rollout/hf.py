@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlx.heartbeat import beat
 from rlx.rollout.kv_cache import growing_cache
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.sampling import choose_tokens, request_uniforms
@@ -166,6 +167,7 @@ class HFRollout:
         rows = torch.arange(len(batch), device=self._device)  # rows of the batch that the decoder still works on
         running = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not stopped
         for step in range(sampling.max_tokens):
+            beat()
             chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling)
             tokens[rows, step] = chosen
             log_probs[rows, step] = chosen_log_probs

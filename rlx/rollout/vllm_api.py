@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
+from rlx.heartbeat import beat
 from rlx.rollout.process_state import own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
 
@@ -80,6 +82,17 @@ def lacking_model(architectures: Sequence[str]) -> str | None:
     return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
 
 
+def _beat_at_each(engine: Any) -> None:
+    """Let an engine's steps, each of which decodes a token of every running request, count as progress."""
+    step, engine_ref = type(engine).step, weakref.ref(engine)  # a closed engine must not live on in a cycle
+
+    def counted() -> Any:
+        beat()
+        return step(engine_ref())
+
+    engine.step = counted
+
+
 class VLLMEngine:
     """One vLLM engine in this process, with random weights until `load` brings real ones.
 
@@ -104,6 +117,7 @@ class VLLMEngine:
                 raise ValueError(
                     f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}"
                 ) from error
+        _beat_at_each(self._llm.llm_engine)
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:

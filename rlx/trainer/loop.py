@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,9 +15,11 @@ from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
+from rlx.supervisor.link import tell
+from rlx.supervisor.stopping import Stopping, Terminated
 from rlx.trainer import memory, mismatch, sample_selection, steps, validation
 from rlx.trainer.balancing import balance
-from rlx.trainer.checkpoints import DriverState, keep_newest, read_driver_state, reopen, write_driver_state
+from rlx.trainer.checkpoints import DriverState, finished, keep_newest, read_driver_state, reopen, write_driver_state
 from rlx.trainer.progress import Progress
 from rlx.trainer.tracking import Tracker
 
@@ -90,13 +93,21 @@ class Trainer:
 
     # The step ---------------------------------------------------------------------------------------------------
 
-    def fit(self) -> None:
-        """Train to the last step; validate and save as configured."""
+    def fit(self, stopping: Stopping | None = None) -> None:
+        """Train to the last step; validate and save as configured.
+
+        Args:
+            stopping: asked after each step whether the run is to save and end.
+
+        Raises:
+            Terminated: the run was to end. A checkpoint was written if there was time.
+        """
         trainer = self.config.trainer
         self.sync_weights(self.policy_version)
         if trainer.val_only or (trainer.val_before_train and self.finished_steps == 0):
             self.report(self.validate() | self.memory_of("validate"))
         while self.finished_steps < self.last_step and not trainer.val_only:
+            tell(step=self.finished_steps + 1)
             with self.progress.step(self.finished_steps + 1) as timings:
                 metrics = self.step(self.finished_steps + 1)
                 self.finished_steps += 1
@@ -111,6 +122,17 @@ class Trainer:
             metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / seconds
             metrics["perf/stall_share"] = metrics["perf/stall_ms"] / 1e3 / seconds
             self.report(metrics)
+            if stopping is not None and stopping.left_s is not None:
+                self.end_early(stopping.left_s)
+
+    def end_early(self, left_s: float) -> NoReturn:
+        """Save, if there is time and this step is not saved yet, and raise Terminated."""
+        checkpoint = self.folder / "checkpoints" / f"global_step_{self.finished_steps}"
+        if left_s > 0:
+            if not finished(checkpoint):
+                self.save()
+            tell(saved=str(checkpoint))
+        raise Terminated
 
     def step(self, step: int) -> Metrics:
         """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""

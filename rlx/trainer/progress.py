@@ -314,11 +314,17 @@ class Progress:
             self._panel({name: str(value) for name, value in row.items()}, None)
 
     def summary(
-        self, first_validation: Mapping[str, float], last_validation: Mapping[str, float], folder: Path, picture: Path
+        self,
+        first_validation: Mapping[str, float],
+        last_validation: Mapping[str, float],
+        folder: Path,
+        picture: Path,
+        restarts: Sequence[str] = (),
     ) -> None:
         """Show the closing panel: results, duration, and the folders of run and report.
 
-        Validations are metrics with `val/accuracy`; one object after a single validation, empty after none.
+        Validations are metrics with `val/accuracy`; one object after a single validation, empty after none. `restarts` are the
+        reasons why the run was restarted, the first one first.
         """
         facts: dict[str, str] = {}
         if last_validation:
@@ -330,6 +336,7 @@ class Progress:
             first, last = (sum(part) / steps for part in (self._rewards[:steps], self._rewards[-steps:]))
             label = "sampled reward" if steps == 1 else f"sampled reward, mean of {steps} steps"
             facts[label] = f"{first:.3f} -> {last:.3f}"
+        facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
         facts["wall time"] = duration(time.perf_counter() - self._started)
         facts |= {"run": str(folder), "report": str(picture)}
         for name, part in (("metrics", METRICS_FILE), ("generations", "validation"), ("checkpoints", "checkpoints")):

@@ -1,4 +1,4 @@
-"""One run from a checked configuration to its report; `rlx.main_ppo` calls it."""
+"""One run from a checked configuration to its report; `rlx.driver` calls it."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +12,9 @@ from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, sharded_roles
 from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
-from rlx.trainer.checkpoints import read_driver_state, run_folder
+from rlx.supervisor import link
+from rlx.supervisor.stopping import Stopping
+from rlx.trainer.checkpoints import checkpoints_in, read_driver_state, run_folder
 from rlx.trainer.kept_settings import keep
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
@@ -22,6 +24,8 @@ from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
 from rlx.trainer.warm_start import warm_start
 from rlx.workers.worker import Worker
+
+ENDING_S = 20.0  # for the end of workers and of Ray
 
 
 def run(config: PPOConfig, yaml: str) -> Path:
@@ -34,6 +38,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
     Raises:
         Exception: the errors of `prepare`; StorageError, RewardError or WorkerFailure. Each names its remedy.
     """
+    config = continued(config)
     # `prepare` finds mistakes in the command. It comes before the warm start and the folder, so that a mistake costs no time
     # and leaves no folder.
     prepared = prepare(config, yaml)
@@ -41,9 +46,21 @@ def run(config: PPOConfig, yaml: str) -> Path:
         return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared)
 
 
+def continued(config: PPOConfig) -> PPOConfig:
+    """Return the configuration of a restart: resume from the run's newest checkpoint, or begin anew without one."""
+    folder = link.folder_to_continue()
+    if folder is None:
+        return config
+    saved = checkpoints_in(Path(folder) / "checkpoints")
+    resume = {"resume_mode": "resume_path", "resume_from_path": str(saved[-1])} if saved else {"resume_mode": "disable"}
+    return replace(config, trainer=replace(config.trainer, **resume))
+
+
 def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
     checkpoint, lock, changed, tokenizer, train, val, sampler, rewards = prepared
-    folder = run_folder(config, checkpoint)
+    own = link.folder_to_continue()  # a restarted run stays in its folder, also without a checkpoint
+    folder = Path(own) if own and checkpoint is None else run_folder(config, checkpoint)
+    link.tell(folder=str(folder))
     step = read_driver_state(checkpoint).step if checkpoint else 0
     only_validates = checkpoint is not None and config.trainer.val_only  # then the run's own rows and settings stay
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
@@ -66,10 +83,12 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint)
-        trainer.fit()
+        with Stopping(config.trainer.save_on_sigterm_s) as stopping:
+            link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
+            trainer.fit(stopping)
     with storing(folder):
         picture = write_report(folder / METRICS_FILE, folder / "report.png")
-    progress.summary(trainer.first_validation, trainer.last_validation, folder, picture)
+    progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
     return folder
 
 
@@ -82,7 +101,8 @@ def start_workers(config: PPOConfig) -> WorkerGroup:
     together = {role.name: role.together for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
-    return WorkerGroup(placement, Worker, config, roles_of(config), meshes=meshes)
+    roles, limit_s = roles_of(config), trainer.hang_timeout_s
+    return WorkerGroup(placement, Worker, config, roles, meshes=meshes, hang_timeout_s=limit_s)
 
 
 def with_models(config: PPOConfig) -> PPOConfig:

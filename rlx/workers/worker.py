@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rlx.workers.memory import MemoryLog
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole
 
 PROCESS = "process"
+COLLECTIVE_EXTRA_S = 60.0  # so that the driver, which can name the place, notices a hang before torch does
 
 
 class Worker:
@@ -36,7 +38,7 @@ class Worker:
     """
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
-        self.device = join_process_group(config.trainer.device)
+        self.device = join_process_group(config.trainer.device, config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S)
         self.roles: dict[str, Role] = {}
         self._active: Role | None = None
         self._relief = HostRelief()
@@ -115,11 +117,12 @@ class Worker:
         return {**figures, "peak_memory_gb": peak / 1e9}
 
 
-def join_process_group(choice: str) -> torch.device:
+def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
     """Set up torch.distributed, including collectives of host tensors, and return this process's device.
 
     Args:
         choice: `trainer.device`: `cpu`, `cuda`, or `auto` for the accelerator that this process sees, if any.
+        timeout_s: of collectives [s].
 
     Raises:
         ValueError: the requested device does not exist.
@@ -127,7 +130,7 @@ def join_process_group(choice: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = accelerator.type if accelerator is not None else "cpu"
     if choice == "cpu" or (choice == "auto" and seen != "cuda"):
-        _init_process_group("gloo")
+        _init_process_group("gloo", timeout_s)
         return torch.device("cpu")
     if seen != "cuda":
         raise ValueError(
@@ -135,11 +138,11 @@ def join_process_group(choice: str) -> torch.device:
         )
     device = torch.device(seen, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
-    _init_process_group("cpu:gloo,cuda:nccl")
+    _init_process_group("cpu:gloo,cuda:nccl", timeout_s)
     return device
 
 
-def _init_process_group(backend: str) -> None:
+def _init_process_group(backend: str, timeout_s: float) -> None:
     """Join the group, whose store listens on the socket MASTER_LISTEN_FD of rank 0 if that is set, else on all interfaces."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = os.environ.get("MASTER_LISTEN_FD")
@@ -150,4 +153,5 @@ def _init_process_group(backend: str) -> None:
         is_master=rank == 0,
         master_listen_fd=None if listener is None else int(listener),
     )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)

@@ -44,13 +44,28 @@ def worker_class():
 
         def reduce(self, role, what_rank_1_does):
             import signal
+            import time
 
             import torch.distributed
 
             if os.environ["RANK"] == "1":
                 if what_rank_1_does == "raise":
                     raise ValueError("the true cause")
+                if what_rank_1_does in ("sleep", "freeze"):
+                    how = signal.SIGSTOP if what_rank_1_does == "freeze" else 0
+                    os.kill(os.getpid(), how)
+                    time.sleep(1000)
                 os.kill(os.getpid(), signal.SIGKILL)
             torch.distributed.all_reduce(torch.ones(1))
+
+        def work_slowly(self, role, seconds):
+            import time
+
+            from rlx.heartbeat import beat
+
+            for _ in range(int(seconds / 0.1)):
+                time.sleep(0.1)
+                beat()
+            return seconds
 
     return Recorder

@@ -1,4 +1,5 @@
 import logging
+import re
 import time
 
 import pytest
@@ -99,3 +100,26 @@ def test_a_constructor_that_raises_ends_the_group(worker_class):
     )
     # Not by the CPUs that are free: a group that ended before this one may be giving its places back meanwhile.
     assert placement_group_table(pool.group)["state"] == "REMOVED", "the places are given back"
+
+
+def test_a_slow_call_is_no_hang(worker_class):
+    with WorkerGroup(Placement.reserve(1, 1, "cpu"), worker_class, "x", hang_timeout_s=1.0) as group:
+        assert group.broadcast("any", "work_slowly", 4.0) == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("deed", "cause"),
+    [
+        ("sleep", r"no progress for \d+ s at .*conftest.py:\d+ reduce"),
+        pytest.param("freeze", r"no progress for \d+ s, and no answer: the process is frozen", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class, deed, cause):
+    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, "x", True, hang_timeout_s=4.0)
+    with pytest.raises(WorkerFailure) as raised:
+        group.broadcast("any", "reduce", deed)
+    lines = str(raised.value).splitlines()
+    assert re.match(r"rank 1 \(pid \d+ on .*\), any.reduce: " + cause, lines[-1])
+    assert re.match(r"meanwhile on rank 0: no progress for \d+ s at .*, inside .*distributed_c10d.py", lines[-2])
+    assert ("time.sleep(1000)" in str(raised.value)) == (deed == "sleep"), "its stack"
+    assert raised.value.fault.curable

@@ -7,7 +7,7 @@ import torch
 
 from rlx.config.compose.command_line import compose
 from rlx.data.batch import Batch
-from rlx.main_ppo import main
+from rlx.driver import main
 from rlx.rewards.manager import RewardManager, Scores
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlx.main_ppo import main
+from rlx.driver import main
 from rlx.rewards.manager import RewardError
 
 pytestmark = pytest.mark.e2e

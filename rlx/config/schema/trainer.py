@@ -19,6 +19,9 @@ class TrainerConfig:
     experiment_name: str = key("run", "Second part of the run's folder.")
     logger: tuple[str, ...] = key(("console", "jsonl"), "Where metrics go.", choices=LOGGERS)
     nnodes: int = key(1, "Machines.", minimum=1)
+    min_nodes: int | None = key(
+        None, "Machines with which the run goes on if others stay away for 2 minutes; null: nnodes.", minimum=1
+    )
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
@@ -36,6 +39,13 @@ class TrainerConfig:
     )
     resume_from_path: str | None = key(None, "Checkpoint folder (`.../global_step_N`) for resume_path.")
     default_local_dir: str | None = key(None, "Folder of run folders; null: outputs/<project_name>/<experiment_name>.")
+    max_restarts: int = key(3, "Restarts from the last checkpoint after something died or hung; 0: end.", minimum=0)
+    hang_timeout_s: float = key(
+        1800.0, "Seconds without progress on any process after which a call counts as hung.", exclusive_minimum=0
+    )
+    save_on_sigterm_s: float = key(
+        0.0, "Seconds after SIGTERM in which the step may end and a checkpoint be written; 0: end at once.", minimum=0
+    )
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
     validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
     log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)

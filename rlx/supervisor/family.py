@@ -1,0 +1,72 @@
+"""The processes that descend from this one: reap orphans, end all of them, remove what they leave in shared memory."""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)
+END_S = 20.0  # a process in the middle of device I/O outlives SIGKILL for a while
+
+
+def adopt_orphans() -> None:
+    """Let the system make this process the parent of descendants whose own parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with(parent: int) -> None:
+    """Let the system kill this process when `parent`, which started it, ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def reap_orphans(child: int) -> None:
+    """Collect the exit codes of ended orphans, but not that of `child`."""
+    with contextlib.suppress(ChildProcessError):  # there are no children at all
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == child:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def is_dead(pid: int) -> bool:
+    """Whether the process has ended, also if its parent has not noticed."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def end_all(child: int) -> None:
+    """Kill all descendants, wait for their end, and remove their files in /dev/shm."""
+    files: set[str] = set()
+    deadline_s = time.monotonic() + END_S
+    while living := [each for each in psutil.Process().children(recursive=True) if not is_dead(each.pid)]:
+        for each in living:
+            files |= _shared_memory_of(each.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    reap_orphans(child)
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+
+
+def _shared_memory_of(pid: int) -> set[str]:
+    try:
+        return set(SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:
+        return set()

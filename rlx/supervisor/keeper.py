@@ -1,0 +1,228 @@
+"""The process that keeps watch: it starts the driver, listens to it, and decides with `policy` what follows its end."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rlx.supervisor import family, link
+from rlx.supervisor.policy import End, refusal
+
+DONE, FAILED, FAULTY = 0, 1, 2
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TICK_S = 0.3  # between two looks at the driver and at Ray's processes
+ENDING_S = 15.0  # for a driver that failed: to close its loggers
+PROBE_EVERY_S, PROBES = 5.0, 4  # the head of a cluster that does not answer so many times in a row is lost
+
+
+class Driver:
+    """One driver process and what it has told.
+
+    Args:
+        command: starts it.
+        folder: of the run that it continues, if there is one.
+        restarts: why the drivers before it ended.
+    """
+
+    def __init__(self, command: Sequence[str], folder: str | None, restarts: Sequence[str]) -> None:
+        self._pipe, inherited = os.pipe()
+        os.set_blocking(self._pipe, False)
+        own = {link.DESCRIPTOR: str(inherited), link.RESTARTS: json.dumps(list(restarts))}
+        keeper = os.getpid()
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **own, **({link.FOLDER: folder} if folder else {})},
+            pass_fds=[inherited],
+            process_group=0,  # the terminal sends Ctrl-C to the supervisor alone, which passes it on
+            preexec_fn=lambda: family.end_with(keeper),
+        )
+        os.close(inherited)
+        self.pid = self._process.pid
+        self._unread = b""
+        self._end_by_s = float("inf")
+        self._next_probe_s, self._unanswered = 0.0, 0
+        self._mourned: set[str] = set()
+        self.facts: dict[str, Any] = {"folder": folder}
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._process.poll()
+
+    def listen(self) -> None:
+        """Take in what it has told since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._pipe, 1 << 16):
+                self._unread += part
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            self.facts |= json.loads(line)
+        if "end" in self.facts:
+            self.end_within(ENDING_S)
+
+    def ask_to_end(self, signum: int) -> None:
+        """Pass a signal on; a driver that is not ready for it, or gets another one, is killed."""
+        if "grace_s" not in self.facts or self._end_by_s < float("inf"):
+            family.end_all(self.pid)
+            return
+        self._process.send_signal(signum)
+        self.end_within(self.facts["grace_s"])
+
+    def end_within(self, seconds: float) -> None:
+        """Set the time after which `enforce` kills it; the first call counts."""
+        self._end_by_s = min(self._end_by_s, time.monotonic() + seconds)
+
+    def enforce(self) -> None:
+        """Kill it if its time is over."""
+        if time.monotonic() > self._end_by_s:
+            family.end_all(self.pid)
+
+    def lost(self) -> str | None:
+        """Return in words which part of Ray has ended or does not answer, or None."""
+        for name, pid in self.facts.get("daemons", {}).items():
+            if family.is_dead(pid):
+                return f"{name} of Ray (pid {pid}) died"
+        head = self.facts.get("head")
+        if head and time.monotonic() > self._next_probe_s:
+            self._next_probe_s = time.monotonic() + PROBE_EVERY_S
+            self._unanswered = 0 if _answers(head) else self._unanswered + 1
+            if self._unanswered == PROBES:
+                return f"the head of the Ray cluster at {head} has not answered for {PROBES * PROBE_EVERY_S:.0f} s"
+        return None
+
+    def missed(self) -> list[str]:
+        """Return in words which of Ray's dispensable processes have ended since the last call."""
+        dead = {
+            f"{name} of Ray (pid {pid})" for name, pid in self.facts.get("helpers", {}).items() if family.is_dead(pid)
+        }
+        new, self._mourned = dead - self._mourned, dead
+        return sorted(new)
+
+    def close(self) -> None:
+        """End what is left of it and of all processes it started."""
+        family.end_all(self.pid)
+        self.listen()
+        os.close(self._pipe)
+        self._process.wait()
+
+
+class Keeper:
+    """Starts drivers until the run is over.
+
+    Args:
+        command: starts a driver.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._signals: list[int] = []
+        self._ends: list[End] = []
+        for signum in SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, lambda number, frame: self._signals.append(number))
+        family.adopt_orphans()
+
+    def keep(self) -> int:
+        """Run to the end and return the exit code.
+
+        0: done. 1: the run failed. 2: the configuration has faults. 128 + N: ended by signal N, so 130 after Ctrl-C.
+        """
+        folder = None
+        while True:
+            driver = Driver(self._command, folder, [end.reason for end in self._ends])
+            try:
+                loss = self._watch(driver)
+            finally:
+                driver.close()
+            facts, code = driver.facts, driver.code
+            if self._signals:
+                return self._interrupted(facts)
+            if code in (DONE, FAULTY, *(128 + signum for signum in SIGNALS)) or "max_restarts" not in facts:
+                _remove(facts)
+                return code if code is not None and code >= 0 else 128 - (code or 0)
+            self._ends.append(end_of(facts, code, loss))
+            why = refusal(self._ends, facts["max_restarts"])
+            if why is not None:
+                return self._over(why, told="end" in facts)
+            _remove(facts)
+            folder = facts["folder"]
+            self._say(f"restart {len(self._ends)} of {facts['max_restarts']}: {_where(self._ends[-1])}")
+
+    def _watch(self, driver: Driver) -> str | None:
+        """Return after the driver's end; if Ray died first, kill the driver and return what died."""
+        passed_on = 0
+        while driver.code is None:
+            time.sleep(TICK_S)
+            family.reap_orphans(driver.pid)
+            driver.listen()
+            for signum in self._signals[passed_on:]:
+                driver.ask_to_end(signum)
+            passed_on = len(self._signals)
+            driver.enforce()
+            if passed_on or "end" in driver.facts:
+                continue
+            for helper in driver.missed():
+                self._say(f"goes on: {helper} died; the run does not need it")
+            if (loss := driver.lost()) is not None:
+                return loss
+        return None
+
+    def _interrupted(self, facts: dict[str, Any]) -> int:
+        number = self._signals[0]
+        by = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        at = f" in step {facts['step']}" if facts.get("step") else ""
+        kept = f"; {facts['saved']} was saved" if facts.get("saved") else ""
+        self._say(f"{by}{at}{kept}")
+        _remove(facts)
+        return 128 + number
+
+    def _over(self, why: str, told: bool) -> int:
+        """Say why the run is not started again. A driver that has told its end has also printed it."""
+        last = self._ends[-1]
+        if len(self._ends) > 1:
+            for number, end in enumerate(self._ends[:-1], start=1):
+                self._say(f"restart {number} was because {_where(end)}")
+        if not told:
+            self._say(f"stopped: {_where(last)}; {why}")
+        elif len(self._ends) > 1:
+            self._say(f"stopped: {why}")
+        return FAILED
+
+    def _say(self, text: str) -> None:
+        print(f"rlx {text}", file=sys.stderr, flush=True)
+
+
+def end_of(facts: dict[str, Any], code: int | None, loss: str | None) -> End:
+    """Return how a driver ended, from what it told, its exit code and what Ray lost before."""
+    step = int(facts.get("step", 0))
+    if "end" in facts:
+        return End(**facts["end"], step=step)
+    if loss is not None:
+        return End(loss, step)
+    how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+    return End(f"the driver ended without a word ({how})", step)
+
+
+def _where(end: End) -> str:
+    return f"step {end.step}: {end.reason}" if end.step else end.reason
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _remove(facts: dict[str, Any]) -> None:
+    if facts.get("scratch"):
+        shutil.rmtree(facts["scratch"], ignore_errors=True)

@@ -1,0 +1,49 @@
+"""The driver's reports to its supervisor: lines of JSON through a pipe.
+
+| fact | meaning |
+|---|---|
+| `max_restarts` | `trainer.max_restarts`; without it the driver has not begun and is not started again |
+| `folder` | of the run |
+| `scratch` | a folder to remove at the end, unless the run failed |
+| `grace_s` | seconds that the driver may take after SIGTERM; with it the driver handles signals |
+| `step` | the step that begins |
+| `daemons` | name -> process id of Ray's processes on this machine that the run needs |
+| `helpers` | the same for those that it can do without |
+| `head` | address of the cluster's head, `host:port` |
+| `saved` | the checkpoint written after a signal |
+| `end` | the fields of `End` but `step`: why the driver is about to end |
+"""
+
+import json
+import os
+from typing import Any
+
+DESCRIPTOR = "RLX_SUPERVISOR_PIPE"
+FOLDER = "RLX_RUN_FOLDER"
+RESTARTS = "RLX_RESTARTS"
+
+# Taken out of the environment, so that no worker inherits it.
+_descriptor = int(os.environ.pop(DESCRIPTOR, "-1"))
+if _descriptor >= 0:
+    os.set_inheritable(_descriptor, False)
+
+
+def tell(**facts: Any) -> None:
+    """Send facts to the supervisor; without one do nothing."""
+    if _descriptor >= 0:
+        os.write(_descriptor, json.dumps(facts).encode() + b"\n")
+
+
+def is_supervised() -> bool:
+    """Whether a supervisor started this process."""
+    return _descriptor >= 0
+
+
+def folder_to_continue() -> str | None:
+    """Return the folder of the run that this driver continues, or None if it is the first."""
+    return os.environ.get(FOLDER)
+
+
+def restarts() -> list[str]:
+    """Return why the drivers before this one ended, the oldest first."""
+    return list(json.loads(os.environ.get(RESTARTS, "[]")))

@@ -1,0 +1,42 @@
+"""The harness of the nightly runs: that plans repeat, that moments come, and that a difference is found."""
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+from faults import FAULTS, MOMENTS, Run, plans, wait_for
+from trajectory import Trajectory, differences
+
+UNBROKEN = Trajectory([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.6}], "abc", {"2.jsonl": "def"})
+
+
+def test_a_seed_gives_the_same_fault_and_fifty_of_them_all_faults_and_moments():
+    fifty = list(plans(0, 50))
+    assert list(plans(20, 1)) == [fifty[20]]
+    assert {plan.fault for plan in fifty} == set(FAULTS)
+    assert Counter(plan.moment for plan in fifty).keys() == set(MOMENTS)
+
+
+def test_every_difference_is_found():
+    assert differences(UNBROKEN, UNBROKEN) == []
+    other = [UNBROKEN.rows[0], {"step": 2, "reward/mean": 0.7}]
+    assert differences(UNBROKEN, UNBROKEN._replace(rows=other)) == ["step 2: reward/mean differ (1 in all)"]
+    doubled = [*UNBROKEN.rows, UNBROKEN.rows[-1]]
+    assert differences(UNBROKEN, UNBROKEN._replace(rows=doubled)) == ["rows of steps [1, 2, 2] instead of [1, 2]"]
+    assert differences(UNBROKEN, UNBROKEN._replace(weights="x", validation={})) == [
+        "weights differ",
+        "validations differ",
+    ]
+
+
+def test_a_moment_comes_when_the_run_is_so_far_and_never_after_its_end(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/metrics.jsonl").write_text("{}\n" * 12)
+    own = Run(psutil.Process().pid, tmp_path, 0.0)
+    assert wait_for("rollout", own, random.Random(0), steps=12)
+    gone = max(psutil.pids()) + 1000
+    assert not wait_for("inside a save", own._replace(supervisor=gone), random.Random(0), steps=12)

@@ -1,0 +1,173 @@
+"""The supervisor with small scripts in place of the driver: restarts, signals, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KEEP = "import sys; from rlx.supervisor.keeper import Keeper; sys.exit(Keeper([sys.executable, *sys.argv[1:]]).keep())"
+
+
+@pytest.fixture
+def keep(tmp_path):
+    """keep(script) starts a supervisor whose driver runs the script; all that it prints goes to the process's pipes."""
+    started = []
+
+    def start(script: str) -> subprocess.Popen[str]:
+        file = tmp_path / "driver.py"
+        file.write_text("import os, sys, time\nfrom rlx.supervisor.link import *\n" + textwrap.dedent(script))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-c", KEEP, str(file)]
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    out, errors = process.communicate(timeout=60)
+    return process.returncode, out, errors.splitlines()
+
+
+@pytest.mark.parametrize("code", [0, 2, 7])
+def test_a_driver_that_never_began_is_not_started_again(keep, code):
+    assert end(keep(f"print('once'); sys.exit({code})")) == (code, "once\n", [])
+
+
+def test_a_killed_driver_is_started_again_in_its_folder_and_knows_why(keep, tmp_path):
+    script = f"""
+        tell(max_restarts=3, folder={str(tmp_path)!r}, step=4)
+        print(folder_to_continue(), restarts(), flush=True)
+        if len(restarts()) < 2:
+            os.kill(os.getpid(), 9)
+    """
+    code, out, errors = end(keep(script))
+    assert code == 0
+    reason = "the driver ended without a word (SIGKILL)"
+    assert out.splitlines() == [
+        "None []",
+        f"{tmp_path} ['{reason}']",
+        f"{tmp_path} ['{reason}', '{reason}']",
+    ]
+    assert errors == [f"rlx restart {number} of 3: step 4: {reason}" for number in (1, 2)]
+
+
+def test_the_restarts_end_with_all_reasons(keep):
+    code, _, errors = end(keep("tell(max_restarts=1, step=2); sys.exit(1)"))
+    reason = "step 2: the driver ended without a word (exit code 1)"
+    assert code == 1
+    assert errors == [
+        f"rlx restart 1 of 1: {reason}",
+        f"rlx restart 1 was because {reason}",
+        f"rlx stopped: {reason}; no restart is left (trainer.max_restarts=1)",
+    ]
+
+
+def test_an_error_that_a_restart_does_not_cure_ends_the_run_with_what_the_driver_said(keep):
+    script = """
+        tell(max_restarts=3)
+        print("rlx stopped: row 7", file=sys.stderr)
+        tell(end={"reason": "row 7", "error": "ValueError", "curable": False})
+        sys.exit(1)
+    """
+    assert end(keep(script)) == (1, "", ["rlx stopped: row 7"])
+
+
+FAMILY = """
+    import mmap, subprocess
+    tell(max_restarts=3, step=5)
+    middle = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True)"
+    subprocess.run([sys.executable, "-c", middle])  # the sleeper is an orphan now
+    name = f"/dev/shm/rlx_test_{os.getpid()}"
+    with open(name, "w+b") as file:
+        file.truncate(4096)
+        shared = mmap.mmap(file.fileno(), 4096)
+    print(name, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("signum", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_signal_leaves_no_process_and_no_shared_memory(keep, signum, word):
+    process = keep(FAMILY)
+    orphan, shared = psutil.Process(int(process.stdout.readline())), Path(process.stdout.readline().strip())
+    assert shared.exists()
+    process.send_signal(signum)
+    code, _, errors = end(process)
+    assert (code, errors) == (128 + signum, [f"rlx {word} in step 5"])
+    assert not orphan.is_running() and not shared.exists()
+
+
+def test_a_driver_that_is_ready_for_sigterm_may_save(keep):
+    script = """
+        import signal
+        def save(number, frame):
+            tell(saved="global_step_5")
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, save)
+        tell(max_restarts=3, step=5, grace_s=60)
+        print("ready", flush=True)
+        time.sleep(1000)
+    """
+    process = keep(script)
+    process.stdout.readline()
+    time.sleep(0.5)  # the supervisor looks at the pipe a few times a second
+    process.terminate()
+    assert end(process)[::2] == (143, ["rlx ended by SIGTERM in step 5; global_step_5 was saved"])
+
+
+def test_a_driver_that_does_not_end_in_time_is_killed(keep):
+    script = """
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        tell(max_restarts=3, step=5, grace_s=0.5)
+        print("ready", flush=True)
+        time.sleep(1000)
+    """
+    process = keep(script)
+    process.stdout.readline()
+    time.sleep(0.5)
+    process.terminate()
+    assert end(process)[0] == 143
+
+
+def test_a_killed_supervisor_takes_the_driver_along(keep):
+    process = keep("print(os.getpid(), flush=True); time.sleep(1000)")
+    driver = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    driver.wait(20)
+
+
+def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep):
+    script = """
+        import subprocess
+        if restarts():
+            sys.exit(0)
+        helper, daemon = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+        tell(max_restarts=1, daemons={"the raylet": daemon.pid}, helpers={"the dashboard": helper.pid})
+        print(helper.pid, daemon.pid, flush=True)
+        time.sleep(1000)
+    """
+    process = keep(script)
+    helper, daemon = process.stdout.readline().split()
+    for pid in (helper, daemon):
+        os.kill(int(pid), signal.SIGKILL)
+        time.sleep(1.0)
+    assert end(process)[::2] == (
+        0,
+        [
+            f"rlx goes on: the dashboard of Ray (pid {helper}) died; the run does not need it",
+            f"rlx restart 1 of 1: the raylet of Ray (pid {daemon}) died",
+        ],
+    )
