@@ -19,7 +19,17 @@ from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
-from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
+from rlx.engine.micro_batch import (
+    MicroBatch,
+    MicroBatchRule,
+    cut,
+    groups_of,
+    pack,
+    row_lengths,
+    shifted,
+    take,
+    token_counts,
+)
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
@@ -32,6 +42,7 @@ from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
+from rlx.models.prefix_tree import NEVER
 from rlx.offload import (
     OffloadOptions,
     OffloadStats,
@@ -191,18 +202,19 @@ class Engine:
 
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
         """Yield this process's rows on the device. All processes yield equally many micro-batches; empty ones are dummies."""
-        lengths, packs = row_lengths(batch), self._forward.packs
+        lengths, packs, least_gain = row_lengths(batch), self._forward.packs, self._least_gain
+        groups = groups_of(batch, lengths, least_gain)
         if micro.tokens is not None:
             micro = MicroBatchRule(tokens=micro.tokens * self._copies)
         count, most = 0, 1
         while count < most:  # on all processes together
             count = most
-            parts = cut(lengths, micro, packs, at_least=count)
+            parts = cut(lengths, micro, packs, count, groups)
             largest = torch.tensor(len(parts), device=self.device)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             most = int(largest)
         for rows in parts:
-            part = (pack if packs else take)(batch, rows, lengths)
+            part = pack(batch, rows, lengths, least_gain) if packs else take(batch, rows, lengths)
             if self._sequences is not None and part.packed is not None:
                 part = part._replace(packed=self._sequences.own(part.packed))
             yield part.to(self.device)
@@ -222,7 +234,8 @@ class Engine:
 
         Returns:
             Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1),
-            update_share and update_length (see `update_metrics`), and the objective's metrics.
+            update_share and update_length (see `update_metrics`), tokens_saved (the share of tokens that shared prompts save, if
+            the model can share them), and the objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
         self.to_device(optimizer=False)
@@ -237,12 +250,16 @@ class Engine:
             return self._passes(parts, objective, totals)
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
+        counts = token_counts(batch, parts) if self._least_gain < NEVER else {}
+        sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
         sums = {name: figure / self._copies for name, figure in sums.items()}
         probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
         moved = self._over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
+        if counts:
+            metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / max(1.0, metrics.pop("tokens"))
         return metrics | of_step | update_metrics(moved)
 
     def _passes(
@@ -267,6 +284,12 @@ class Engine:
         counts = torch.stack([objective.denominator(mask_BR), mask_BR.sum()]).double().to(self.device)
         dist.all_reduce(counts)
         return Totals(*(counts / self._copies).clamp(min=1).tolist())
+
+    @property
+    def _least_gain(self) -> float:
+        """As `ModelConfig.least_gain`, for this model."""
+        wanted = self.model_config.least_gain
+        return wanted if wanted < NEVER and self._forward.shares_prefixes else NEVER
 
     @property
     def _copies(self) -> int:

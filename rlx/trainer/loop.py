@@ -18,6 +18,7 @@ from rlx.rewards.manager import RewardManager, Scores
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Stopping, Terminated
 from rlx.trainer import memory, mismatch, sample_selection, steps, validation
+from rlx.trainer.balancing import balance
 from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later
 from rlx.trainer.progress import Progress
 from rlx.trainer.saver import Saver
@@ -142,7 +143,7 @@ class Trainer:
         if config.trainer.rollout_data_dir:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
         if config.trainer.balance_batch:
-            batch = steps.balance(batch, self.workers.mesh("actor").shares)
+            batch = balance(batch, self.workers.mesh("actor").shares, config.actor_rollout_ref.model)
         batch, compared = self.old_log_probs(batch)
         if has_reference(config):
             with phase("ref"):
@@ -260,11 +261,12 @@ class Trainer:
         """
         counted = "loss_mask" if "loss_mask" in columns else "response_mask"
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
+        model = self.config.critic.model if role == "critic" else self.config.actor_rollout_ref.model
         each: list[Metrics] = []
         unused: Counter[str] = Counter()
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
-                part = steps.balance(part, self.workers.mesh(role).shares)
+                part = balance(part, self.workers.mesh(role).shares, model)
             if part[counted].any():
                 each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
             else:

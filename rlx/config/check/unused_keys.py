@@ -134,6 +134,7 @@ UNUSED_KEYS = (
     _without("data.shuffle", "data.seed"),
     _row(f"{MODEL}.path is not {TINY}", lambda s: not is_tiny(s.config), f"{MODEL}.tiny.*", "warm_start.*"),
     _row(f"the critic has the policy's shape, {MODEL}.tiny", _always, "critic.model.tiny.*"),
+    _if(f"{ROLLOUT}.n", 1, f"{MODEL}.use_shared_prefix", "critic.model.use_shared_prefix"),
     *_of_trained_model(ACTOR, MODEL),
     *_of_trained_model("critic", "critic.model"),
     # Updates

@@ -78,6 +78,7 @@ REMEDIES: dict[str, str] = {
     "external_lib": "remove it: install a package that registers its model with transformers, or use trust_remote_code",
     "exclude_modules": "name the modules to adapt in actor_rollout_ref.model.target_modules",
     "use_unpad": "set use_remove_padding of the model",
+    "use_prefix_grouper": "use actor_rollout_ref.model.use_shared_prefix",
     "rollout.mode": "remove it: rollout and training take turns",
     "rollout.load_format": "remove it: the actor's weights are sent before the first rollout",
     "rollout.layered_summon": "remove it: rlx always sends weights one by one",

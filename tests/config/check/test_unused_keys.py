@@ -47,6 +47,7 @@ CASES = [
             "activation_offload.pin_memory=False",
         )
     ),
+    (f"{ROLLOUT}.n=1 {MODEL}.use_shared_prefix=True", [f"{MODEL}.use_shared_prefix"]),
     (f"{ACTOR}.optim.master_weights=False", [f"{ACTOR}.optim.master_weights"]),
     (f"{GAE} critic.optim.allow_lossy_updates=True", ["critic.optim.allow_lossy_updates"]),
     (f"{MODEL}.lora_alpha=32", [f"{MODEL}.lora_alpha"]),
