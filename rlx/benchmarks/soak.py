@@ -29,7 +29,12 @@ TINY_RUN = (
     *("actor_rollout_ref.rollout.n=2", "trainer.val_before_train=False", "trainer.test_freq=-1"),
     *("trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[jsonl]"),
 )
-WATCHED = ("driver", "worker", "gcs_server")
+NAMES = {
+    **{"rlx.driver": "driver", "rlx.main_ppo": "supervisor", "ray::WorkerProcess": "worker"},
+    **{"gcs_server": "gcs_server", "raylet/raylet": "raylet"},
+}
+"""Processes by a part of their command."""
+WATCHED = ("driver", "supervisor", "worker", "gcs_server")
 WINDOW = 5  # samples at each end, of which the median counts
 
 
@@ -72,15 +77,11 @@ def growth(process: str, samples: Sequence[Sample], from_step: int) -> Growth | 
     return Growth(process, later[0].step, later[-1].step, *ends)
 
 
-def name_of(process: psutil.Process, driver: int) -> str:
-    """Return a short name: `driver`, `worker`, `gcs_server`, ... with the process id."""
+def name_of(process: psutil.Process) -> str:
+    """Return a short name: `driver`, `supervisor`, `worker`, `gcs_server`, ... with the process id."""
     command = " ".join(process.cmdline())
-    for mark, name in (("ray::Worker", "worker"), ("gcs_server", "gcs_server"), ("raylet/raylet", "raylet")):
-        if mark in command:
-            return f"{name} {process.pid}"
-    if process.pid == driver or "rlx.driver" in command:
-        return f"driver {process.pid}"
-    return f"{command.split('/')[-1].split()[0] if command else process.name()} {process.pid}"[:26]
+    name = next((name for mark, name in NAMES.items() if mark in command), None)
+    return f"{name or (command.split('/')[-1].split() or [process.name()])[0]} {process.pid}"[:26]
 
 
 def watch(run: subprocess.Popen[bytes], folder: Path, steps: int, pause_s: float) -> dict[str, list[Sample]]:
@@ -97,7 +98,7 @@ def watch(run: subprocess.Popen[bytes], folder: Path, steps: int, pause_s: float
                 with contextlib.suppress(psutil.Error, IndexError):
                     memory = process.memory_info()
                     private = memory.rss - getattr(memory, "shared", 0)
-                    samples.setdefault(name_of(process, run.pid), []).append(Sample(step, private))
+                    samples.setdefault(name_of(process), []).append(Sample(step, private))
     return samples
 
 

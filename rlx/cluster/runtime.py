@@ -19,7 +19,7 @@ import ray
 
 from rlx.cluster.errors import ClusterError, one_line
 from rlx.config.schema import PPOConfig
-from rlx.errors import did_you_mean, storing
+from rlx.errors import StorageError, did_you_mean, storing
 from rlx.supervisor.link import tell
 
 _PROBE_S = 10.0
@@ -74,6 +74,8 @@ def session(config: PPOConfig) -> Iterator[None]:
         _take_sigterm_as_ctrl_c()
         tell(**_parts_of_ray(address))
         yield
+    except StorageError:
+        raise
     except Exception:
         folder = None  # kept, because its logs may tell more; a restart removes it
         raise

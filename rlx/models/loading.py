@@ -1,5 +1,6 @@
 """Load tokenizers and models from Hugging Face folders or hub names."""
 
+import json
 import logging
 import math
 import re
@@ -236,7 +237,21 @@ def _source(path: str | None) -> str:
         raise ModelError(
             f"model.path: got {folder}, which is no folder; expected a folder with config.json and weights, or a hub name"
         )
-    return str(folder) if folder.is_dir() else path
+    if not folder.is_dir():
+        return path
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+        _check_object(folder / name)
+    return str(folder)
+
+
+def _check_object(file: Path) -> None:
+    """Raise ModelError if a file is there but holds no JSON object; transformers would name no file, or no line."""
+    try:
+        found = json.loads(file.read_bytes()) if file.exists() else {}
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ModelError(f"{file}: cannot be read as JSON ({fault}); restore the file") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{file}: got a JSON {type(found).__name__}, expected an object; restore the file")
 
 
 @contextmanager

@@ -40,6 +40,7 @@ REFUSED = {
 }
 """Keys that the saved state belongs to: with another value the run would go on with another meaning."""
 
+OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
 SAID = ("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup", "trainer.device")
 FREE = (
     *("trainer.*", "ray_kwargs.*", "warm_start.cache_dir"),
@@ -80,7 +81,8 @@ def changes(folder: Path, step: int, text: str) -> list[Change]:
     if not (folder / FIRST).is_file():
         return []
     before, now = _at(folder, step), _flat(_read(text, "the new configuration"))
-    found = [Change(key, before.get(key), now[key]) for key in now if key in before and before[key] != now[key]]
+    known = [key for key in now if key in before and not _is_one_of(key, OF_THE_RESUME)]
+    found = [Change(key, before[key], now[key]) for key in known if before[key] != now[key]]
     refused = [
         f"{change} ({what})" for what, keys in REFUSED.items() for change in found if _is_one_of(change.key, keys)
     ]
@@ -103,7 +105,7 @@ def keep(folder: Path, text: str, step: int | None, changed: list[Change]) -> li
     file = folder / f"config_{max([1, *(number for number, _, _ in later)]) + 1}_from_step_{step}.yaml"
     head = f"# Resumed from step {step} at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} with these changes.\n"
     pairs = {change.key: {"before": change.before, "now": change.now} for change in changed}
-    _write(file, head + yaml.safe_dump(pairs, sort_keys=False))
+    _write(file, head + yaml.safe_dump(pairs, sort_keys=False, default_flow_style=None))
     said = [change for change in changed if _is_one_of(change.key, SAID) or not _is_one_of(change.key, FREE)]
     free = [change for change in changed if change not in said]
     told = [f"from step {step} on the run trains differently: {change}" for change in said]

@@ -1,4 +1,5 @@
-import os
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -17,7 +18,10 @@ def test_growth_compares_medians_of_both_ends():
 
 
 def test_a_process_is_known_by_its_command():
-    assert name_of(psutil.Process(), os.getpid()) == f"driver {os.getpid()}"
+    command = [sys.executable, "-c", "print('up', flush=True); input()", "rlx.driver"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        assert name_of(psutil.Process(process.pid)) == f"driver {process.pid}"
 
 
 @pytest.mark.slow

@@ -110,6 +110,11 @@ def _saves(run: Run) -> list[Path]:
     return [each for each in run.folder.glob("*/checkpoints/*") if "global_step" in each.name]
 
 
+def _whole(run: Run) -> list[Path]:
+    """The checkpoint folders that have their final name."""
+    return [each for each in _saves(run) if each.name.startswith("global_step_")]
+
+
 def _saved_files(run: Run) -> list[str]:
     return [name for save in _saves(run) for _, _, names in os.walk(save) for name in names]
 
@@ -150,16 +155,19 @@ def _signal(kind: str, run: Run, draw: random.Random, signum: int) -> str:
 
 
 def flip_bytes(run: Run, draw: random.Random) -> str:
-    """Kill the command, then flip bytes of a file of the newest checkpoint."""
+    """Wait for a second checkpoint, kill the command, then flip bits of a file of the newest one.
+
+    With all checkpoints damaged a run does not begin anew by itself, so one is left whole.
+    """
+    if not _until(lambda: len(_whole(run)) > 1, run):
+        return "the run was over"
     kill("supervisor", run, draw)
     return f"{_flip(run, draw)}, command killed"
 
 
 def _flip(run: Run, draw: random.Random) -> str:
-    newest = max(_saves(run), key=lambda each: each.stat().st_mtime_ns, default=None)
-    files = sorted(each for each in newest.rglob("*") if each.is_file() and each.stat().st_size) if newest else []
-    if not files:
-        return "no checkpoint"
+    newest = max(_whole(run), key=lambda each: int(each.name.rpartition("_")[2]))
+    files = sorted(each for each in newest.rglob("*") if each.is_file() and each.stat().st_size)
     file = draw.choice(files)
     data = bytearray(file.read_bytes())
     for _ in range(4):

@@ -8,7 +8,7 @@ import yaml
 from rlx.config.compose.command_line import compose
 from rlx.config.schema.tree import LEAVES
 from rlx.trainer.checkpoints import ResumeError
-from rlx.trainer.kept_settings import FREE, REFUSED, SAID, changes, keep
+from rlx.trainer.kept_settings import FREE, OF_THE_RESUME, REFUSED, SAID, changes, keep
 
 LR = "actor_rollout_ref.actor.optim.lr"
 
@@ -31,12 +31,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_every_pattern_names_a_key():
-    for pattern in (*FREE, *SAID, *(key for keys in REFUSED.values() for key in keys)):
+    for pattern in (*FREE, *SAID, *OF_THE_RESUME, *(key for keys in REFUSED.values() for key in keys)):
         assert any(fnmatchcase(key, pattern) for key in LEAVES), pattern
 
 
 def test_an_unchanged_resume_says_and_writes_nothing(run: Path):
-    assert resume(run, 40, f"{LR}=1e-6") == []
+    assert resume(run, 40, f"{LR}=1e-6", "trainer.resume_mode=auto") == []
     assert [file.name for file in run.iterdir()] == ["config.yaml"]
     assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == 0o600
 

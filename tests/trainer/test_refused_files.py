@@ -14,6 +14,7 @@ from rlx.config.schema import DataConfig
 from rlx.data import prompts
 from rlx.data.prompts import PromptDataset
 from rlx.errors import ExplainedError
+from rlx.models.loading import ModelError, load_tokenizer
 
 Row = dict[str, Any]
 SURROGATE = "\ud800"
@@ -158,3 +159,25 @@ def test_a_refused_data_file(name: str, tokenizer: ByT5Tokenizer, tmp_path: Path
     assert message.startswith(str(file)) and fault.said in message, message
     assert raised.value.__cause__ is None, "the driver would print a traceback"
     assert len(message.replace(str(file), "")) < 500, "it quotes too much"
+
+
+MODEL_FAULTS = {
+    "no JSON": (b'{"model_type":\n qwen3}', "cannot be read as JSON (Expecting value: line 2 column 2"),
+    "empty": (b"", "cannot be read as JSON (Expecting value: line 1"),
+    "half": (b'{"model_type": "qwen3", ', "cannot be read as JSON (Expecting property name"),
+    "no text": (b"\xff\xfe\xfd", "cannot be read as JSON ("),
+    "a list": (b"[]", "got a JSON list, expected an object"),
+    "nested without end": (b"[" * 100_000, "cannot be read as JSON ("),
+}
+
+
+@pytest.mark.parametrize("fault", MODEL_FAULTS)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_refused_file_of_a_model(name: str, fault: str, tmp_path: Path):
+    content, said = MODEL_FAULTS[fault]
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError) as raised:
+        load_tokenizer(str(tmp_path), trust_remote_code=False)
+    assert str(raised.value).startswith(f"{tmp_path / name}: {said}") and raised.value.__cause__ is None
