@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from rlx.benchmarks.common import GB, benchmark_parser, cell, chosen_device, seconds_of, title, write_json
-from rlx.engine.optimizer_state import MOMENTS, PIECE_BYTES, OptimizerStateOnHost
+from rlx.engine.optimizer_state import PIECE_BYTES, OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.offload import HostArena
 from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
@@ -77,7 +77,7 @@ def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: i
     elements = max(1, min(LARGE_BYTES, nbytes // 16) // 2)
     parameters = [
         torch.nn.Parameter(torch.zeros(elements, dtype=torch.bfloat16, device=device))
-        for _ in range(max(1, nbytes // (2 * MOMENTS * elements)))
+        for _ in range(max(1, nbytes // (4 * elements)))  # two moments of 2 bytes
     ]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -92,7 +92,7 @@ def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: i
         whole.to_host()
 
     ways = {"state on the device": optimizer.step, "state whole": step_whole, "state in pieces": in_pieces.step}
-    state_bytes = sum(MOMENTS * parameter.nbytes for parameter in parameters)
+    state_bytes = sum(2 * parameter.nbytes for parameter in parameters)
     rows: dict[str, dict[str, float | None]] = {}
     for name, step in ways.items():
         step()

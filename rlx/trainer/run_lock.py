@@ -5,11 +5,15 @@ On the same machine a lock is stale once its process has ended. For another host
 it is stale once the file has not been touched for STALE_S. Both times are the file server's, so clocks of hosts may differ. A
 younger lock is watched until it is touched, or stale.
 
+Note [one at a time]: several runs may find the same stale lock. Between the look at a lock and its replacement a run therefore holds
+`flock` on the folder. On a file system without `flock` the rename to a name of its own remains as a check.
+
 Note [a run that slept]: a run that was stopped for longer than STALE_S may find that another host has taken its folder. It then
 stops at its next row, see `RunLock.check`.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -19,6 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -89,8 +94,20 @@ class RunLock:
                 logger.error("%s. The run stops when this step ends.", fault)
                 return
 
-    def _create(self) -> bool:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """See Note [one at a time]."""
         with storing(self._file):
+            folder = os.open(self._file.parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
+    def _create(self) -> bool:
+        with self._alone(), storing(self._file):
             try:
                 with self._file.open("x", encoding="utf-8") as file:
                     json.dump(self._own, file)
@@ -101,21 +118,25 @@ class RunLock:
         return True
 
     def _remove_stale(self) -> None:
-        """Remove the lock if it is stale. Of several runs that do this at once, each checks that it removed the stale one."""
+        """Remove the lock if it is stale, and nobody has replaced it since."""
         with contextlib.suppress(FileNotFoundError):
-            holder, touched_s = _read(self._file)
+            with self._alone():
+                holder, touched_s = _read(self._file)
             if not self._is_stale(holder, touched_s):
                 raise RunLocked(
                     f"{self._file.parent} belongs to {_described(holder)}, which still runs; wait for its end or stop it, or "
                     "start a run of its own with trainer.resume_mode=disable"
                 )
             aside = self._file.with_name(f"{LOCK_FILE}.{self._own['token']}")
-            with storing(self._file):
-                os.rename(self._file, aside)
-                if _read(aside)[0] != holder:
-                    os.rename(aside, self._file)
-                else:
-                    aside.unlink()
+            with self._alone():
+                if _read(self._file) != (holder, touched_s):
+                    return
+                with storing(self._file):
+                    os.rename(self._file, aside)
+                    if _read(aside)[0] != holder:
+                        os.rename(aside, self._file)
+                    else:
+                        aside.unlink()
 
     def _is_stale(self, holder: dict[str, Any], touched_s: float) -> bool:
         own = self._own
