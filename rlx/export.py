@@ -4,29 +4,32 @@ import argparse
 import sys
 from pathlib import Path
 
-from rlx.engine.checkpoint import read_description, read_weights, replacing
+from rlx.checkpoint.folders import replacing
+from rlx.engine.checkpoint import read_description, read_weights
+from rlx.errors import ExplainedError, storing
 from rlx.models.hf_folder import ModelCard
 
 
-def export(checkpoint: Path, out: Path, trust_remote_code: bool = False) -> None:
+def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> None:
     """Write a folder that `from_pretrained` loads.
 
     Args:
         checkpoint: of one role, such as `.../global_step_N/actor`.
         out: does not exist yet, or is empty.
         trust_remote_code: allow the model to bring its own code.
+        trust_checkpoint: allow a checkpoint of an earlier version, which can run code.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it has no model.
+        CheckpointError: there is no checkpoint, it is damaged, or it has no model.
         ModelError: the checkpoint's description of the model cannot be read.
         ValueError: `out` is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
-    description = read_description(checkpoint)
-    card = ModelCard.read(checkpoint / "card", description.head, trust_remote_code)
-    with replacing(out) as partial:
-        card.write_with_weights(partial, read_weights(checkpoint), trust_remote_code)
+    weights = read_weights(checkpoint, trust_checkpoint)  # first, because it checks all files
+    card = ModelCard.read(checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code)
+    with storing(out), replacing(out) as partial:
+        card.write_with_weights(partial, weights, trust_remote_code)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,11 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--role", default="actor", help="which role of a global_step_N folder (default: actor)")
     parser.add_argument("--trust-remote-code", action="store_true", help="the model brings its own code")
+    parser.add_argument(
+        "--trust-checkpoint", action="store_true", help="read a checkpoint of an earlier version, which can run code"
+    )
     chosen = parser.parse_args(arguments)
     folder = chosen.checkpoint / chosen.role
+    trusted = chosen.trust_remote_code, chosen.trust_checkpoint
     try:
-        export(folder if folder.is_dir() else chosen.checkpoint, chosen.out, chosen.trust_remote_code)
-    except ValueError as error:
+        export(folder if folder.is_dir() else chosen.checkpoint, chosen.out, *trusted)
+    except (ValueError, ExplainedError) as error:
         print(f"rlx.export: {error}", file=sys.stderr)
         return 2
     print(f"wrote {chosen.out}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlx.benchmarks.common import benchmark_parser, chosen_device, seconds_of, title, write_json
 from rlx.models import packed_attention
-from rlx.models.packed_attention import Lengths
+from rlx.models.prefix_tree import Tree
 
 WAYS = {"kernel": sys.maxsize, "each": 0}  # the LONG_TOKENS that selects it
 
@@ -29,10 +29,10 @@ def measure(
         for h in (heads, key_heads, key_heads)
     )
     starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
-    grad, lengths = torch.randn(1, tokens, heads, width, device=device, dtype=dtype), Lengths([length] * count)
+    grad, tree = torch.randn(1, tokens, heads, width, device=device, dtype=dtype), Tree([length] * count)
 
     def both_ways() -> None:
-        result: Tensor = packed_attention.packed_attention(query, key, value, starts, lengths)
+        result: Tensor = packed_attention.packed_attention(query, key, value, starts, tree)
         torch.autograd.grad(result, (query, key, value), grad)
 
     def step(long_tokens: int) -> float:

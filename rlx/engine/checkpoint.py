@@ -1,26 +1,21 @@
-"""Write and read checkpoints of one role with torch.distributed.checkpoint (DCP), completely or not at all.
+"""The folder of one role's checkpoint: its description, what goes into it, and how an engine continues from it.
 
+<folder>/manifest.json      sizes and digests of all files, written last (rlx/checkpoint/manifest.py)
 <folder>/checkpoint.json    description: head, counters, contents
 <folder>/card/              config, generation config and tokenizer of the model
-<folder>/model/             full tensors by name, in shards (DCP); the same for FSDP1 and FSDP2
+<folder>/model/             full tensors by name, in safetensors files, one of each process; the same for FSDP1 and FSDP2
 <folder>/optimizer/         AdamW's state in the same form, if the optimizer has stepped
 <folder>/hf_model/          a folder for from_pretrained, if asked for
 """
 
 import json
 import logging
-import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -29,16 +24,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import AdamW
 
+from rlx.checkpoint.loading import load, load_all
+from rlx.checkpoint.manifest import FORMAT, CheckpointError, FileEntry, damage, damaged_chunks, read_json
 from rlx.engine.sharding import Sharded
-from rlx.errors import ExplainedError
+from rlx.errors import storing
+from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import Adapter, merged_weights
 
-CHECKPOINT_FORMAT = 1
+PICKLED_FORMAT = 1
+"""The format of earlier versions. DCP's own files are pickles, and reading a pickle runs the code in it."""
+WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 adds to names
 logger = logging.getLogger(__name__)
-
-
-class CheckpointError(ExplainedError, ValueError):
-    """A checkpoint lacks a part that the reader needs."""
 
 
 @dataclass(frozen=True)
@@ -59,94 +55,114 @@ class Description:
     updates: int
     steps: int
     adapters: dict[str, Adapter]
-    format: int = CHECKPOINT_FORMAT
+    format: int = FORMAT
 
 
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into; at the end it replaces `folder` if no process failed. All processes join.
-
-    All processes share the file system. A crash leaves `folder` unchanged and a `.<name>.partial` next to it, which the next
-    attempt removes.
-    """
-    partial, old = folder.parent / f".{folder.name}.partial", folder.parent / f".{folder.name}.old"
-    several = dist.is_initialized()
-    first = not several or dist.get_rank() == 0
-    if first:
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial.mkdir(parents=True)
-    if several:
-        dist.barrier()
-    yield partial
-    if several:
-        dist.barrier()
-    if first:
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    if several:
-        dist.barrier()
-
-
-def write(partial: Path, description: Description, sharded: Sharded, optimizer: AdamW | None) -> None:
-    """Write checkpoint.json and the parts that DCP stores; all processes join."""
+def parts_of(description: Description, sharded: Sharded, optimizer: AdamW | None) -> dict[str, dict[str, Tensor]]:
+    """Return the sharded state to save, by the name of its folder; all processes join. The storages are the engine's own."""
+    parts: dict[str, dict[str, Tensor]] = {}
     if "model" in description.contents:
-        dcp.save(get_model_state_dict(sharded.root, options=sharded.state_options), checkpoint_id=partial / "model")
+        parts["model"] = _tensors(get_model_state_dict(sharded.root, options=sharded.state_options))
     # Asking an optimizer for its state before its first step makes it take an empty step.
     if "optimizer" in description.contents and optimizer is not None and description.steps:
-        state = get_optimizer_state_dict(sharded.root, optimizer, options=sharded.state_options)
-        dcp.save(state, checkpoint_id=partial / "optimizer")
-    if dist.get_rank() == 0:
-        (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
+        parts["optimizer"] = _tensors(_optimizer_state(sharded, optimizer))
+    return parts
 
 
-def read_description(folder: Path) -> Description:
-    """Return the description of a checkpoint.
+def _optimizer_state(sharded: Sharded, optimizer: AdamW) -> dict[str, Any]:
+    return get_optimizer_state_dict(sharded.root, optimizer, options=_flat(sharded))
+
+
+def _flat(sharded: Sharded) -> Any:
+    return replace(sharded.state_options, flatten_optimizer_state_dict=True)
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Leave out numbers such as learning rates, which come from the configuration."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def write_beside(
+    partial: Path, description: Description, card: ModelCard, weights: dict[str, Tensor], trust_remote_code: bool
+) -> dict[str, FileEntry]:
+    """Write everything but the sharded state: the description, the card and, if there are full weights, hf_model.
+
+    Returns:
+        No entries, because these files are read for their digests.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or one of another format.
+        StorageError: the system refused to write.
+    """
+    with storing(partial):
+        (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
+        card.write(partial / "card")
+        if weights:
+            card.write_with_weights(partial / "hf_model", weights, trust_remote_code)
+    return {}
+
+
+def read_description(folder: Path, trusted: bool = False) -> Description:
+    """Return the description of a checkpoint.
+
+    Args:
+        folder: of one role.
+        trusted: allow a checkpoint of an earlier version, whose tensors are pickles.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or one of a format that may not be read.
     """
     path = folder / "checkpoint.json"
     if not path.is_file():
         raise CheckpointError(
             f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
         )
-    fields = json.loads(path.read_text())
-    if fields.get("format") != CHECKPOINT_FORMAT:
-        raise CheckpointError(f"{path}: got format {fields.get('format')}, this version reads {CHECKPOINT_FORMAT}")
-    adapters = {layer: Adapter(*values) for layer, values in fields["adapters"].items()}
-    return Description(**{**fields, "contents": tuple(fields["contents"]), "adapters": adapters})
+    fields = read_json(path)
+    if fields.get("format") == PICKLED_FORMAT and not trusted:
+        raise CheckpointError(
+            f"{path}: got format {PICKLED_FORMAT} of an earlier version, whose tensors are pickles: reading them runs the code "
+            "that they hold. If you trust whoever could write to this folder, set trainer.trust_checkpoint=True (rlx.export: "
+            "--trust-checkpoint); the next save is in the new format"
+        )
+    if fields.get("format") not in (PICKLED_FORMAT, FORMAT):
+        raise CheckpointError(f"{path}: got format {str(fields.get('format'))[:40]}, this version reads {FORMAT}")
+    try:
+        adapters = {layer: Adapter(*values) for layer, values in fields["adapters"].items()}
+        return Description(**{**fields, "contents": tuple(fields["contents"]), "adapters": adapters})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is no description that rlx wrote ({error})") from None
 
 
-def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> Description:
+def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, trusted: bool = False) -> Description:
     """Replace model and optimizer by those of a checkpoint; all processes join.
 
     Any number of processes and either kind of FSDP may have written it. If it lacks the optimizer's state or the position in the
-    schedule, these start anew, with a warning.
+    schedule, these start anew, with a warning. The digests of the tensors are not checked, see `require_undamaged`.
 
     Returns:
         The description, with the counters from which to continue.
 
     Raises:
-        CheckpointError: it is no checkpoint, has no model, or its model has another head.
+        CheckpointError: it is no checkpoint, has no model, its model has another head, or its tensors do not fit.
     """
-    description = read_description(folder)
+    description = read_description(folder, trusted)
     if description.head != head or "model" not in description.contents:
         raise CheckpointError(
             f"{folder}: got head {description.head} and contents {list(description.contents)}, expected head {head} and a "
             "model among the contents; to resume, save with checkpoint.save_contents=[model,optimizer,extra]"
         )
+    pickled = description.format == PICKLED_FORMAT
     model = get_model_state_dict(sharded.root, options=sharded.state_options)
-    dcp.load(model, checkpoint_id=folder / "model")
+    load(_tensors(model), folder / "model", pickled)
     set_model_state_dict(sharded.root, model, options=sharded.state_options)
     if optimizer is not None:
         optimizer.state.clear()
         if (folder / "optimizer").is_dir():
-            state = get_optimizer_state_dict(sharded.root, optimizer, options=sharded.state_options)
-            dcp.load(state, checkpoint_id=folder / "optimizer")
-            set_optimizer_state_dict(sharded.root, optimizer, state, options=sharded.state_options)
+            state = _optimizer_state(sharded, optimizer)
+            lacking = load(_tensors(state), folder / "optimizer", pickled, groups_may_lack=True)
+            set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
+            for name, parameter in sharded.root.named_parameters():
+                if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
+                    optimizer.state.pop(parameter, None)
         elif description.steps:
             logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
             description = replace(description, steps=0)
@@ -156,22 +172,27 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None) -> 
     return description
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def require_undamaged(folder: Path, trusted: bool = False) -> None:
+    """Check all files of a checkpoint against its manifest in this process.
+
+    Raises:
+        CheckpointError: a file is damaged, missing or not in the manifest; the message names it.
+    """
+    if trusted and not (folder / "manifest.json").exists():
+        return  # an earlier version's, without digests
+    if faults := damage(folder) or damaged_chunks(folder):
+        raise CheckpointError("; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else ""))
+
+
+def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:
     """Return the weights of a checkpoint on the CPU with adapters merged; works in a single process without process group.
 
     Raises:
-        CheckpointError: the checkpoint holds no model.
+        CheckpointError: the checkpoint is damaged or holds no model.
     """
-    description = read_description(folder)
+    description = read_description(folder, trusted)
     if "model" not in description.contents:
         raise CheckpointError(f"{folder}: got contents {list(description.contents)}, expected model among them")
-    entries = dcp.FileSystemReader(folder / "model").read_metadata().state_dict_metadata
-    weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
-        dcp.load(weights, checkpoint_id=folder / "model", no_dist=True)
+    require_undamaged(folder, trusted)
+    weights = load_all(folder / "model", description.format == PICKLED_FORMAT)
     return dict(merged_weights(weights, description.adapters))

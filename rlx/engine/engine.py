@@ -19,18 +19,30 @@ from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
-from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, cut, pack, row_lengths, shifted, take
+from rlx.engine.micro_batch import (
+    MicroBatch,
+    MicroBatchRule,
+    cut,
+    groups_of,
+    pack,
+    row_lengths,
+    shifted,
+    take,
+    token_counts,
+)
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
+from rlx.engine.saving import Saves
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharding import local, precision_of, shard
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
+from rlx.models.prefix_tree import NEVER
 from rlx.offload import (
     OffloadOptions,
     OffloadStats,
@@ -98,9 +110,8 @@ class Engine:
                 layer.compile()
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
-        self._sequences = None
-        if sequence_parallel > 1:
-            self._sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config())
+        text_config = plain.config.get_text_config()
+        self._sequences = SequenceGroup(sequence_parallel, text_config) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
         together = self._sequences and self._sequences.processes
         self._forward = Forward(self.root, plain, device, attention, together)
@@ -120,6 +131,7 @@ class Engine:
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
         self._offloaded_parameters = TensorOffload(arena, f"{name}_parameters")
+        self.saves = Saves(arena, name, device)
         self._state_on_host = None
         if self.optimizer is not None and fsdp.optimizer_offload:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
@@ -190,18 +202,19 @@ class Engine:
 
     def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
         """Yield this process's rows on the device. All processes yield equally many micro-batches; empty ones are dummies."""
-        lengths, packs = row_lengths(batch), self._forward.packs
+        lengths, packs, least_gain = row_lengths(batch), self._forward.packs, self._least_gain
+        groups = groups_of(batch, lengths, least_gain)
         if micro.tokens is not None:
             micro = MicroBatchRule(tokens=micro.tokens * self._copies)
         count, most = 0, 1
         while count < most:  # on all processes together
             count = most
-            parts = cut(lengths, micro, packs, at_least=count)
+            parts = cut(lengths, micro, packs, count, groups)
             largest = torch.tensor(len(parts), device=self.device)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             most = int(largest)
         for rows in parts:
-            part = (pack if packs else take)(batch, rows, lengths)
+            part = pack(batch, rows, lengths, least_gain) if packs else take(batch, rows, lengths)
             if self._sequences is not None and part.packed is not None:
                 part = part._replace(packed=self._sequences.own(part.packed))
             yield part.to(self.device)
@@ -221,7 +234,8 @@ class Engine:
 
         Returns:
             Metrics of the whole mini-batch: loss, grad_norm (before clipping), lr (of this step), skipped (0 or 1),
-            update_share and update_length (see `update_metrics`), and the objective's metrics.
+            update_share and update_length (see `update_metrics`), tokens_saved (the share of tokens that shared prompts save, if
+            the model can share them), and the objective's metrics.
         """
         assert self.optimizer is not None and self.optim is not None, "an engine without optimizer cannot be updated"
         self.to_device(optimizer=False)
@@ -236,12 +250,16 @@ class Engine:
             return self._passes(parts, objective, totals)
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
+        counts = token_counts(batch, parts) if self._least_gain < NEVER else {}
+        sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
         sums = {name: figure / self._copies for name, figure in sums.items()}
         probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
         moved = self._over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
+        if counts:
+            metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / max(1.0, metrics.pop("tokens"))
         return metrics | of_step | update_metrics(moved)
 
     def _passes(
@@ -268,6 +286,12 @@ class Engine:
         return Totals(*(counts / self._copies).clamp(min=1).tolist())
 
     @property
+    def _least_gain(self) -> float:
+        """As `ModelConfig.least_gain`, for this model."""
+        wanted = self.model_config.least_gain
+        return wanted if wanted < NEVER and self._forward.shares_prefixes else NEVER
+
+    @property
     def _copies(self) -> int:
         """Number of processes that have the same rows."""
         return 1 if self._sequences is None else self._sequences.size
@@ -284,8 +308,8 @@ class Engine:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
         configure(optimizer, optim, lr)
         norm = clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
-        finite = math.isfinite(norm)
-        if finite:
+        if finite := math.isfinite(norm):
+            self.saves.before_step()
             if self._state_on_host is None:
                 step_in_parts(optimizer)
             else:
@@ -309,41 +333,47 @@ class Engine:
                 yield from merged_weights(unit.tensors(), self.adapters, gather)
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
-        """Write a checkpoint, which replaces the folder when it is complete.
+        """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""
+        self.begin_save(folder, contents)
+        self.saves.finish()
+
+    def begin_save(self, folder: str | Path, contents: tuple[str, ...], in_background: bool = False) -> None:
+        """Start to write a checkpoint to a folder that all processes share; it appears at the end of `saves.finish`.
 
         Args:
-            folder: on a file system that all processes share.
             contents: as CheckpointConfig.save_contents.
+            in_background: return before the tensors are on the disk; the engine can be used meanwhile.
         """
-        self.to_device()
+        if not (in_place := self.saves_in_place(contents)):
+            self.to_device()
         description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
-        with checkpoint.replacing(Path(folder)) as partial:
-            checkpoint.write(partial, description, self.sharded, self.optimizer)
-            if dist.get_rank() == 0:
-                self.card.write(partial / "card")
-            if "hf_model" in contents:
-                self._write_hf_folder(partial / "hf_model")
-        self.to_host(parameters=False)
+        parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
+        offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
+        partial = self.saves.begin(Path(folder), parts, offloads, in_background)
+        streamed = self.weights() if "hf_model" in contents else ()
+        weights = {name: tensor.cpu() for name, tensor in streamed if dist.get_rank() == 0}
+        if dist.get_rank() == 0:
+            beside = partial, description, self.card, weights, self.model_config.trust_remote_code
+            self.saves.beside(lambda: checkpoint.write_beside(*beside))
+        if not in_place:
+            self.to_host(parameters=False)
 
-    def load(self, folder: str | Path) -> None:
-        """Continue from a checkpoint that any number of processes and either strategy may have written.
+    def saves_in_place(self, contents: tuple[str, ...]) -> bool:
+        """Whether `begin_save` reads the state where it is and needs no device memory."""
+        return self.sharded.state_dict_shares_storages and "hf_model" not in contents
 
-        Raises:
-            CheckpointError: this engine cannot continue from it.
+    def load(self, folder: str | Path, trusted: bool = False) -> None:
+        """Continue from a checkpoint of any number of processes and either strategy. Raises CheckpointError if it cannot.
+
+        Args:
+            folder: as `save` wrote it; its digests are not checked.
+            trusted: allow a checkpoint of an earlier version, which can run code.
         """
+        self.saves.finish()
         self.to_device()
-        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer)
+        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted)
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
-
-    def _write_hf_folder(self, folder: Path) -> None:
-        first = dist.get_rank() == 0
-        weights = {}
-        for name, tensor in self.weights():
-            if first:
-                weights[name] = tensor.cpu()
-        if first:
-            self.card.write_with_weights(folder, weights, self.model_config.trust_remote_code)
 
     # Memory -------------------------------------------------------------------------------------------------------
 

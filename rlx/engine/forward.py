@@ -18,7 +18,8 @@ from rlx.heartbeat import beat
 from rlx.models.head_log_probs import head_replaced
 from rlx.models.loading import ModelError
 from rlx.models.log_probs import token_log_probs
-from rlx.models.packed_attention import Lengths, use_packed_attention, why_not_packed
+from rlx.models.packed_attention import use_packed_attention, why_not_packed
+from rlx.models.prefix_tree import Tree
 from rlx.models.sequence_parallel import joined
 
 if TYPE_CHECKING:
@@ -165,11 +166,11 @@ class Forward:
         input_ids: Tensor,
         position_ids: Tensor,
         starts: Tensor,
-        lengths: list[int],
+        tree: Tree,
         together: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Name packed sequences as transformers' variable-length kernels do, and add the arguments of our own kernel."""
-        own = {"sequence_lengths": Lengths(lengths)} if self._attention == "sdpa" else {}
+        own = {"sequence_tree": tree} if self._attention == "sdpa" else {}
         return {
             **own,
             **({} if together is None else {"sequence_group": together}),
@@ -177,8 +178,8 @@ class Forward:
             "position_ids": position_ids,
             "cu_seq_lens_q": starts,
             "cu_seq_lens_k": starts,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
+            "max_length_q": max(tree.lengths),
+            "max_length_k": max(tree.lengths),
         }
 
     # The model's abilities: all processes together find each out once, with a few tokens ------------------------
@@ -197,6 +198,13 @@ class Forward:
             self._tell("its rows are padded", reason)
         self.why_padded = reason
         return reason is None
+
+    @cached_property
+    def shares_prefixes(self) -> bool:
+        """Whether packed sequences may begin with common tokens."""
+        if self.packs and self._attention != "sdpa":
+            self._tell("prompts are computed with each response", f"{self._attention} attends to whole sequences only")
+        return self.packs and self._attention == "sdpa"
 
     def _counts_from_zero(self) -> bool:
         """Whether positions start at 0 by default, as in packed sequences; those of RoBERTa start after the padding index."""
@@ -228,7 +236,7 @@ class Forward:
         ids, positions = torch.zeros(2, 1, 3, dtype=torch.int64, device=self._device)
         starts = torch.tensor([0, 1, 3], dtype=torch.int32, device=self._device)
         positions[0, 2] = 1
-        self._try(self._inputs(ids, positions, starts, [1, 2]))
+        self._try(self._inputs(ids, positions, starts, Tree([1, 2])))
 
     @cached_property
     def _head_ends_it(self) -> bool:

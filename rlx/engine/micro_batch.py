@@ -2,7 +2,9 @@
 
 Shape letters as in `rlx/data/batch.py`: B rows, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
 
-A packed micro-batch is one row of N tokens: its sequences follow one another without padding.
+A packed micro-batch is one row of N tokens without padding: its sequences follow one another, or share their beginnings.
+
+A group is a list of rows whose prompts are equal, and are computed once for all of them where they are in one micro-batch.
 
 Note [rows start at column 0]: in a padded micro-batch every row begins with its first prompt token, and all padding follows
 its last token. A causal model then never sees padding and needs no attention mask. The fastest kernels therefore apply, and no
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from rlx.algorithms.partition import partition
 from rlx.data.batch import TENSORS, Batch
+from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,32 @@ def _reach(mask: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(places[:, :1]), places], dim=1).amax(dim=1)
 
 
-def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, packs: bool, at_least: int = 0) -> list[list[int]]:
+def groups_of(batch: Batch, lengths: Sequence[RowLength], least_gain: float) -> list[list[int]]:
+    """Return rows with equal prompts together, if computing a prompt once saves more than a share of the rows' tokens."""
+    width = batch["input_ids"].shape[1] - batch.response_length
+    members: dict[bytes, list[int]] = {}
+    for row, (ids, length) in enumerate(zip(batch["input_ids"], lengths, strict=True)):
+        members.setdefault(ids[width - length.prompt : width].numpy().tobytes(), []).append(row)
+    found: list[list[int]] = []
+    for rows in members.values():
+        every = sum(sum(lengths[row]) for row in rows)
+        pays = every - unique_tokens(rows, lengths) > least_gain * every
+        found += [rows] if pays else [[row] for row in rows]
+    return found
+
+
+def unique_tokens(group: Sequence[int], lengths: Sequence[RowLength]) -> int:
+    """Return the tokens of a group, or of a part of it, whose prompt counts once."""
+    return max((lengths[row].prompt for row in group), default=0) + sum(lengths[row].response for row in group)
+
+
+def cut(
+    lengths: Sequence[RowLength],
+    rule: MicroBatchRule,
+    packs: bool,
+    at_least: int = 0,
+    groups: Sequence[list[int]] | None = None,
+) -> list[list[int]]:
     """Return the row numbers of each micro-batch; together they hold each row exactly once.
 
     A row that is longer than a limit of tokens becomes a micro-batch of its own.
@@ -72,23 +100,47 @@ def cut(lengths: Sequence[RowLength], rule: MicroBatchRule, packs: bool, at_leas
         rule: the limit.
         packs: whether rows are packed; if they are padded, padding counts as tokens.
         at_least: number of micro-batches that the processes agreed on; some may be empty.
+        groups: of packed rows that stay together as far as the limit allows; None: none do.
     """
-    return (_cut_packed if packs else _cut_padded)(lengths, rule, at_least)
+    if not packs:
+        return _cut_padded(lengths, rule, at_least)
+    return _cut_packed(lengths, rule, at_least, [[row] for row in range(len(lengths))] if groups is None else groups)
 
 
-def _cut_packed(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
+def _cut_packed(
+    lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int, groups: Sequence[list[int]]
+) -> list[list[int]]:
     """Return as few micro-batches as the limit allows, with similar numbers of tokens, the largest first."""
-    tokens = [sum(length) for length in lengths]
-    rows = rule.rows or max(1, len(tokens))
+    units = [part for group in groups for part in _within(group, lengths, rule)]
+    while len(units) < at_least and (largest := max(units, key=len, default=[])) and len(largest) > 1:
+        units.remove(largest)
+        units += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    tokens = [unique_tokens(unit, lengths) for unit in units]
+    largest_unit = max(map(len, units), default=1)
+    room = max(1, len(units)) if rule.rows is None else rule.rows // largest_unit
     limit = max(1, sum(tokens)) if rule.tokens is None else rule.tokens
-    fewest = max(-(-len(tokens) // rows), -(-sum(min(own, limit) for own in tokens) // limit))
-    for count in range(max(at_least, fewest, 1), max(at_least, len(tokens)) + 1):
-        parts = partition(tokens, count, [rows] * count)
-        loads = [sum(tokens[row] for row in part) for part in parts]
+    fewest = max(-(-len(units) // room), -(-sum(min(own, limit) for own in tokens) // limit))
+    for count in range(max(at_least, fewest, 1), max(at_least, len(units)) + 1):
+        parts = partition(tokens, count, [room] * count)
+        loads = [sum(tokens[unit] for unit in part) for part in parts]
         if all(load <= limit or len(part) == 1 for load, part in zip(loads, parts, strict=True)):
             # Each process begins with its largest micro-batch, so that no process waits long at the collectives.
-            return [part for _, part in sorted(zip(loads, parts, strict=True), key=lambda pair: -pair[0])]
+            in_order = sorted(zip(loads, parts, strict=True), key=lambda pair: -pair[0])
+            return [sorted(row for unit in part for row in units[unit]) for _, part in in_order]
     return []
+
+
+def _within(group: list[int], lengths: Sequence[RowLength], rule: MicroBatchRule) -> list[list[int]]:
+    """Return the group in as few parts of like size as the limit allows."""
+    for count in range(1, len(group)):
+        parts = [[group[i] for i in part] for part in partition([lengths[row].response for row in group], count)]
+        if all(
+            len(part) <= (rule.rows or len(part))
+            and (rule.tokens is None or unique_tokens(part, lengths) <= rule.tokens)
+            for part in parts
+        ):
+            return parts
+    return [[row] for row in group]
 
 
 def _cut_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
@@ -120,13 +172,14 @@ def _by_tokens(lengths: Sequence[RowLength], tokens: int) -> list[list[int]]:
 
 
 class Packed(NamedTuple):
-    """Sequences that follow one another, each without its last token, which predicts nothing.
+    """Sequences in one row, each without its last token, which predicts nothing.
 
     Args:
-        input_ids, position_ids: (1, N) int64; positions start again at each sequence.
-        starts: (B + 1,) int32, the first token of each sequence, and N.
-        lengths: tokens of each sequence, on the host.
-        predicting: (K,) int64, the indices of the tokens that predict response tokens.
+        input_ids, position_ids: (1, N) int64; positions are those in the sequences.
+        starts: (S + 1,) int32, the first token of each of the tree's S segments, and N.
+        tree: of the tokens, on the host.
+        predicting: (K,) int64, the indices of the tokens that predict response tokens; the last token of a prompt occurs once
+            for each response to it.
         targets: (1, K) int64, the response tokens they predict.
         places: (K,) int64, the indices of the targets in the flattened window (B, W).
     """
@@ -134,7 +187,7 @@ class Packed(NamedTuple):
     input_ids: Tensor
     position_ids: Tensor
     starts: Tensor
-    lengths: list[int]
+    tree: Tree
     predicting: Tensor
     targets: Tensor
     places: Tensor
@@ -162,23 +215,28 @@ class MicroBatch(NamedTuple):
         return self._replace(batch=self.batch.map_tensors(lambda column: column.to(device)), packed=packed)
 
 
-def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:
-    """Lay rows out as one packed row, or a dummy if there are none. Responses keep their columns, without trailing empty ones."""
+def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain: float = NEVER) -> MicroBatch:
+    """Lay rows out as one packed row, or a dummy if there are none. Responses keep their columns, without trailing empty ones.
+
+    Args:
+        batch: of all rows.
+        rows: the numbers of those to lay out.
+        lengths: of all rows.
+        least_gain: see `tree_of_rows`.
+    """
     share, chosen = (batch.rows(rows), [lengths[row] for row in rows]) if rows else (_dummy(batch), [RowLength(1, 1)])
     prompt_width = share["input_ids"].shape[1] - share.response_length
     # A row without response tokens counts as having one, which is padding.
     sizes = [RowLength(max(1, prompt), max(1, response)) for prompt, response in chosen]
     width = max(size.response for size in sizes)
     tokens = [ids[prompt_width - p : prompt_width + r] for ids, (p, r) in zip(share["input_ids"], sizes, strict=True)]
-    counts = torch.tensor([len(own) - 1 for own in tokens])
-    ends = counts.cumsum(0)
-    spans = list(zip((ends - counts).tolist(), sizes, strict=True))
+    tree, pieces, places = tree_of_rows([own[:-1] for own in tokens], least_gain)
     packed = Packed(
-        torch.cat([own[:-1] for own in tokens])[None],
-        torch.cat([torch.arange(count) for count in counts.tolist()])[None],
-        torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
-        counts.tolist(),
-        torch.cat([torch.arange(start + p - 1, start + p + r - 1) for start, (p, r) in spans]),
+        torch.cat([tokens[row][slice(*columns)] for row, columns in pieces])[None],
+        tree.positions()[None],
+        torch.tensor(tree.starts, dtype=torch.int32),
+        tree,
+        torch.cat([own[p - 1 : p + r - 1] for own, (p, r) in zip(places, sizes, strict=True)]),
         torch.cat([own[p:] for own, (p, _) in zip(tokens, sizes, strict=True)])[None],
         torch.cat([torch.arange(r) + number * width for number, (_, r) in enumerate(sizes)]),
     )
@@ -187,6 +245,15 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
         name: x[:, : last[letter]] if (letter := TENSORS[name].shape[1:]) else x for name, x in share.tensors.items()
     }
     return MicroBatch(rows, Batch.of(columns), torch.zeros(len(sizes), dtype=torch.int64), packed)
+
+
+def token_counts(batch: Batch, parts: Sequence[MicroBatch]) -> dict[str, float]:
+    """Return the tokens of the rows, each without its last, and the tokens that their packed micro-batches compute."""
+    trees = [part.packed.tree for part in parts if part.rows and part.packed is not None]
+    return {
+        "tokens": float(sum(max(1, prompt) + max(1, response) - 1 for prompt, response in row_lengths(batch))),
+        "tokens_computed": float(sum(tree.starts[-1] - tree.padding for tree in trees)),
+    }
 
 
 def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBatch:

@@ -99,6 +99,11 @@ class OptimizerStateOnHost:
         if before is not None:
             before.moments.release()
 
+    @property
+    def offloads(self) -> list[TensorOffload]:
+        """The pieces of the state, for a checkpoint that reads them in host memory."""
+        return [piece.moments for piece in self._pieces]
+
     def _begin(self, piece: _Piece) -> None:
         if not piece.moments.is_offloaded:
             return

@@ -8,11 +8,18 @@ Note [when bytes may be touched]
 frees device memory. `fetch` allocates all device memory, queues its copies on the current stream and waits for
 nothing: the stream's next kernels see the tensors filled. The host's block becomes free after the event of the last copy. FSDP's
 own streams wait for the current one before they read a parameter.
+
+Note [a checkpoint reads the block]
+A save in the background writes offloaded bytes from their block. `lend` keeps the block allocated until the write has ended, even
+if `fetch` gives its bytes back to the device before. `begin_offload` is the only method that writes to a lent block. It runs in
+the optimizer's step, before which the engine waits for the write (`rlx/engine/saving.py`).
 """
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +56,7 @@ class TensorOffload:
     def __init__(self, arena: HostArena, name: str) -> None:
         self._offloaded: OffloadedStorages | None = None
         self._copied: torch.Event | None = None  # after the last copy that `prefetch` or `begin_offload` queued
+        self._lent_until: Future[Any] | None = None
         self._account = arena.account(name=name)
 
     @property
@@ -97,7 +105,30 @@ class TensorOffload:
         self.prefetch(None)
         storages, _, block = self._offloaded
         self._offloaded = None
-        self._account.free(block, after=_event(storages[0].device))
+        self._free(block, _event(storages[0].device))
+
+    def starts(self) -> dict[torch.UntypedStorage, int]:
+        """Return the offset of each offloaded storage in host memory [bytes], for `host_bytes`."""
+        if self._offloaded is None:
+            return {}
+        storages, lengths, _ = self._offloaded
+        return dict(zip(storages, accumulate(lengths, initial=0), strict=False))
+
+    def host_bytes(self, start: int, nbytes: int) -> list[Tensor]:
+        """Return a range of the offloaded bytes, as the parts of the block that hold it."""
+        assert self._offloaded is not None
+        return list(range_of(self._offloaded.block, start, start + nbytes))
+
+    def lend(self, until: Future[Any]) -> None:
+        """Keep the block allocated and its bytes unchanged until a reader has ended. See Note [a checkpoint reads the block]."""
+        self._lent_until = until
+
+    def _free(self, block: Block, after: torch.Event | None) -> None:
+        account, until, self._lent_until = self._account, self._lent_until, None
+        if until is None:
+            account.free(block, after=after)
+        else:
+            until.add_done_callback(lambda _: account.free(block, after=after))
 
     def prefetch(self, stream: torch.Stream | None) -> None:
         """Queue the copies to the device on a stream; the host memory stays allocated for `begin_offload`.
@@ -149,10 +180,10 @@ class TensorOffload:
 
     def _room(self, nbytes: int) -> Block:
         arena = self._account.arena
-        if nbytes > _obtainable_bytes(arena):
+        if nbytes > obtainable_bytes(arena):
             trim()  # also waits for copies that are still running
         # Linux grants more memory than it has and kills the process that then uses it, so check first.
-        obtainable = _obtainable_bytes(arena)
+        obtainable = obtainable_bytes(arena)
         block = self._account.allocate(nbytes) if nbytes <= obtainable else None
         if block is None:
             holders = ", ".join(f"{name} {held / 1e9:.2f} GB" for name, held in arena.holders().items() if held)
@@ -166,10 +197,10 @@ class TensorOffload:
 
     def __del__(self) -> None:
         if self._offloaded is not None:
-            self._account.free(self._offloaded.block)
+            self._free(self._offloaded.block, None)
 
 
-def _obtainable_bytes(arena: HostArena) -> int:
+def obtainable_bytes(arena: HostArena) -> int:
     """Return the bytes that are free in the arena or that it may still take from the system."""
     growth = host_memory().available_bytes
     if arena.max_bytes is not None:
@@ -189,6 +220,16 @@ def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[t
             length = min(left.numel(), on_host.numel())
             yield left[:length], on_host[:length]
             left, on_host = left[length:], on_host[length:]
+
+
+def range_of(block: Block, first: int, end: int) -> Iterator[Tensor]:
+    """Yield the parts of a block's bytes from `first` to before `end`."""
+    start = 0
+    for view in block.views:
+        here = view[max(0, first - start) : max(0, end - start)]
+        if here.numel():
+            yield here
+        start += view.numel()
 
 
 def _copy_on(stream: torch.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:

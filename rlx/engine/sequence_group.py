@@ -32,9 +32,9 @@ class SequenceGroup:
         self.processes, _ = dist.new_subgroups(group_size=size)
 
     def own(self, packed: Packed) -> Packed:
-        """Return this process's part of the row. All parts have equally many tokens; a sequence of padding fills the last.
+        """Return this process's part of the row. All parts have equally many tokens; a root of padding fills the last.
 
-        `starts` and `lengths` remain those of the whole row. A part that predicts no response token still predicts
+        `starts` and `tree` remain those of the whole row. A part that predicts no response token still predicts
         one token, whose figure is not used.
         """
         count = packed.input_ids.shape[1]
@@ -49,5 +49,4 @@ class SequenceGroup:
         if not inside.any():
             predicting, targets = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
         places = packed.places[inside]
-        lengths = [*packed.lengths, padding] if padding else packed.lengths
-        return Packed(ids, positions, starts, lengths, predicting, targets, places)
+        return Packed(ids, positions, starts, packed.tree.with_padding(padding), predicting, targets, places)

@@ -161,6 +161,7 @@ class Sharded(ABC):
         units: the units, the root first.
         replicas: number of processes that hold each shard.
         state_options: for torch.distributed.checkpoint.state_dict.
+        state_dict_shares_storages: whether a state_dict holds the tensors themselves, without touching their bytes.
         sum_dtype: of gradients summed over micro-batches.
     """
 
@@ -168,6 +169,7 @@ class Sharded(ABC):
     units: list[Unit]
     replicas: int
     state_options: StateDictOptions
+    state_dict_shares_storages: bool
     sum_dtype: torch.dtype
 
     @abstractmethod
@@ -194,6 +196,8 @@ class Sharded(ABC):
 
 class FSDP2Model(Sharded):
     """A model sharded by `fully_shard`, whose parameters become DTensors in place."""
+
+    state_dict_shares_storages = True
 
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
         mesh = build_mesh(fsdp.fsdp_size, device)
@@ -282,6 +286,8 @@ class FSDP1Model(Sharded):
     Raises:
         ValueError: FSDP1 does not support an option together with gradient accumulation.
     """
+
+    state_dict_shares_storages = False
 
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
         mesh = build_mesh(fsdp.fsdp_size, device)

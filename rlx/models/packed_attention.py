@@ -1,14 +1,14 @@
-"""Causal attention over packed sequences, which follow one another in one row without padding.
+"""Causal attention over packed sequences, which follow one another in one row without padding, or begin with common tokens.
 
-`PACKED` is its name among transformers' attention implementations. A model that uses it gets the starts of the sequences in
-the keyword arguments of transformers' variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their lengths on the host
-as `sequence_lengths`.
+`PACKED` is its name among transformers' attention implementations. A model that uses it gets the starts of the segments in
+the keyword arguments of transformers' variable-length kernels (`cu_seq_lens_q`, `max_length_q`), and their tree as
+`sequence_tree`. Sequences with nothing in common are a tree of roots.
 
 Shape letters: H heads, N tokens of all sequences, D width of a head, S sequences.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from rlx.models.prefix_tree import Tree
 from rlx.models.sequence_parallel import heads_for_tokens, tokens_for_heads
+from rlx.models.tree_attention import tree_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,19 +32,6 @@ CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 LONG_TOKENS = 2048
 # Features of some models that packed attention lacks, by the names of transformers' arguments.
 UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
-
-
-class Lengths:
-    """Tokens of each sequence, on the host, in an object that keeps a compiler from specialising its code on the numbers.
-
-    Args:
-        each: at least one, all at least 1.
-    """
-
-    __slots__ = ("each",)
-
-    def __init__(self, each: Sequence[int]):
-        self.each = list(each)
 
 
 def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
@@ -143,21 +132,22 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     starts: Tensor,
-    lengths: Lengths,
+    tree: Tree,
     scaling: float | None = None,
     window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return causal attention: each token attends to itself and the earlier tokens of its own sequence.
+    """Return causal attention: each token attends to itself and the earlier tokens of its sequences.
 
     On CUDA in bf16 and fp16, torch's variable-length kernel computes several sequences that are shorter than `LONG_TOKENS` on
     average, and sequences longer than their window; others come one at a time. A mask has at most window x 2 window elements.
+    Sequences with common tokens are computed by `tree_attention`.
 
     Args:
         query: (1, H, N, D).
         key, value: (1, H or a divisor of it, N, D); D of value may differ.
-        starts: (S + 1,) int32, the first token of each sequence, and N.
-        lengths: of the S sequences.
+        starts: (S + 1,) int32, the first token of each of the tree's S segments, and N.
+        tree: of the N tokens.
         scaling: of the scores; None: D ** -0.5.
         window: number of tokens to attend to, including the token itself; None: all.
         dropout: rate on the weights.
@@ -168,19 +158,21 @@ def packed_attention(
     tensors = (query, key, value)
     # Observers of torch functions then see one function, whichever kernel it uses.
     if has_torch_function(tensors):
-        rest = (starts, lengths, scaling, window, dropout)
+        rest = (starts, tree, scaling, window, dropout)
         result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
         return result
-    longest = max(lengths.each)
+    if not tree.is_flat:
+        return tree_attention(query, key, value, tree, scaling, window, dropout)
+    longest = max(tree.lengths)
     is_cut = window is not None and window < longest
-    is_short = len(lengths.each) > 1 and query.shape[2] < LONG_TOKENS * len(lengths.each)
+    is_short = len(tree.lengths) > 1 and query.shape[2] < LONG_TOKENS * len(tree.lengths)
     has_kernel = dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
     if has_kernel and (is_cut or is_short):
         return _by_kernel(query, key, value, starts, longest, scaling, window)
-    if len(lengths.each) == 1:
+    if len(tree.lengths) == 1:
         return _sequence(query, key, value, scaling, window, dropout).transpose(1, 2)
     # One split, so that backward joins the pieces once; each slice would fill a gradient of the whole.
-    pieces = zip(*(x.split(lengths.each, dim=2) for x in tensors), strict=True)
+    pieces = zip(*(x.split(tree.lengths, dim=2) for x in tensors), strict=True)
     return torch.cat([_sequence(*piece, scaling, window, dropout).transpose(1, 2) for piece in pieces], dim=1)
 
 
@@ -238,11 +230,11 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    sequence_lengths: Lengths | None = None,
+    sequence_tree: Tree | None = None,
     sequence_group: dist.ProcessGroup | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Run for transformers. Without lengths each row is one sequence. The processes of a group hold parts of one row."""
+    """Run for transformers. Without a tree each row is one sequence. The processes of a group hold parts of one row."""
     if refused := _refused(module, attention_mask, more):
         raise ValueError(
             f"{type(module).__name__} {', '.join(refused)}, which packed attention does not support; set "
@@ -250,8 +242,8 @@ def _attention(
         )
     if cu_seq_lens_q is None:
         return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2), None
-    assert sequence_lengths is not None
-    options = (cu_seq_lens_q, sequence_lengths, scaling, sliding_window, dropout)
+    assert sequence_tree is not None
+    options = (cu_seq_lens_q, sequence_tree, scaling, sliding_window, dropout)
     if sequence_group is None:
         return packed_attention(query, key, value, *options), None
     query, key, value = (heads_for_tokens(x, sequence_group) for x in (query, key, value))

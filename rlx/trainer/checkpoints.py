@@ -1,26 +1,32 @@
 """The folder of a run, the checkpoint it starts from, and the driver's own state.
 
 <default_local_dir>/<time>/            the run: config.yaml, metrics.jsonl, report.png, validation/
-    checkpoints/global_step_N/
-        actor/  critic/                written by the workers (torch.distributed.checkpoint)
-        driver.json                    written last: a checkpoint without it is unfinished and never resumed from
+    checkpoints/global_step_N/         appears when it is whole; until then it is .global_step_N.partial
+        actor/  critic/                written by the workers, see rlx/engine/checkpoint.py
+        driver.json                    the driver's state
+        manifest.json                  digests of driver.json and of the roles' manifests, written last
+    checkpoints/superseded/            checkpoints of later steps than one that the run was resumed from
+
+A checkpoint of an earlier version has driver.json but no manifest, and its tensors are pickles.
 """
 
 import json
-import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlx.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_json
 from rlx.config.check.folders import runs_folder
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import trained_roles
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, storing
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
+SUPERSEDED = "superseded"
 
 
 class ResumeError(ExplainedError, ValueError):
@@ -40,9 +46,21 @@ class DriverState:
     first_validation: dict[str, float]
 
 
-def finished(checkpoint: Path) -> bool:
-    """Whether the checkpoint is complete."""
-    return (checkpoint / "driver.json").is_file()
+class Choice(NamedTuple):
+    """A checkpoint to continue from, or None to start anew; and newer ones that cannot be used, each with the reason."""
+
+    checkpoint: Path | None
+    passed_over: list[str]
+
+
+def is_finished(checkpoint: Path) -> bool:
+    """Whether the folder was written to its end, now or by an earlier version. `faults_of` tells whether it still is whole."""
+    return (checkpoint / MANIFEST).is_file() or (checkpoint / "driver.json").is_file()
+
+
+def is_pickled(checkpoint: Path) -> bool:
+    """Whether an earlier version wrote it."""
+    return (checkpoint / "driver.json").is_file() and not any(checkpoint.glob(f"**/{MANIFEST}"))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -57,34 +75,104 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a folder, the oldest step first."""
-    found = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and finished(c)]
+    found = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and is_finished(c)]
     return sorted(found, key=step_of)
 
 
-def starting_checkpoint(config: PPOConfig) -> Path | None:
-    """Return the checkpoint to continue from, or None to start anew.
+def faults_of(checkpoint: Path, trusted: bool) -> list[str]:
+    """Return why a finished checkpoint cannot be used, as far as names, sizes and small files show it; takes milliseconds.
+
+    Args:
+        checkpoint: the folder.
+        trusted: whether one of an earlier version may be read.
+    """
+    pickled = is_pickled(checkpoint)
+    if pickled and not trusted:
+        return [
+            f"{checkpoint}: is of an earlier version, whose tensors are pickles; reading them runs the code that they hold. If you "
+            "trust whoever could write to this folder, set trainer.trust_checkpoint=True"
+        ]
+    try:
+        if not pickled and (faults := damage(checkpoint)):
+            return faults
+        read_driver_state(checkpoint)
+    except CheckpointError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename}: cannot be read ({error.strerror})"]
+    return []
+
+
+def newest_whole(folder: Path, trusted: bool = False, before: int | None = None) -> Choice:
+    """Return the checkpoint of the latest step without faults.
+
+    Args:
+        folder: the checkpoints of one run.
+        trusted: see `faults_of`.
+        before: only checkpoints of earlier steps than this.
+    """
+    passed_over = []
+    for checkpoint in reversed(checkpoints_in(folder)):
+        if before is None or step_of(checkpoint) < before:
+            faults = faults_of(checkpoint, trusted)
+            if not faults:
+                return Choice(checkpoint, passed_over)
+            passed_over.append(f"passed over {checkpoint.name}: {few(faults)}")
+    return Choice(None, passed_over)
+
+
+def few(faults: list[str]) -> str:
+    """Join faults; of many only the first ones."""
+    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+
+
+def starting_checkpoint(config: PPOConfig) -> Choice:
+    """Return the checkpoint to continue from.
+
+    `auto` takes the newest run that has checkpoints, by the time in its folder's name, and in it the latest step that is whole.
 
     Raises:
-        ResumeError: resume_from_path is no finished checkpoint.
+        ResumeError: resume_from_path is no whole checkpoint, or no checkpoint of the newest run is whole.
     """
-    mode = config.trainer.resume_mode
-    if mode == "disable":
-        return None
-    if mode == "resume_path":
-        path = Path(config.trainer.resume_from_path or "").expanduser().absolute()
-        step_of(path)
-        if not finished(path):
-            raise ResumeError(
-                f"trainer.resume_from_path={path}: got a folder without driver.json, expected a finished checkpoint; "
-                f"finished ones there: {[c.name for c in checkpoints_in(path.parent)]}"
-            )
-        return path
-    candidates = [c for run in runs_folder(config).glob("*/checkpoints") for c in checkpoints_in(run)]
-    return max(candidates, key=lambda c: (c / "driver.json").stat().st_mtime_ns, default=None)
+    trainer = config.trainer
+    if trainer.resume_mode == "disable":
+        return Choice(None, [])
+    if trainer.resume_mode == "resume_path":
+        return Choice(
+            _named(Path(trainer.resume_from_path or "").expanduser().absolute(), trainer.trust_checkpoint), []
+        )
+    runs = [run for run in runs_folder(config).glob("*/checkpoints") if checkpoints_in(run)]
+    if not runs:
+        return Choice(None, [])
+    newest = max(runs, key=lambda folder: folder.parent.name)
+    choice = newest_whole(newest, trainer.trust_checkpoint)
+    if choice.checkpoint is None:
+        raise none_is_whole(newest, choice.passed_over)
+    return choice
+
+
+def none_is_whole(folder: Path, passed_over: Iterable[str]) -> ResumeError:
+    """Return the error for a run without any checkpoint that can be used."""
+    return ResumeError(
+        f"{folder}: no checkpoint can be used: {'; '.join(passed_over)}; name one of another run "
+        "(trainer.resume_from_path), or start anew with trainer.resume_mode=disable"
+    )
+
+
+def _named(path: Path, trusted: bool) -> Path:
+    step_of(path)
+    if not is_finished(path):
+        raise ResumeError(
+            f"trainer.resume_from_path={path}: got a folder without {MANIFEST}, expected a finished checkpoint; "
+            f"finished ones there: {[c.name for c in checkpoints_in(path.parent)]}"
+        )
+    if faults := faults_of(path, trusted):
+        raise ResumeError(f"trainer.resume_from_path={path} cannot be used: {few(faults)}")
+    return path
 
 
 def require_parts(config: PPOConfig, checkpoint: Path) -> None:
-    """Check that a finished checkpoint has the parts that this run needs. Loading checks whether their tensors fit.
+    """Check that a whole checkpoint has the parts that this run needs. Loading checks whether their tensors fit.
 
     Raises:
         ResumeError: a role's part is missing or holds no model, or only one of checkpoint and run has LoRA adapters.
@@ -98,7 +186,7 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
                 f"there is no {role.name} in it, only {held}: resume with the algorithm.adv_estimator that wrote it"
             )
             continue
-        known = json.loads(described.read_text())
+        known = read_json(described)
         if "model" not in known["contents"]:
             faults.append(
                 f"its {role.name} holds {known['contents']} without the model: only a run with {role.key}.checkpoint."
@@ -130,36 +218,48 @@ def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
     raise ResumeError(f"{base}: got a thousand runs started in the same second, expected fewer; try again")
 
 
-def reopen(checkpoint: Path) -> None:
-    """Remove the mark of a finished checkpoint before its parts are written again."""
-    (checkpoint / "driver.json").unlink(missing_ok=True)
-
-
 def write_driver_state(checkpoint: Path, state: DriverState) -> None:
-    """Mark the checkpoint as finished by writing driver.json, completely or not at all."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    half = checkpoint / "driver.json.part"
-    half.write_text(json.dumps(asdict(state), indent=1))
-    os.replace(half, checkpoint / "driver.json")
+    """Write driver.json."""
+    with storing(checkpoint):
+        (checkpoint / "driver.json").write_text(json.dumps(asdict(state), indent=1))
 
 
 def read_driver_state(checkpoint: Path) -> DriverState:
-    """Return the state that `write_driver_state` wrote."""
-    return DriverState(**json.loads((checkpoint / "driver.json").read_text()))
+    """Return the state that `write_driver_state` wrote.
 
-
-def keep_newest(folder: Path, role: str, keep: int | None, step: int) -> None:
-    """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all.
-
-    `step` was just written. A checkpoint of a later step counts as older: the run resumed from an earlier step since then.
+    Raises:
+        CheckpointError: it is damaged, or of another step than the folder.
     """
+    path = checkpoint / "driver.json"
+    found = read_json(path)
+    if set(found) != {field.name for field in fields(DriverState)}:
+        raise CheckpointError(f"{path}: got the keys {sorted(found)}, expected those of rlx's driver")
+    if found["step"] != step_of(checkpoint):
+        raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step_of(checkpoint)}")
+    return DriverState(**found)
+
+
+def set_aside_later(folder: Path, step: int) -> list[str]:
+    """Move checkpoints of later steps than `step` to `superseded/`, because the run repeats these steps; return their names."""
+    later = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and step_of(c) > step]
+    aside = folder / SUPERSEDED
+    with storing(folder):
+        for checkpoint in later:
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / checkpoint.name, ignore_errors=True)
+            checkpoint.rename(aside / checkpoint.name)
+    return sorted(checkpoint.name for checkpoint in later)
+
+
+def keep_newest(folder: Path, role: str, keep: int | None) -> None:
+    """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all."""
     if keep is None:
         return
-    found = [c for c in folder.glob("global_step_*") if (c / role).is_dir()]
-    holders = sorted(found, key=lambda c: (step_of(c) <= step, step_of(c)))
+    holders = sorted((c for c in folder.glob("global_step_*") if (c / role).is_dir()), key=step_of)
     for old in holders[:-keep]:
-        # The mark goes first, so that a crash in between leaves no checkpoint that looks complete.
-        (old / "driver.json").unlink(missing_ok=True)
+        # The marks go first, so that a crash in between leaves no checkpoint that looks complete.
+        for mark in (MANIFEST, "driver.json"):
+            (old / mark).unlink(missing_ok=True)
         shutil.rmtree(old / role)
         if not any(child.is_dir() for child in old.iterdir()):
             shutil.rmtree(old)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlx.algorithms.kl import KLController
 from rlx.cluster.group import WorkerGroup
 from rlx.config.schema import GREEDY, PPOConfig
-from rlx.config.schema.roles import has_critic, has_reference, has_reward_model
+from rlx.config.schema.roles import has_critic, has_reference, has_reward_model, trained_roles
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
@@ -18,8 +18,10 @@ from rlx.rewards.manager import RewardManager, Scores
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Stopping, Terminated
 from rlx.trainer import memory, mismatch, sample_selection, steps, validation
-from rlx.trainer.checkpoints import DriverState, finished, keep_newest, read_driver_state, reopen, write_driver_state
+from rlx.trainer.balancing import balance
+from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later
 from rlx.trainer.progress import Progress
+from rlx.trainer.saver import Saver
 from rlx.trainer.tracking import Tracker
 
 Metrics = dict[str, float]
@@ -81,6 +83,7 @@ class Trainer:
         self.config, self.workers, self.tokenizer = config, workers, tokenizer
         self.train, self.sampler, self.val = train, sampler, val
         self.rewards, self.folder, self.progress, self.tracker = rewards, folder, progress, tracker
+        self.saver = Saver(config, workers, folder / "checkpoints")
         self.kl_controller = kl_controller(config)
         self.seed = config.trainer.seed
         self.last_step = config.trainer.total_training_steps or 0
@@ -112,8 +115,9 @@ class Trainer:
                 self.finished_steps += 1
                 if due(trainer.test_freq, self.finished_steps, self.last_step):
                     metrics |= self.validate() | self.memory_of("validate")
-                if due(trainer.save_freq, self.finished_steps, self.last_step):
-                    self.save()
+                if self.saver.is_due(self.finished_steps, self.last_step):
+                    with self.progress.phase("checkpoint"):
+                        self.saver.begin(self.state())
                     metrics |= self.memory_of("checkpoint")
             metrics |= timings
             outside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
@@ -121,16 +125,15 @@ class Trainer:
             metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / seconds
             metrics["perf/stall_share"] = metrics["perf/stall_ms"] / 1e3 / seconds
             self.report(metrics)
+            self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
             if stopping is not None and stopping.left_s is not None:
                 self.end_early(stopping.left_s)
+        self.saver.close()
 
     def end_early(self, left_s: float) -> NoReturn:
-        """Save, if there is time and this step is not saved yet, and raise Terminated."""
-        checkpoint = self.folder / "checkpoints" / f"global_step_{self.finished_steps}"
-        if left_s > 0:
-            if not finished(checkpoint):
-                self.save()
-            tell(saved=str(checkpoint))
+        """Save, if there is time, and raise Terminated."""
+        if left_s > 0 and (saved := self.saver.save_now(self.state(), left_s)):
+            tell(saved=str(saved))
         raise Terminated
 
     def step(self, step: int) -> Metrics:
@@ -140,7 +143,7 @@ class Trainer:
         if config.trainer.rollout_data_dir:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
         if config.trainer.balance_batch:
-            batch = steps.balance(batch, self.workers.mesh("actor").shares)
+            batch = balance(batch, self.workers.mesh("actor").shares, config.actor_rollout_ref.model)
         batch, compared = self.old_log_probs(batch)
         if has_reference(config):
             with phase("ref"):
@@ -258,11 +261,12 @@ class Trainer:
         """
         counted = "loss_mask" if "loss_mask" in columns else "response_mask"
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
+        model = self.config.critic.model if role == "critic" else self.config.actor_rollout_ref.model
         each: list[Metrics] = []
         unused: Counter[str] = Counter()
         for part in steps.mini_batches(batch, prompts, epochs, seed):
             if self.config.trainer.balance_batch:
-                part = steps.balance(part, self.workers.mesh(role).shares)
+                part = balance(part, self.workers.mesh(role).shares, model)
             if part[counted].any():
                 each.append(self.workers.split_metrics(role, "update", part.select(*columns)))
             else:
@@ -336,25 +340,27 @@ class Trainer:
         self.first_validation = self.first_validation or self.last_validation
         return self.last_validation
 
-    def save(self) -> None:
-        """Write a checkpoint; a run that resumes from it equals one that never stopped."""
-        folder = self.folder / "checkpoints"
-        checkpoint = folder / f"global_step_{self.finished_steps}"
-        with self.progress.phase("checkpoint"):
-            reopen(checkpoint)
-            self.workers.broadcast("actor", "save", str(checkpoint / "actor"))
-            if has_critic(self.config):
-                self.workers.broadcast("critic", "save", str(checkpoint / "critic"))
-            write_driver_state(checkpoint, self.state())
-            keep_newest(folder, "actor", self.config.trainer.max_actor_ckpt_to_keep, self.finished_steps)
-            keep_newest(folder, "critic", self.config.trainer.max_critic_ckpt_to_keep, self.finished_steps)
+    def load(self, checkpoint: Path, falls_back: bool = False) -> None:
+        """Continue from a checkpoint that `Saver` wrote; a run that does so equals one that never stopped.
 
-    def load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint that `save` wrote."""
+        Args:
+            checkpoint: whole, as far as `newest_whole` can tell. The workers check its tensors before they read them.
+            falls_back: take an older one of the run instead of a damaged one.
+
+        Raises:
+            ResumeError: it is damaged, and so are the older ones.
+        """
+        checkpoint, passed_over = self.saver.undamaged(checkpoint, falls_back)
+        for line in passed_over:
+            self.progress.notice(line)
         state = read_driver_state(checkpoint)
-        self.workers.broadcast("actor", "load", str(checkpoint / "actor"))
-        if has_critic(self.config):
-            self.workers.broadcast("critic", "load", str(checkpoint / "critic"))
+        for role in trained_roles(self.config):
+            self.workers.broadcast(role.name, "load", str(checkpoint / role.name), self.config.trainer.trust_checkpoint)
+        self.tracker.rewind(state.step)
+        if not self.config.trainer.val_only and (later := set_aside_later(checkpoint.parent, state.step)):
+            self.progress.notice(
+                f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}"
+            )
         self.sampler.load_state_dict(state.sampler)
         self.kl_controller.load_state_dict(state.kl_controller)
         self.finished_steps, self.seed = state.step, state.seed

@@ -22,6 +22,6 @@ PHASES = {
     "update_actor": StepPhase("actor", "#16966b", ("actor.update",)),
     "sync": StepPhase("sync", "#8fd3bb", ("rollout.sync",)),
     "validate": StepPhase("val", "#c8324a", ("rollout.generate",)),
-    "checkpoint": StepPhase("save", "#52606d", ("actor.save", "critic.save")),
+    "checkpoint": StepPhase("save", "#52606d", ("actor.begin_save", "critic.begin_save")),
 }
 """In the order of a step; the last two follow only some steps."""

@@ -87,6 +87,7 @@ PROGRESS_COLUMNS = (
     ProgressColumn("clip", ("actor/clip_fraction",), 5, "{:.1%}".format, 7),
     ProgressColumn("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),
     ProgressColumn("tok/s", ("perf/tokens_per_second",), 6, count, 8),
+    ProgressColumn("saved", ("actor/tokens_saved",), 5, "{:.0%}".format, 9),
     ProgressColumn("sec", ("timing_s/step",), 6, "{:.1f}".format, 4),
     ProgressColumn("offMB", ("perf/offloaded_mb",), 5, count, 9),
     ProgressColumn("stall", ("perf/stall_share",), 5, "{:.1%}".format, 11),

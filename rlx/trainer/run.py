@@ -14,7 +14,7 @@ from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
-from rlx.trainer.checkpoints import checkpoints_in, read_driver_state, run_folder
+from rlx.trainer.checkpoints import newest_whole, none_is_whole, read_driver_state, run_folder
 from rlx.trainer.kept_settings import keep
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
@@ -47,17 +47,19 @@ def run(config: PPOConfig, yaml: str) -> Path:
 
 
 def continued(config: PPOConfig) -> PPOConfig:
-    """Return the configuration of a restart: resume from the run's newest checkpoint, or begin anew without one."""
+    """Return the configuration of a restart: resume from the run's newest whole checkpoint, or begin anew without any."""
     folder = link.folder_to_continue()
     if folder is None:
         return config
-    saved = checkpoints_in(Path(folder) / "checkpoints")
-    resume = {"resume_mode": "resume_path", "resume_from_path": str(saved[-1])} if saved else {"resume_mode": "disable"}
+    saved, passed_over = newest_whole(Path(folder) / "checkpoints", config.trainer.trust_checkpoint)
+    if saved is None and passed_over:
+        raise none_is_whole(Path(folder) / "checkpoints", passed_over)
+    resume = {"resume_mode": "resume_path", "resume_from_path": str(saved)} if saved else {"resume_mode": "disable"}
     return replace(config, trainer=replace(config.trainer, **resume))
 
 
 def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
-    checkpoint, lock, changed, tokenizer, train, val, sampler, rewards = prepared
+    checkpoint, lock, changed, tokenizer, train, val, sampler, rewards, _ = prepared
     own = link.folder_to_continue()  # a restarted run stays in its folder, also without a checkpoint
     folder = Path(own) if own and checkpoint is None else run_folder(config, checkpoint)
     link.tell(folder=str(folder))
@@ -82,7 +84,7 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
     ):
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
-            trainer.load(checkpoint)
+            trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto" or own is not None)
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)

@@ -18,8 +18,9 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
-from rlx.trainer.checkpoints import read_driver_state, require_parts, starting_checkpoint, step_of
+from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, starting_checkpoint, step_of
 from rlx.trainer.kept_settings import Change, changes
+from rlx.trainer.remote_runs import fetch
 from rlx.trainer.run_lock import RunLock
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Prepared(NamedTuple):
         train, val: the prompts.
         sampler: chooses the next prompts of `train`.
         rewards: scores responses; a context.
+        passed_over: newer checkpoints that cannot be used, each with the reason.
     """
 
     checkpoint: Path | None
@@ -55,10 +57,12 @@ class Prepared(NamedTuple):
     val: PromptDataset
     sampler: PromptSampler
     rewards: RewardManager
+    passed_over: list[str]
 
     def notices(self, config: PPOConfig) -> list[str]:
-        """Return notices about dropped or cut prompts and about reward functions that no prompt uses."""
-        found = [report for report in (self.train.report, self.val.report) if report]
+        """Return notices about checkpoints passed over, dropped or cut prompts, and reward functions that no prompt uses."""
+        found = [*self.passed_over]
+        found += [report for report in (self.train.report, self.val.report) if report]
         sources = _sources(self.train, self.val)
         unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
         if unused:
@@ -110,7 +114,7 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
     lock, changed = None, None
     train = val = sampler = rewards = None
     with ExitStack() as until_it_fails:
-        checkpoint = trial(_checkpoint, config)
+        checkpoint, passed_over = trial(_checkpoint, config) or Choice(None, [])
         if checkpoint is not None:
             lock = until_it_fails.enter_context(RunLock(checkpoint.parent.parent))
             changed = trial(_changes, config, checkpoint, yaml)
@@ -127,7 +131,7 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
         trial.end()
         until_it_fails.pop_all()
     assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"
-    return Prepared(checkpoint, lock, changed or [], tokenizer, train, val, sampler, rewards)
+    return Prepared(checkpoint, lock, changed or [], tokenizer, train, val, sampler, rewards, passed_over)
 
 
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
@@ -158,11 +162,12 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardMana
     return RewardManager(config.reward, config.custom_reward_function, judge)
 
 
-def _checkpoint(config: PPOConfig) -> Path | None:
-    checkpoint = starting_checkpoint(config)
-    if checkpoint is not None:
-        require_parts(config, checkpoint)
-    return checkpoint
+def _checkpoint(config: PPOConfig) -> Choice:
+    config = fetch(config)
+    choice = starting_checkpoint(config)
+    if choice.checkpoint is not None:
+        require_parts(config, choice.checkpoint)
+    return choice
 
 
 def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[Change]:

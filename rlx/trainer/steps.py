@@ -11,15 +11,9 @@ from torch import Tensor
 
 from rlx.algorithms.advantages import ESTIMATORS, token_rewards
 from rlx.algorithms.kl import kl_estimate
-from rlx.algorithms.partition import partition
-from rlx.cluster.mesh import share_ranges
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
-
-# With this length attention takes as long as everything else: a layer of width d computes 24 d^2 per token, and 2 d L in causal
-# attention over L tokens; d is that of a model with about 7B parameters.
-QUADRATIC_TOKENS = 12 * 4096
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
@@ -31,16 +25,6 @@ def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int,
     index = [p for p in range(len(prompts)) for _ in range(samples)]
     seeds = [seed_for(run_seed, purpose, step, first + p, s) for p in range(len(prompts)) for s in range(samples)]
     return prompts.rows(index).with_(group_id=torch.tensor(index) + first, seed=torch.tensor(seeds))
-
-
-def balance(batch: Batch, parts: int) -> Batch:
-    """Reorder rows so that contiguous shares take about the same time; each share keeps the row count of a plain cut.
-
-    A row of L tokens counts L * (1 + L / QUADRATIC_TOKENS).
-    """
-    costs = [tokens * (1 + tokens / QUADRATIC_TOKENS) for tokens in batch.token_counts()]
-    shares = partition(costs, parts, [len(share) for share in share_ranges(len(batch), parts)])
-    return batch.rows([row for share in shares for row in share])
 
 
 def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:

@@ -155,6 +155,7 @@ class Tracker:
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._file, self._may_write = run_dir / metrics_file, may_write
+        self._replaces_rows = resume_step is not None
         makers: dict[str, Callable[[], Logger]] = {
             "jsonl": lambda: JsonlLogger(self._file, resume_step),
             "tensorboard": lambda: TensorboardLogger(run_dir, resume_step),
@@ -173,6 +174,12 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self._until_closed.close()
+
+    def rewind(self, step: int) -> None:
+        """Let the run go on from an earlier step than `resume_step`."""
+        if self._replaces_rows and self._file.exists():
+            with storing(self._file):
+                rewind(self._file, step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send one step's metrics to all loggers."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import CheckpointConfig, PPOConfig
 from rlx.config.schema.roles import log_prob_size, reference_role, reward_role, update_size
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -52,17 +52,32 @@ class EngineRole:
 class TrainedRole(EngineRole):
     """A role that is trained: actor and critic share the optimizer's and the checkpoints' handling."""
 
-    def __init__(self, name: str, engine: Engine, contents: tuple[str, ...]):
+    def __init__(self, name: str, engine: Engine, settings: CheckpointConfig):
         super().__init__(engine)
-        self._name, self._contents = name, contents
+        self._name, self._settings = name, settings
 
-    def save(self, folder: str) -> None:
-        """Write a checkpoint with the contents that the configuration names."""
-        self.engine.save(folder, self._contents)
+    def works_beside(self, method: str) -> bool:
+        """Whether a method needs no device memory, so that the role that worked before need not rest."""
+        if method == "begin_save":
+            return self.engine.saves_in_place(self._settings.save_contents)
+        return method in ("is_written", "finish_save")
 
-    def load(self, folder: str) -> None:
+    def begin_save(self, folder: str, in_background: bool | None = None) -> None:
+        """Start to write a checkpoint with the configured contents, in the background if that is configured or asked for."""
+        background = self._settings.async_save if in_background is None else in_background
+        self.engine.begin_save(folder, self._settings.save_contents, background)
+
+    def is_written(self) -> bool:
+        """Whether `finish_save` would not wait for this process's disk."""
+        return self.engine.saves.is_written
+
+    def finish_save(self) -> None:
+        """Wait for the write, check it, and let the folder appear."""
+        self.engine.saves.finish()
+
+    def load(self, folder: str, trusted: bool) -> None:
         """Continue from a checkpoint."""
-        self.engine.load(folder)
+        self.engine.load(folder, trusted)
 
     def _named(self, metrics: Metrics) -> Metrics:
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
@@ -87,7 +102,7 @@ class ActorRole(TrainedRole):
             name="actor",
             sequence_parallel=actor.ulysses_sequence_parallel_size,
         )
-        super().__init__("actor", engine, actor.checkpoint.save_contents)
+        super().__init__("actor", engine, actor.checkpoint)
         self._temperature = policy.rollout.temperature
         self._update_rule = MicroBatchRule(*update_size(actor))
         self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
@@ -162,7 +177,7 @@ class CriticRole(TrainedRole):
             name="critic",
             sequence_parallel=critic.ulysses_sequence_parallel_size or 1,
         )
-        super().__init__("critic", engine, critic.checkpoint.save_contents)
+        super().__init__("critic", engine, critic.checkpoint)
         self._rule = MicroBatchRule(*update_size(critic))
         self._objective = ValueObjective(critic, config.data.max_response_length)
 

@@ -4,17 +4,19 @@ import os
 import resource
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlx.checkpoint.manifest import damaged_chunks
 from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
 from rlx.engine.host_memory import HostRelief, host_use
 from rlx.models.loading import load_tokenizer
 from rlx.workers.memory import MemoryLog
-from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole
+from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole, TrainedRole
 
 PROCESS = "process"
 COLLECTIVE_EXTRA_S = 60.0  # so that the driver, which can name the place, notices a hang before torch does
@@ -79,6 +81,9 @@ class Worker:
         if role not in self.roles:
             raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self.roles]}, which this process hosts")
         chosen = self.roles[role]
+        if isinstance(chosen, TrainedRole) and chosen.works_beside(method):
+            with self._memory.around(f"{role}.{method}"):
+                return getattr(chosen, method)(*args)
         if self._active not in (None, chosen):
             if method == "sync" and isinstance(self._active, ActorRole):
                 self._active.rest(parameters=False)  # the sampler reads the parameters, then `sync` offloads them
@@ -90,6 +95,10 @@ class Worker:
         self._active = chosen
         with self._memory.around(f"{role}.{method}"):
             return getattr(chosen, method)(*args)
+
+    def damage(self, checkpoint: str) -> list[str]:
+        """Return the damaged parts of a checkpoint's files, among this process's share of all parts."""
+        return damaged_chunks(Path(checkpoint), dist.get_rank(), dist.get_world_size())
 
     def usage(self) -> dict[str, float]:
         """Return the memory and time that the process used since the last call.

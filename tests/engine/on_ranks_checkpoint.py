@@ -1,14 +1,21 @@
 """Saving and loading."""
 
 import logging
+import os
+import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_tools import ROWS, build, make_batch, own_share, policy, value, weights_of
+from rank_tools import FP64, ROWS, build, make_batch, own_share, policy, value, weights_of
 
-from rlx.engine.checkpoint import replacing
+from rlx.checkpoint.manifest import CheckpointError
+from rlx.config.schema import FSDPConfig
+from rlx.errors import StorageError
 from rlx.models.loading import load_tokenizer
+from rlx.offload import host_arena
 
 ALL = ("model", "optimizer", "extra")
 
@@ -37,14 +44,14 @@ def never_saved(folder):
     return [engine.update(share(), ROWS, policy()) for _ in range(2)], weights_of(engine)
 
 
-def resumed(folder, strategy, out, lora=0, used=False):
+def resumed(folder, strategy, out, lora=0, used=False, trusted=False):
     """The same two updates by a new engine that loads the checkpoint; `used`: it has done other things before."""
     engine = build(folder, strategy=strategy, model={"lora_rank": lora})
     if used:
         for _ in range(3):
             engine.update(share(), ROWS, policy())
         engine.log_probs(share(), ROWS, 1.0)
-    engine.load(out)
+    engine.load(out, trusted)
     log_probs = engine.log_probs(share(), ROWS, 1.0)["log_probs"]
     loaded = weights_of(engine)
     metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
@@ -82,11 +89,78 @@ def refusal(folder, out, head="lm"):
         return str(error)
 
 
-def crash(out):
-    """A process that fails while it writes."""
+def saved_beside_training(folder, strategy, out, offload):
+    """Two checkpoints of the same state: one written at once, and one whose writing begins after all that follows could run.
+
+    The second is held up until the optimizer waits for it, or half a second. Meanwhile the engine computes log-probs and takes an
+    update. Returns the metrics of the update.
+    """
+    fsdp = replace(FP64, param_offload=offload, optimizer_offload=offload)
+    engine = build(folder, fsdp, strategy=strategy)
+    for _ in range(2):
+        engine.update(share(), ROWS, policy())
+    engine.to_host()
+    engine.save(out + "/at_once", ALL)
+    held_up = threading.Event()
+    engine.saves._thread.submit(held_up.wait)
+    engine.begin_save(out + "/beside", ALL, in_background=True)
+    assert not engine.saves.is_written
+    threading.Timer(0.5, held_up.set).start()
+    engine.log_probs(share(), ROWS, 1.0)
+    engine.to_host()
+    metrics = engine.update(share(), ROWS, policy())
+    engine.to_host()
+    assert not os.path.exists(out + "/beside"), "it appears when it is whole"
+    engine.saves.finish()
+    host = host_arena(pinned=False).holders()
+    assert not host.get("model_checkpoint"), "the staging is free again"
+    return metrics
+
+
+def with_masters(folder, strategy, out, in_background):
+    """bf16 weights with fp32 masters: metrics and weights of two updates after a save, and by an engine that loads it."""
+    fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=in_background)
+    found = []
+    for loads in (False, True):
+        engine = build(folder, fsdp, strategy=strategy, lr=1e-5)
+        if loads:
+            engine.load(out)
+        else:
+            engine.update(share(), ROWS, policy())
+            engine.begin_save(out, ALL, in_background)
+            engine.saves.finish()
+        assert {value.dtype for state in engine.optimizer.state.values() for value in state.values()} == {torch.float32}
+        metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
+        found.append((metrics, weights_of(engine)))
+    return found
+
+
+def damaged(folder, out):
+    """What an engine says of a checkpoint that does not fit."""
+    engine = build(folder)
+    before = weights_of(engine)
     try:
-        with replacing(Path(out)) as partial:
-            (partial / "half").write_text("half")
-            raise RuntimeError
-    except RuntimeError:
-        return None
+        engine.load(out)
+    except CheckpointError as error:
+        after = weights_of(engine)
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def fills_the_disk(folder, out, left_bytes, in_background):
+    """The message of a save on a disk that holds an older one and has `left_bytes` more than the tensors need."""
+    engine, out = build(folder), Path(out)
+    filler, first = out.parent / "filler", dist.get_rank() == 0
+    if first:
+        filler.unlink(missing_ok=True)
+    engine.save(out.parent / "older", ALL)
+    tensors_bytes = sum(tensor.nbytes for tensor in engine.root.state_dict().values())
+    if first:
+        os.truncate(filler, 0) if filler.exists() else filler.touch()
+        free_bytes = shutil.disk_usage(out.parent).free
+        filler.write_bytes(bytes(free_bytes - tensors_bytes - left_bytes + 4096 * (left_bytes == 0)))
+    dist.barrier()
+    try:
+        engine.begin_save(out, ALL, in_background)
+        engine.saves.finish()
+    except StorageError as error:
+        return str(error)

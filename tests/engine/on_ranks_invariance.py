@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from rank_tools import Gradients, build, corrected, make_batch, own_share, policy, value
+from rank_tools import Gradients, build, corrected, grouped, make_batch, norms_in_fp64, own_share, policy, value
 
 from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
@@ -56,7 +56,7 @@ def changed(batch, change):
     return Batch.of({name: pad(name, column) for name, column in batch.tensors.items()})
 
 
-def cut_gradients(folder, kinds, strategy, cases, together=1, offload=False):
+def cut_gradients(folder, kinds, strategy, cases, together=1, offload=None, shares=None):
     """The gradients and the metrics of kinds, modes and cases (shares, cut, change), from one engine that stays where it is.
 
     With FSDP2 each case is computed in every mode; with FSDP1 in one, the modes taking turns: a mode only decides which
@@ -65,23 +65,34 @@ def cut_gradients(folder, kinds, strategy, cases, together=1, offload=False):
     Returns:
         gradients, metrics, and for each which entry of `naive` it must equal.
     """
-    model = {
-        "enable_activation_offload": True,
-        "activation_offload": ActivationOffloadConfig(save="attention", min_bytes=0),
-    }
+    model = {} if shares is None else {"use_shared_prefix": shares}
+    if offload:
+        options = ActivationOffloadConfig(save=offload, min_bytes=0)
+        model |= {"enable_activation_offload": True, "activation_offload": options}
     head = KINDS[kinds[0]].head
-    engine = build(
-        folder, strategy=strategy, head=head, lr=0.0, model=model if offload else None, sequence_parallel=together
-    )
+    engine = build(folder, strategy=strategy, head=head, lr=0.0, model=model, sequence_parallel=together)
     gradients = Gradients(engine)
     metrics, equal = [], []
     for number, (kind, mode) in enumerate(itertools.product(kinds, AGGREGATIONS)):
         step = 1 if strategy == "fsdp2" else len(AGGREGATIONS)
-        for shares, cut, change in cases[number % step :: step]:
-            batch = own_share(changed(make_batch(), change), shares, together)
+        for rows, cut, change in cases[number % step :: step]:
+            whole = make_batch() if shares is None else grouped(make_batch())
+            batch = own_share(changed(whole, change), rows, together)
             metrics.append(engine.update(batch, cut, KINDS[kind].objective(mode)))
             equal.append(number)
     return torch.stack(gradients.seen), metrics, equal
+
+
+def grouped_gradients(folder, kinds, strategy, cases, together, offload, shares):
+    """`cut_gradients` of groups that share their prompts."""
+    with norms_in_fp64():
+        return cut_gradients(folder, kinds, strategy, cases, together, offload, shares)
+
+
+def naive_of_groups(folder, kinds):
+    """`naive` of groups that share their prompts."""
+    with norms_in_fp64():
+        return naive(folder, kinds, grouped(make_batch()))
 
 
 def several(calls):
@@ -89,9 +100,9 @@ def several(calls):
     return [cut_gradients(*call) for call in calls]
 
 
-def naive(folder, kinds):
+def naive(folder, kinds, batch=None):
     """The same by the formulas: each row alone, whole and without padding, through the plain model."""
-    batch, head = make_batch(), KINDS[kinds[0]].head
+    batch, head = batch or make_batch(), KINDS[kinds[0]].head
     model = load_model(ModelConfig(path=folder), head, torch.float64)
     width = batch.response_length
     outputs = torch.zeros(3, *batch["response_mask"].shape, dtype=torch.float64)

@@ -1,11 +1,13 @@
 """What the functions that run on ranks share: engines, a batch, gradients and full weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlx.config.schema import (
     ActorConfig,
@@ -60,6 +62,33 @@ def make_batch(rows: int = 8, seed: int = 0) -> Batch:
             "loss_mask": response_mask & (noise["t"].abs() < 1) & (torch.arange(rows) != rows - 1)[:, None],
         }
     )
+
+
+@contextmanager
+def norms_in_fp64() -> Iterator[None]:
+    """Let the model's norms compute in fp64, which round to fp32 otherwise.
+
+    Gradients of several rows reach a norm as one sum if the rows share its token. So rounding would not be the same.
+    """
+    rounding = Qwen3RMSNorm.forward
+
+    def forward(self: Qwen3RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    Qwen3RMSNorm.forward = forward
+    try:
+        yield
+    finally:
+        Qwen3RMSNorm.forward = rounding
+
+
+def grouped(batch: Batch) -> Batch:
+    """Give rows prompts in common: groups of 3, 2, 1 and 2, one of them with two responses that begin alike."""
+    ids, mask = batch["input_ids"].clone(), batch["attention_mask"].clone()
+    first = [0, 0, 0, 3, 3, 5, 6, 6]
+    ids[:, :P], mask[:, :P] = ids[first, :P], mask[first, :P]
+    ids[1, P : P + 3] = ids[0, P : P + 3]
+    return batch.with_(input_ids=ids.masked_fill(~mask, 0), attention_mask=mask)
 
 
 def policy(mode: str = "token-mean", **options: Any) -> PolicyObjective:

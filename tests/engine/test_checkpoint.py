@@ -1,10 +1,21 @@
+import json
 import os
+import pickle
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from rlx.export import export
+from rlx.checkpoint.loading import load_all
+from rlx.checkpoint.manifest import damage, damaged_chunks, seal
+from rlx.export import export, main
 
 STRATEGIES = ["fsdp2", "fsdp"]
 
@@ -78,7 +89,7 @@ def test_adapters_are_resumed(model_folder, two_ranks, tmp_path):
 def test_contents_left_out_start_anew(model_folder, one_rank, tmp_path):
     folder = str(tmp_path / "actor")
     ((_, saved, _),) = one_rank("checkpoint", "stopped", model_folder, "fsdp2", folder, 0, ("model",))
-    assert sorted(os.listdir(folder)) == ["card", "checkpoint.json", "model"]
+    assert sorted(os.listdir(folder)) == ["card", "checkpoint.json", "manifest.json", "model"]
     ((metrics, loaded, _, _),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder)
     same(saved, loaded)
     assert metrics[0]["lr"] == pytest.approx(1e-2 / 3), "the schedule begins again"
@@ -92,19 +103,152 @@ def test_a_whole_checkpoint_is_loaded_without_a_word(model_folder, one_rank, tmp
     assert one_rank("checkpoint", "warnings_of_loading", model_folder, folder) == [[]]
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_save_beside_training_holds_the_state_at_its_beginning(strategy, offload, model_folder, two_ranks, tmp_path):
+    metrics = two_ranks("checkpoint", "saved_beside_training", model_folder, strategy, str(tmp_path), offload)[0]
+    for part in ("model", "optimizer"):
+        same(load_all(tmp_path / "at_once" / part), load_all(tmp_path / "beside" / part))
+    assert damage(tmp_path / "beside") == damaged_chunks(tmp_path / "beside") == []
+    resumed = two_ranks("checkpoint", "resumed", model_folder, strategy, str(tmp_path / "beside"))[0]
+    assert resumed[0][0] == metrics
+
+
+@pytest.mark.parametrize(("strategy", "in_background"), [("fsdp2", True), ("fsdp", False)])
+def test_bf16_weights_come_back_with_their_fp32_masters(strategy, in_background, model_folder, two_ranks, tmp_path):
+    ranks = two_ranks("checkpoint", "with_masters", model_folder, strategy, str(tmp_path / "actor"), in_background)
+    for unbroken, resumed in ranks:
+        assert resumed[0] == unbroken[0]
+        same(unbroken[1], resumed[1])
+    masters = {n: t for n, t in load_all(tmp_path / "actor/optimizer").items() if n.endswith(".master")}
+    assert masters and {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_all(tmp_path / "actor/model").values()} == {torch.bfloat16}
+
+
+def rewritten(path, change):
+    """Change a file of tensors and make the manifest fit again, as a stale file or another model's would."""
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+    change(tensors, offsets)
+    save_file(tensors, path, {**metadata, "DCP_SHARDING_INFO": json.dumps(offsets)})
+
+
+def without(name):
+    return lambda tensors, offsets: (tensors.pop(name), offsets.pop(name))
+
+
+MISFITS = {
+    "a missing tensor": (without("model.norm.weight"), "model.norm.weight is not in it"),
+    "a missing piece": (without("model.layers.0.mlp.up_proj.weight"), "elements, expected"),
+    "another type": (
+        lambda tensors, _: tensors.update({name: tensor.float() for name, tensor in tensors.items()}),
+        "got torch.float32, expected torch.float64",
+    ),
+    "another shape": (
+        lambda tensors, _: tensors.update({"model.norm.weight": torch.zeros(7, dtype=torch.float64)}),
+        "expected (32,)",
+    ),
+    "a foreign tensor": (
+        lambda tensors, offsets: (tensors.update(other=torch.zeros(1)), offsets.update(other={"saved_offsets": [0]})),
+        "other is not in this model",
+    ),
+}
+
+
+def test_tensors_that_do_not_fit_are_refused_before_any_is_read(model_folder, two_ranks, tmp_path):
+    two_ranks("checkpoint", "stopped", model_folder, "fsdp2", str(tmp_path / "whole"))
+    for misfit, (change, said) in MISFITS.items():
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / misfit)
+        for path in folder.glob("model/shard-00001*" if "piece" in misfit else "model/*"):
+            rewritten(path, change)
+        message, unchanged = two_ranks("checkpoint", "damaged", model_folder, str(folder))[0]
+        assert said in message and str(folder / "model") in message, (misfit, message)
+        assert unchanged, misfit
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_no_pickle_is_read_without_trust(model_folder, one_rank, tmp_path, capsys):
+    folder, ran = tmp_path / "actor", tmp_path / "ran"
+    one_rank("checkpoint", "stopped", model_folder, "fsdp2", str(folder))
+    for name in ("model/.metadata", "optimizer/.metadata", "model/__0_0.distcp", "card/rlx.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(ran)))
+    assert main([str(folder), str(tmp_path / "out")]) == 2
+    assert "is not in the manifest" in capsys.readouterr().err
+    (folder / "manifest.json").unlink()
+    seal(folder, {})
+    one_rank("checkpoint", "resumed", model_folder, "fsdp2", str(folder))
+    assert main([str(folder), str(tmp_path / "out")]) == 0
+    for part in ("model", "optimizer"):
+        shutil.rmtree(folder / part)
+        (folder / part).mkdir()
+        (folder / part / ".metadata").write_bytes(pickle.dumps(Bomb(ran)))
+        (folder / part / "shard-00001-of-00001.safetensors").write_bytes(pickle.dumps(Bomb(ran)))
+    assert "cannot be read" in one_rank("checkpoint", "damaged", model_folder, str(folder))[0][0]
+    description = json.loads((folder / "checkpoint.json").read_text())
+    (folder / "checkpoint.json").write_text(json.dumps({**description, "format": 1}))
+    assert "trust_checkpoint=True" in one_rank("checkpoint", "damaged", model_folder, str(folder))[0][0]
+    assert not ran.exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_if_it_is_trusted(model_folder, two_ranks, tmp_path, capsys):
+    whole, pickled = tmp_path / "whole", tmp_path / "pickled"
+    unbroken = two_ranks("checkpoint", "stopped", model_folder, "fsdp2", str(whole))
+    shutil.copytree(whole, pickled)
+    (pickled / "manifest.json").unlink()
+    description = json.loads((whole / "checkpoint.json").read_text())
+    (pickled / "checkpoint.json").write_text(json.dumps({**description, "format": 1}))
+    for part in ("model", "optimizer"):
+        shutil.rmtree(pickled / part)
+        dcp.save(load_all(whole / part), checkpoint_id=pickled / part, no_dist=True)
+    resumed = two_ranks("checkpoint", "resumed", model_folder, "fsdp2", str(pickled), 0, False, True)
+    for (metrics, saved, weights), again in zip(unbroken, resumed, strict=True):
+        assert again[0] == metrics
+        same(saved, again[1])
+        same(weights, again[2])
+    assert main([str(pickled), str(tmp_path / "out")]) == 2
+    assert main([str(pickled), str(tmp_path / "out"), "--trust-checkpoint"]) == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MiB."""
+    (tmp_path / "disk").mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path / "disk"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", tmp_path / "disk"], check=True)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_named_and_only_the_older_checkpoint_is_left(in_background, model_folder, two_ranks, small_disk):
+    newer = str(small_disk / "newer")
+    for left_bytes, said in (
+        (0, r"newer: this checkpoint needs \d\.\d+ MB, \d\.\d+ MB are free; free some space"),
+        (8192, r"newer(/model/shard-0000\d-of-00002.safetensors)?: no space is left"),
+    ):
+        messages = two_ranks("checkpoint", "fills_the_disk", model_folder, newer, left_bytes, in_background)
+        assert all(re.search(said, message.replace(".newer.partial", "newer")) for message in messages), messages
+        assert sorted(os.listdir(small_disk)) == ["filler", "older"]
+        assert damage(small_disk / "older") == damaged_chunks(small_disk / "older") == []
+
+
 def test_wrong_checkpoints_are_refused(model_folder, one_rank, tmp_path):
     assert "checkpoint.json" in one_rank("checkpoint", "refusal", model_folder, str(tmp_path))[0]
     folder = str(tmp_path / "critic")
     one_rank("checkpoint", "stopped", model_folder, "fsdp2", folder, 0, ("optimizer",), 1, "value")
     assert "head value" in one_rank("checkpoint", "refusal", model_folder, folder)[0]
     assert "save_contents" in one_rank("checkpoint", "refusal", model_folder, folder, "value")[0]
-
-
-def test_a_crash_leaves_the_old_checkpoint(two_ranks, tmp_path):
-    (tmp_path / "actor").mkdir()
-    (tmp_path / "actor" / "whole").write_text("whole")
-    two_ranks("checkpoint", "crash", str(tmp_path / "actor"))
-    assert os.listdir(tmp_path / "actor") == ["whole"]
 
 
 @pytest.mark.parametrize(("lora", "strategy"), [(0, "fsdp2"), (0, "fsdp"), (2, "fsdp2")])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from torch.overrides import TorchFunctionMode
 
 from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
@@ -15,6 +16,7 @@ from rlx.engine.micro_batch import pack, row_lengths, take
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.models.loading import ModelError
 from rlx.models.packed_attention import PACKED, packed_attention
+from rlx.models.prefix_tree import NEVER
 from rlx.offload import OffloadOptions, enable_activation_offloading, register_attention
 
 P, R, VOCAB = 5, 8, 61
@@ -82,10 +84,40 @@ def batch():
     return Batch.of({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, P:]})
 
 
-def said(forward, batch, distribution):
+@pytest.fixture(scope="module")
+def groups():
+    """A group of three rows, two of whose responses begin alike and one is empty, and a group of two that has a longer prompt."""
+    g = torch.Generator().manual_seed(0)
+    prompts, responses = torch.tensor([[3], [3], [3], [P], [P]]), torch.tensor([[R], [0], [5], [1], [6]])
+    mask = torch.cat([torch.arange(P) >= P - prompts, torch.arange(R) < responses], dim=1)
+    ids = torch.randint(3, VOCAB, (5, P + R), generator=g)
+    ids[:3, :P], ids[3:, :P], ids[2, P : P + 2] = ids[0, :P], ids[3, :P], ids[0, P : P + 2]
+    return Batch.of({"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask, "response_mask": mask[:, P:]})
+
+
+class KeepsFp64(TorchFunctionMode):
+    """Ignores casts from fp64 to fp32, which models make in norms and routers.
+
+    A token's gradients reach a norm as one sum if rows share the token. So rounding would not be that of separate rows.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if isinstance(args[0] if args else None, torch.Tensor) and args[0].dtype == torch.float64:
+            if function is torch.Tensor.float or (
+                function in (torch.Tensor.to, torch.Tensor.type) and args[1:] == (torch.float32,)
+            ):
+                return args[0]
+            if kwargs.get("dtype") == torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def said(forward, batch, distribution, least_gain=NEVER):
     """For each row the figures of its response, and their gradient by way of the parameters."""
     lengths = row_lengths(batch)
-    part = (pack if forward.packs else take)(batch, [2, 0, 3, 1], lengths)
+    rows = [2, 0, 3, 1, *range(4, len(batch))]
+    part = pack(batch, rows, lengths, least_gain) if forward.packs else take(batch, rows, lengths)
     figures = forward(part, distribution)
     of_row = {
         name: [x[i, part.lead[i] :][: lengths[row].response] for i, row in enumerate(part.rows)]
@@ -122,6 +154,22 @@ def test_packed_language_models_say_what_padded_ones_say(name, batch):
 @pytest.mark.parametrize("name", VALUE_MODELS)
 def test_packed_value_models_say_what_padded_ones_say(name, batch):
     assert agree(made(VALUE_MODELS[name]), batch, None).keys() == {"values"}
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, *(f"value {name}" for name in VALUE_MODELS)])
+def test_prompts_that_are_computed_once_say_what_rows_say(name, groups):
+    is_value = name.startswith("value ")
+    model = made(VALUE_MODELS[name.removeprefix("value ")] if is_value else LANGUAGE_MODELS[name], torch.float64)
+    model.set_experts_implementation("eager")  # torch's grouped products know no fp64
+    forward = Forward(model, model, torch.device("cpu"), "sdpa")
+    distribution = None if is_value else Distribution(0.7, with_entropy=True)
+    with KeepsFp64():
+        rows, tree = (said(forward, groups, distribution, least_gain) for least_gain in (NEVER, 0.0))
+    assert forward.shares_prefixes
+    for figure, of_rows in rows[0].items():
+        assert len(of_rows) == 20
+        torch.testing.assert_close(tree[0][figure], of_rows, rtol=0, atol=1e-10)
+    assert (tree[1] - rows[1]).norm() <= 1e-10 * rows[1].norm()
 
 
 @pytest.fixture
@@ -340,5 +388,30 @@ def test_offloading_answers_packed_attention_in_backward(batch):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss.backward()
         assert not [event for event in profile.events() if event.name == "aten::scaled_dot_product_attention"]
+    assert handle.stats().offloaded_bytes > 0
+    handle.disable()
+
+
+KEPT = [("boundary", "cpu"), ("attention", "cpu"), ("all", "cpu"), ("auto", "cpu"), ("attention", "disk")]
+
+
+@pytest.mark.parametrize(("save", "tier"), KEPT)
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+def test_offloading_changes_no_bit_of_prompts_that_are_computed_once(name, save, tier, groups, tmp_path):
+    """Nor is attention over a tree, with a window or not, computed again where its results are kept."""
+    register_attention(packed_attention)
+    model, steps, calls = made(LANGUAGE_MODELS[name]), [], []
+    options = OffloadOptions(save=save, tier=tier, min_bytes=0, directory=str(tmp_path) if tier == "disk" else None)
+    for offloads in (False, True):
+        handle = enable_activation_offloading(model, save != "all", options) if offloads else None
+        forward = Forward(model, model, torch.device("cpu"), "sdpa")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(1 + (save == "auto") * 2):  # which measures first
+                steps.append(said(forward, groups, Distribution(0.7, with_entropy=True), 0.0))
+        names = [event.name for event in profile.events()]
+        calls.append(names.count("aten::_scaled_dot_product_flash_attention_for_cpu"))
+    (plain, gradient), (kept, gradient_kept) = steps[0], steps[-1]
+    assert all(torch.equal(plain[figure], kept[figure]) for figure in plain) and torch.equal(gradient, gradient_kept)
+    assert calls[0] > 0 and (save == "auto" or (calls[0] == calls[1]) == (save in ("attention", "all")))
     assert handle.stats().offloaded_bytes > 0
     handle.disable()

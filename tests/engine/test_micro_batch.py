@@ -4,7 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.data.batch import Batch
-from rlx.engine.micro_batch import MicroBatchRule, RowLength, cut, pack, row_lengths, shifted, take
+from rlx.engine.micro_batch import (
+    MicroBatchRule,
+    RowLength,
+    cut,
+    groups_of,
+    pack,
+    row_lengths,
+    shifted,
+    take,
+    unique_tokens,
+)
 
 LENGTHS = st.lists(st.builds(RowLength, st.integers(0, 20), st.integers(0, 20)), max_size=12)
 
@@ -35,6 +45,66 @@ def test_packed_micro_batches_are_few_and_alike_and_the_largest_comes_first():
     assert [len(part) for part in cut(lengths, MicroBatchRule(rows=4), packs=True)] == [4, 4]
     parts = cut(lengths, MicroBatchRule(tokens=100), packs=True, at_least=3)
     assert [sum(sum(lengths[row]) for row in part) for part in parts] == [14, 14, 12]
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 20), min_size=1, max_size=5)), max_size=4)
+
+
+def rows_of(groups):
+    """The lengths of all rows, and the numbers of the rows of each group."""
+    lengths = [RowLength(prompt, response) for prompt, responses in groups for response in responses]
+    numbers = iter(range(len(lengths)))
+    return lengths, [[next(numbers) for _ in responses] for _, responses in groups]
+
+
+def computed(part, groups, lengths):
+    return sum(unique_tokens([row for row in group if row in part], lengths) for group in groups)
+
+
+@given(GROUPS, st.integers(1, 60), st.integers(0, 15))
+def test_of_groups_unique_tokens_count(groups, tokens, at_least):
+    lengths, groups = rows_of(groups)
+    parts = cut(lengths, MicroBatchRule(tokens=tokens), True, at_least, groups)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert len(parts) >= at_least
+    assert all(computed(part, groups, lengths) <= tokens or len(part) == 1 for part in parts)
+
+
+@given(GROUPS, st.integers(1, 6), st.integers(0, 15))
+def test_of_groups_no_more_rows_are_together_than_asked_for(groups, rows, at_least):
+    lengths, groups = rows_of(groups)
+    parts = cut(lengths, MicroBatchRule(rows=rows), True, at_least, groups)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert max((len(part) for part in parts), default=0) <= rows and len(parts) >= at_least
+
+
+def test_groups_stay_together_as_far_as_the_limit_allows():
+    lengths, groups = rows_of([(50, [5] * 4), (40, [5] * 4), (10, [5] * 2)])
+    whole = cut(lengths, MicroBatchRule(tokens=90), True, 0, groups)
+    assert sorted(whole) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    assert sorted(map(len, cut(lengths, MicroBatchRule(tokens=60), True, 0, groups))) == [2, 2, 2, 4], "50 + 2 x 5"
+    assert sorted(cut(lengths, MicroBatchRule(rows=4), True, 0, groups)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(cut(lengths, MicroBatchRule(tokens=1000), True, 12, groups)) == 12, "the processes agreed on more"
+
+
+def test_rows_with_equal_prompts_are_a_group_if_that_pays():
+    ids = torch.tensor([[0, 7, 7, 1], [0, 7, 7, 2], [7, 7, 7, 3], [0, 7, 7, 4], [0, 8, 7, 5]])
+    ones = torch.ones(5, 1, dtype=torch.bool)
+    mask = torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1], [0, 1, 1], [0, 1, 1]]).bool()
+    rows = Batch.of({"input_ids": ids, "attention_mask": torch.cat([mask, ones], dim=1), "response_mask": ones})
+    lengths = row_lengths(rows)
+    assert groups_of(rows, lengths, 0.0) == [[0, 1, 3], [2], [4]]
+    assert groups_of(rows, lengths, 4 / 9) == [[0], [1], [3], [2], [4]], "it saves no more than 4 of 9 tokens"
+
+
+def test_a_group_has_its_prompt_once_and_reads_its_last_token_for_each_response():
+    ids = torch.tensor([[5, 6, 1, 2], [5, 6, 3, 4], [5, 6, 1, 9]])
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    rows = Batch.of({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 2:]})
+    packed = pack(rows, [0, 1, 2], row_lengths(rows), least_gain=0.0).packed
+    assert packed.input_ids.tolist() == [[5, 6, 1, 3]] and packed.position_ids.tolist() == [[0, 1, 2, 2]]
+    assert packed.tree.lengths == [2, 1, 1] and packed.starts.tolist() == [0, 2, 3, 4]
+    assert packed.predicting.tolist() == [1, 2, 1, 3, 1, 2] and packed.targets.tolist() == [[1, 2, 3, 4, 1, 9]]
 
 
 def test_rows_with_like_prompts_are_together_and_the_end_is_ragged():
@@ -116,7 +186,11 @@ def test_packed_rows_follow_each_other_without_padding_and_without_their_last_to
         "of the empty row its prompt, and no column of padding"
     )
     assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 3]]
-    assert packed.starts.tolist() == [0, 1, 3, 7] and packed.starts.dtype == torch.int32 and packed.lengths == [1, 2, 4]
+    assert (
+        packed.starts.tolist() == [0, 1, 3, 7]
+        and packed.starts.dtype == torch.int32
+        and packed.tree.lengths == [1, 2, 4]
+    )
     # Each response token is predicted from the token before it, and stands in its own column of the window.
     assert packed.predicting.tolist() == [0, 2, 5, 6]
     assert packed.targets.tolist() == [[18, 4, 11, 12]]

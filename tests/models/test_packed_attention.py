@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rlx.models.packed_attention import LONG_TOKENS, Lengths, packed_attention
+from rlx.models.packed_attention import LONG_TOKENS, packed_attention
+from rlx.models.prefix_tree import Tree
 
 STARTS = [0, 1, 9, 14]
 
@@ -32,7 +33,7 @@ def by_hand(query, key, value, starts, window, scaling):
 def test_like_the_definition_with_gradients(window, value_width):
     inputs = tensors(value_width=value_width)
     starts = torch.tensor(STARTS, dtype=torch.int32)
-    got = packed_attention(*inputs, starts, Lengths([1, 8, 5]), scaling=0.3, window=window)
+    got = packed_attention(*inputs, starts, Tree([1, 8, 5]), scaling=0.3, window=window)
     expected = by_hand(*inputs, STARTS, window, 0.3)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     grads = [torch.autograd.grad((x * expected.detach()).sum(), inputs) for x in (got, expected)]
@@ -48,7 +49,7 @@ class Seen(TorchFunctionMode):
 def test_it_is_one_function_to_who_watches():
     with Seen() as mode:
         mode.functions = []
-        packed_attention(*tensors(), torch.tensor(STARTS, dtype=torch.int32), Lengths([1, 8, 5]))
+        packed_attention(*tensors(), torch.tensor(STARTS, dtype=torch.int32), Tree([1, 8, 5]))
     assert mode.functions[-1] is packed_attention
 
 
@@ -68,7 +69,7 @@ def test_it_is_one_function_to_who_watches():
 )
 def test_kernels_are_near_the_definition(window, starts, by_kernel, key_heads, dtype):
     inputs = tensors(dtype, "cuda", starts, heads=8, key_heads=key_heads, width=64, value_width=64)
-    lengths = Lengths([b - a for a, b in pairwise(starts)])
+    lengths = Tree([b - a for a, b in pairwise(starts)])
     at = torch.tensor(starts, dtype=torch.int32, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         got = packed_attention(*inputs, at, lengths, scaling=0.125, window=window)

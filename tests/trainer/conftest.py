@@ -1,12 +1,15 @@
 """Whole runs of the trainer in this process: real Ray, real FSDP with gloo, a tiny model."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from rlx.config.compose.command_line import compose
 from rlx.trainer.run import run
+
+sys.path.insert(0, str(Path(__file__).parent))  # for checkpoint_tools
 
 
 @pytest.fixture

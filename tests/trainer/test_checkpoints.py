@@ -1,22 +1,17 @@
 """Run folders and checkpoints of the driver."""
 
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
+from checkpoint_tools import STATE, make
 
+from rlx.checkpoint.manifest import seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig
 from rlx.trainer import checkpoints as ck
-
-STATE = ck.DriverState(
-    step=3,
-    seed=1,
-    policy_version=4,
-    sampler={"epoch": 0, "position": 6},
-    kl_controller={"coef": 0.1},
-    skipped_steps=0,
-    first_validation={"val/accuracy": 0.25},
-)
 
 
 def config_in(folder, **trainer):
@@ -24,18 +19,8 @@ def config_in(folder, **trainer):
     return replace(base, trainer=replace(base.trainer, default_local_dir=str(folder), **trainer))
 
 
-def make(run, step, *roles):
-    folder = run / "checkpoints" / f"global_step_{step}"
-    for role in roles:
-        (folder / role).mkdir(parents=True)
-    ck.write_driver_state(folder, replace(STATE, step=step))
-    return folder
-
-
 def test_state_comes_back_as_written(tmp_path):
-    folder = make(tmp_path, 3, "actor")
-    assert ck.read_driver_state(folder) == STATE
-    assert not list(folder.glob("*.part"))
+    assert ck.read_driver_state(make(tmp_path, 3, "actor")) == STATE
 
 
 def test_each_run_gets_a_folder_of_its_own_and_resuming_is_asked_for(tmp_path):
@@ -43,22 +28,89 @@ def test_each_run_gets_a_folder_of_its_own_and_resuming_is_asked_for(tmp_path):
     first, second = ck.run_folder(config, None), ck.run_folder(config, None)
     assert first != second and first.parent == second.parent == tmp_path
     make(first, 2, "actor")
-    assert ck.starting_checkpoint(config) is None
-    auto = ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
+    assert ck.starting_checkpoint(config).checkpoint is None
+    auto = ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto")).checkpoint
     assert auto == first / "checkpoints" / "global_step_2"
     assert ck.run_folder(config, auto) == first
 
 
-def test_auto_takes_the_newest_finished_one_and_starts_anew_without_any(tmp_path):
+def test_auto_takes_the_latest_step_of_the_newest_run_whatever_the_times_of_files_are(tmp_path):
     config = config_in(tmp_path, resume_mode="auto")
-    assert ck.starting_checkpoint(config) is None
-    make(tmp_path / "a", 2, "actor")
-    newest = make(tmp_path / "a", 10, "actor")
-    (tmp_path / "a/checkpoints/global_step_12/actor").mkdir(parents=True)
-    assert ck.starting_checkpoint(config) == newest
+    assert ck.starting_checkpoint(config) == (None, [])
+    older = make(tmp_path / "2026-01-01_10-00-00", 50, "actor")
+    newest = make(tmp_path / "2026-01-02_10-00-00", 10, "actor")
+    make(tmp_path / "2026-01-02_10-00-00", 2, "actor")
+    (tmp_path / "2026-01-02_10-00-00/checkpoints/.global_step_12.partial/actor").mkdir(parents=True)
+    (tmp_path / "2026-01-03_10-00-00/checkpoints").mkdir(parents=True)
+    for folder, seconds in ((newest, 1), (older, 9e8)):
+        os.utime(folder / "driver.json", (seconds, seconds))
+        os.utime(folder / "manifest.json", (seconds, seconds))
+    assert ck.starting_checkpoint(config) == (newest, [])
 
 
-@pytest.mark.parametrize(("name", "words"), [("elsewhere", "global_step_N"), ("global_step_7", "without driver.json")])
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped weights": (lambda c: flipped(c / "actor/weights"), "actor/weights: bytes 0 to 256 have changed"),
+    "flipped state": (lambda c: flipped(c / "driver.json"), "driver.json: bytes 0 to"),
+    "truncated": (lambda c: (c / "actor/weights").write_bytes(b"1"), "actor/weights: got 1 bytes, expected 256"),
+    "missing": (lambda c: (c / "actor/weights").unlink(), "actor/weights: is missing"),
+    "role missing": (lambda c: shutil.rmtree(c / "actor"), "actor/manifest.json: is missing"),
+    "role unfinished": (lambda c: (c / "actor/manifest.json").unlink(), "actor/manifest.json: is missing"),
+    "extra": (lambda c: (c / "actor/stale").write_text(""), "actor/stale: is not in the manifest"),
+    "another step's": (lambda c: c.rename(c.parent / "global_step_9"), "got the state of step 3, expected 9"),
+    "no manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json: is missing"),
+    "manifest torn": (
+        lambda c: (c / "manifest.json").write_text('{"format": 2, "fi'),
+        "manifest.json: is not valid JSON",
+    ),
+    "manifest of lists": (lambda c: (c / "manifest.json").write_text("[" * 9999), "manifest.json: is not valid JSON"),
+    "later format": (lambda c: (c / "manifest.json").write_text('{"format": 3}'), "got format 3, this version reads 2"),
+    "manifest forged": (
+        lambda c: (c / "manifest.json").write_text('{"format": 2, "files": {"../x": {"bytes": 0, "xxh3_128": [""]}}}'),
+        "is no manifest that rlx wrote",
+    ),
+    "state forged": (
+        lambda c: ((c / "driver.json").write_text('{"step": 3}'), (c / "manifest.json").unlink(), seal(c, {})),
+        r"driver.json: got the keys \['step'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_if_it_is_named(damage, tmp_path):
+    harm, said = DAMAGE[damage]
+    whole, harmed = (make(tmp_path / "run", step, "actor") for step in (2, 3))
+    harm(harmed)
+    harmed = ck.checkpoints_in(whole.parent)[-1]
+    auto = ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
+    assert auto.checkpoint == whole
+    assert re.search(f"passed over {harmed.name}: .*{said}", "; ".join(auto.passed_over))
+    with pytest.raises(ck.ResumeError, match=said):
+        ck.starting_checkpoint(config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(harmed)))
+    shutil.rmtree(whole)
+    with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):
+        ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
+
+
+def test_a_checkpoint_of_an_earlier_version_needs_trust(tmp_path):
+    folder = make(tmp_path / "run", 3, "actor")
+    for manifest in (*folder.glob("*/manifest.json"), folder / "manifest.json"):
+        manifest.unlink()
+    assert ck.is_pickled(folder)
+    with pytest.raises(ck.ResumeError, match=r"runs the code that they hold.*trust_checkpoint=True"):
+        ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
+    trusting = config_in(tmp_path, resume_mode="auto", trust_checkpoint=True)
+    assert ck.starting_checkpoint(trusting).checkpoint == folder
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("elsewhere", "global_step_N"), ("global_step_7", "without manifest.json")]
+)
 def test_a_path_that_is_no_finished_checkpoint_is_refused(tmp_path, name, words):
     (tmp_path / name).mkdir()
     config = config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / name))
@@ -68,31 +120,26 @@ def test_a_path_that_is_no_finished_checkpoint_is_refused(tmp_path, name, words)
 
 def test_only_the_newest_are_kept_for_each_role(tmp_path):
     made = [make(tmp_path, step, "actor", "critic") for step in (1, 2, 10)]
-    ck.keep_newest(tmp_path / "checkpoints", "actor", 1, 10)
+    ck.keep_newest(tmp_path / "checkpoints", "actor", 1)
     assert [(m / "actor").exists() for m in made] == [False, False, True]
-    assert [ck.finished(m) for m in made] == [False, False, True]
+    assert [ck.is_finished(m) for m in made] == [False, False, True]
     assert all((m / "critic").exists() for m in made)
-    ck.keep_newest(tmp_path / "checkpoints", "critic", 2, 10)
+    ck.keep_newest(tmp_path / "checkpoints", "critic", 2)
     assert [m.exists() for m in made] == [False, True, True]
-    ck.keep_newest(tmp_path / "checkpoints", "critic", None, 10)
+    ck.keep_newest(tmp_path / "checkpoints", "critic", None)
     assert made[1].exists()
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [2, 4]), (3, [2, 4, 10])])
-def test_after_resuming_from_before_the_one_just_written_is_the_newest(tmp_path, keep, left):
-    for step in (2, 10, 4):
+def test_checkpoints_of_steps_that_a_run_repeats_are_set_aside(tmp_path):
+    for step in (2, 4, 10):
         make(tmp_path, step, "actor")
-    ck.keep_newest(tmp_path / "checkpoints", "actor", keep, 4)
-    assert [ck.step_of(c) for c in ck.checkpoints_in(tmp_path / "checkpoints")] == left
-
-
-def test_a_checkpoint_being_written_anew_is_not_finished(tmp_path):
-    folder = make(tmp_path, 3, "actor")
-    ck.reopen(folder)
-    assert not ck.finished(folder) and (folder / "actor").is_dir()
-    ck.write_driver_state(folder, STATE)
-    assert ck.finished(folder)
-    ck.reopen(tmp_path / "checkpoints" / "global_step_4")  # of one that is new there is nothing to take
+    folder = tmp_path / "checkpoints"
+    (folder / "superseded/global_step_10").mkdir(parents=True)
+    assert ck.set_aside_later(folder, 2) == ["global_step_10", "global_step_4"]
+    assert ck.newest_whole(folder).checkpoint == folder / "global_step_2"
+    assert sorted(os.listdir(folder / "superseded")) == ["global_step_10", "global_step_4"]
+    assert ck.damage(folder / "superseded/global_step_10") == []
+    assert ck.set_aside_later(folder, 2) == []
 
 
 def described(run, **roles):

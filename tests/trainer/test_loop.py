@@ -25,7 +25,6 @@ from rlx.config.schema import (
 from rlx.data.batch import Batch
 from rlx.data.sampler import PromptSampler
 from rlx.rewards.manager import Scores
-from rlx.trainer import checkpoints as ck
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
@@ -58,30 +57,6 @@ class Held(SimpleNamespace):
         names = ("prompt_text", "response_text", "ground_truth", "data_source")
         info = {name: ["x"] * len(rows) for name in names}
         return Batch.of({"prompt_ids": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool)}, info)
-
-
-class Dying:
-    """Workers of which one dies while it writes the critic."""
-
-    world_size = 1
-
-    def broadcast(self, role, method, *args):
-        if role == "critic":
-            raise RuntimeError("died")
-
-
-def test_a_checkpoint_whose_second_writing_breaks_off_is_not_resumed_from(tmp_path):
-    config = PPOConfig(data=DataConfig(train_batch_size=1))
-    sampler = PromptSampler(4, 1, shuffle=True, seed=0)
-    prompts = SimpleNamespace()
-    trainer = Trainer(config, Dying(), None, prompts, sampler, prompts, None, tmp_path, Progress(4), None)
-    trainer.finished_steps = 3
-    checkpoint = tmp_path / "checkpoints/global_step_3"
-    ck.write_driver_state(checkpoint, trainer.state())
-    assert ck.finished(checkpoint)
-    with pytest.raises(RuntimeError, match="died"):
-        trainer.save()
-    assert not ck.finished(checkpoint), "its actor is new and its critic old"
 
 
 def test_without_a_critic_there_is_no_warm_up_to_wait_for():

@@ -26,12 +26,12 @@ def test_phases_take_the_figures_of_their_calls_from_the_process_with_the_most()
 
 
 def test_a_phase_of_several_calls_goes_from_the_first_to_the_last_that_was_made():
-    both = [noted(actor__save=(1.0, 2.0), critic__save=(3.0, 4.0))]
+    both = [noted(actor__begin_save=(1.0, 2.0), critic__begin_save=(3.0, 4.0))]
     assert memory.of_phases(both, ["checkpoint"]) == {
         "memory/checkpoint_before_gb": 1.0,
         "memory/checkpoint_after_gb": 4.0,
     }
-    one = [noted(actor__save=(1.0, 2.0))]
+    one = [noted(actor__begin_save=(1.0, 2.0))]
     assert memory.of_phases(one, ["checkpoint"]) == {
         "memory/checkpoint_before_gb": 1.0,
         "memory/checkpoint_after_gb": 2.0,

@@ -29,6 +29,7 @@ METRICS = {
     "actor/clip_fraction": 0.0123,
     "actor/grad_norm": 123.456,
     "perf/tokens_per_second": 123456.0,
+    "actor/tokens_saved": 0.78,
     "perf/offloaded_mb": 1234567.0,
     "perf/stall_share": 0.0234,
     "perf/peak_memory_gb": 71.25,
@@ -55,8 +56,8 @@ def test_a_row_stands_under_its_header_and_holds_every_column_within_120_charact
     header, row = table.header(), table.row(9999, METRICS)
     assert table.columns == PROGRESS_COLUMNS
     assert max(len(header), len(row)) <= PLAIN_WIDTH
-    assert row.split()[:14] == [
-        "9999/9999", "0.375", "41.2%", "141", "-3.1e-05", "0.012", "0.512", "1.2%", "123.456", "123k", "20.9", "1.2M", "2.3%", "71.250",
+    assert row.split()[:15] == [
+        "9999/9999", "0.375", "41.2%", "141", "-3.1e-05", "0.012", "0.512", "1.2%", "123.456", "123k", "78%", "20.9", "1.2M", "2.3%", "71.250",
     ]  # fmt: skip
     end = 0
     for column in PROGRESS_COLUMNS:

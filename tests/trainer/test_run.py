@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlx.checkpoint import manifest
 from rlx.driver import main
 from rlx.rewards.manager import RewardError
+from rlx.trainer.checkpoints import ResumeError
 
 pytestmark = pytest.mark.e2e
 
@@ -147,6 +149,33 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
     for step in (3, 4):
         assert resumed[step]["perf/offloaded_mb"] == 0
         assert results(resumed[step]) == results(unbroken[step])
+
+
+@pytest.mark.slow
+def test_a_run_passes_over_a_damaged_checkpoint_and_resumes_on_more_processes_with_the_other_strategy(
+    train, custom, capfd, monkeypatch
+):
+    monkeypatch.setattr(manifest, "SMALL_BYTES", 0)  # so that the workers find the damage and not the driver
+    options = [*custom("varied"), "trainer.total_training_steps=3", "trainer.save_freq=1"]
+    options += ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]
+    folder, unbroken = train(*options, "actor_rollout_ref.actor.checkpoint.async_save=True")
+    saved = folder / "checkpoints"
+    assert sorted(os.listdir(saved)) == ["global_step_1", "global_step_2", "global_step_3"]
+    (shard,) = (saved / "global_step_3/actor/optimizer").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ResumeError, match=rf"global_step_3 cannot be used: {shard}: bytes 0 to .* have changed"):
+        train(*options, *resume_from(folder, 3))
+    capfd.readouterr()
+    other = ["trainer.resume_mode=auto", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp"]
+    again, resumed = train(*options, *other)
+    printed = capfd.readouterr()
+    assert again == folder and "passed over global_step_3" in printed.out + printed.err
+    assert os.listdir(saved / "superseded") == ["global_step_3"]
+    assert len(os.listdir(saved / "global_step_3/actor/model")) == 2, "one file of each process"
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/lr", "train/policy_version"):
+        assert resumed[3][name] == pytest.approx(unbroken[3][name], rel=1e-3, abs=1e-6), name
 
 
 def test_real_gsm8k_trains_and_the_model_leaves(train):

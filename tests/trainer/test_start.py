@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlx.checkpoint.manifest import seal
 from rlx.config.compose.command_line import compose
 from rlx.data.files import DataError
 from rlx.models.loading import ModelError
@@ -129,6 +130,8 @@ def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(config,
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     prepared = prepare(config())
     ck.write_driver_state(folder, ck.DriverState(2, 1, 2, prepared.sampler.state_dict(), {}, 0, {}))
+    for sealed in (folder / "actor", folder):
+        seal(sealed, {})
     held = prepare(config(*resume))
     assert held.checkpoint == folder
     with held.lock, pytest.raises(RunLocked, match=rf"process {os.getpid()} on .* still runs"):

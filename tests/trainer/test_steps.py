@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
@@ -40,24 +38,6 @@ def test_spread_repeats_prompts_and_gives_each_sample_its_own_stable_seed():
     again = steps.spread(prompts, 2, run_seed=1, purpose="train", step=4)["seed"].tolist()
     assert again == [*seeds[:2], *seeds[3:5]], "a sample's seed must not depend on how many samples there are"
     assert steps.spread(prompts, 3, 1, "train", 5)["seed"].tolist() != seeds
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(1, 6))
-def test_balance_keeps_every_row(lengths, parts):
-    batch = batch_of(lengths, response=30, scores=torch.arange(len(lengths), dtype=torch.float32))
-    balanced = steps.balance(batch, parts)
-    assert sorted(balanced["scores"].tolist()) == batch["scores"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "shares"),
-    [([8, 8, 1, 1], ([8, 1], [8, 1])), ([9, 8, 5, 4, 1], ([8, 4, 1], [9, 5])), ([3], ([3], []))],
-)
-def test_balance_evens_out_the_tokens_and_keeps_the_row_counts(lengths, shares):
-    counts = [count - 1 for count in steps.balance(batch_of(lengths, response=9), 2).token_counts()]
-    first = len(shares[0])
-    assert (counts[:first], counts[first:]) == shares
 
 
 def test_mini_batches_are_cut_by_whole_prompts_and_shuffled_by_seed():

@@ -94,7 +94,8 @@ def generate(shares, purpose, fails=None):
 def rest_and_save(folder):
     """What lies between two generations of a run that saves."""
     ROLES["rollout"].rest()
-    ROLES["actor"].save(folder)
+    ROLES["actor"].begin_save(folder)
+    ROLES["actor"].finish_save()
     ROLES["actor"].rest()
 
 

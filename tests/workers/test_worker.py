@@ -56,7 +56,9 @@ def stepped(workers, prompts, tmp_path_factory):
     usage = workers.broadcast("process", "usage")
     folder = tmp_path_factory.mktemp("checkpoint")
     for role in ("actor", "critic"):
-        workers.broadcast(role, "save", str(folder / role))
+        workers.broadcast(role, "begin_save", str(folder / role))
+    for role in ("actor", "critic"):
+        workers.broadcast(role, "finish_save")
     return batch, metrics, usage, folder
 
 
@@ -117,10 +119,12 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
             assert torch.equal(same_batch[name], batch[name])
         for name in ("old_log_probs", "values"):
             torch.testing.assert_close(same_batch[name], batch[name], atol=1e-5, rtol=0)
+        sampled = ("actor/update_length", "critic/update_length")  # of other elements on another number of processes
+        same_metrics, metrics = ({n: m[n] for n in m if n not in sampled} for m in (same_metrics, metrics))
         assert same_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-6)
         own = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
-        single.broadcast("actor", "load", str(folder / "actor"))
-        single.broadcast("critic", "load", str(folder / "critic"))
+        single.broadcast("actor", "load", str(folder / "actor"), False)
+        single.broadcast("critic", "load", str(folder / "critic"), False)
         loaded = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
         torch.testing.assert_close(loaded, own, atol=1e-3, rtol=0)
     export(folder / "actor", folder / "exported")
@@ -146,4 +150,4 @@ def test_a_worker_that_cannot_be_built_says_why(environment, config, device, rol
 
 def test_a_role_that_the_process_does_not_host_is_named(environment, config):
     with pytest.raises(ValueError, match=r"got 'critic', expected one of"):
-        Worker(config, ["actor"]).call("critic", "save", "/nowhere")
+        Worker(config, ["actor"]).call("critic", "begin_save", "/nowhere")

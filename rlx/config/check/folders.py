@@ -8,10 +8,16 @@ from rlx.config.schema import PPOConfig
 
 
 def runs_folder(config: PPOConfig) -> Path:
-    """Return the folder that holds the runs of this experiment."""
+    """Return the local folder that holds the runs of this experiment; runs with a URL work in the default one."""
     trainer = config.trainer
-    chosen = trainer.default_local_dir or Path("outputs") / trainer.project_name / trainer.experiment_name
+    given = None if is_url(trainer.default_local_dir) else trainer.default_local_dir
+    chosen = given or Path("outputs") / trainer.project_name / trainer.experiment_name
     return Path(chosen).expanduser().absolute()
+
+
+def is_url(path: str | None) -> bool:
+    """Whether a path names a file system by a scheme, such as `s3://bucket/runs`."""
+    return path is not None and "://" in path
 
 
 def warm_starts_folder(config: PPOConfig) -> Path:

@@ -9,6 +9,7 @@ from rlx.config.check.folders import (
     correct_path,
     is_hub_name,
     is_python_file,
+    is_url,
     runs_folder,
     warm_starts_folder,
     why_not_writable,
@@ -180,11 +181,12 @@ def user_code_exists(s: CheckContext) -> Faults:
 def checkpoint_exists(s: CheckContext) -> Faults:
     """The checkpoint to resume from exists and is finished."""
     trainer, key = s.config.trainer, "trainer.resume_from_path"
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
-        folder = Path(trainer.resume_from_path).expanduser()
+    named = trainer.resume_from_path
+    if trainer.resume_mode == "resume_path" and named is not None and not is_url(named):
+        folder = Path(named).expanduser()
         if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "driver.json").is_file():
             remedy = f"correct {key}; checkpoints are in <run folder>/checkpoints"
-            expected = "a folder named global_step_N with a driver.json, which is written last"
+            expected = "a folder named global_step_N with a driver.json"
             what = "does not exist" if not folder.is_dir() else "is none, or not finished"
             yield s.fault(f"the checkpoint to resume from {what}", expected, remedy, key)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import positions_of
 from rlx.config.machine import processes
-from rlx.config.schema.roles import has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.config.schema.roles import ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
 
 PROCESSES = "trainer.n_gpus_per_node"
 MICRO_KEYS = (
@@ -55,12 +55,27 @@ def sequence_groups_are_whole(s: CheckContext) -> Faults:
             what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
             expected, remedy = "a divisor of the number of processes", f"change {key}, or {PROCESSES}"
             yield s.fault(what, expected, remedy, key, PROCESSES, got=got)
-        if together > 1 and not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
-            padding, kernel = f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation"
-            what = f"{key} shares packed sequences, in rlx's own attention"
-            got = f"{padding}={role.model.use_remove_padding}, {kernel}={role.model.attn_implementation}"
-            expected, remedy = "use_remove_padding=True and sdpa", f"set {padding}=True and {kernel}=sdpa"
-            yield s.fault(what, expected, remedy, padding, kernel, key, got=got)
+        if together > 1:
+            yield from _is_packed(s, role, key, f"{key} shares packed sequences, in rlx's own attention")
+
+
+def prefixes_are_shared_in_packed_rows(s: CheckContext) -> Faults:
+    """A prompt is computed once for several responses in rlx's own attention over packed rows."""
+    for role in sharded_roles(s.config):
+        key = f"{role.model_key}.use_shared_prefix"
+        if role.model.use_shared_prefix is True:
+            yield from _is_packed(
+                s, role, key, f"{key}=True computes prompts once in packed rows, in rlx's own attention"
+            )
+
+
+def _is_packed(s: CheckContext, role: ModelRole, key: str, what: str) -> Faults:
+    """A role's rows are packed and go through rlx's own attention, as the key needs."""
+    if not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
+        padding, kernel = f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation"
+        got = f"{padding}={role.model.use_remove_padding}, {kernel}={role.model.attn_implementation}"
+        expected, remedy = "use_remove_padding=True and sdpa", f"set {padding}=True and {kernel}=sdpa"
+        yield s.fault(what, expected, remedy, padding, kernel, key, got=got)
 
 
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
@@ -221,6 +236,7 @@ TRAINING_RULES = (
     mini_batch_divides_batch,
     micro_batch_has_one_size,
     sequence_groups_are_whole,
+    prefixes_are_shared_in_packed_rows,
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
     updates_survive_rounding,

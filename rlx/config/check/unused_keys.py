@@ -134,6 +134,7 @@ UNUSED_KEYS = (
     _without("data.shuffle", "data.seed"),
     _row(f"{MODEL}.path is not {TINY}", lambda s: not is_tiny(s.config), f"{MODEL}.tiny.*", "warm_start.*"),
     _row(f"the critic has the policy's shape, {MODEL}.tiny", _always, "critic.model.tiny.*"),
+    _if(f"{ROLLOUT}.n", 1, f"{MODEL}.use_shared_prefix", "critic.model.use_shared_prefix"),
     *_of_trained_model(ACTOR, MODEL),
     *_of_trained_model("critic", "critic.model"),
     # Updates
@@ -197,10 +198,11 @@ UNUSED_KEYS = (
         lambda s: s.config.trainer.resume_mode != "resume_path",
         "trainer.resume_from_path",
     ),
+    _if("trainer.resume_mode", "disable", "trainer.trust_checkpoint"),
     _row(
-        "trainer.save_freq is not set: nothing is saved",
-        lambda s: s.config.trainer.save_freq <= 0,
-        *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.save_contents"),
+        "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
+        lambda s: s.config.trainer.save_freq <= 0 and s.config.trainer.save_every_minutes is None,
+        *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.*"),
     ),
     _row(
         "the run never validates",

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from rlx.config.forecast.decoders import Known
 from rlx.config.machine import Machine, on_accelerator, processes
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
 from rlx.config.schema.roles import MicroSize, ModelRole, sharded_roles
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.memory import StateBytes, state_bytes
@@ -142,9 +142,20 @@ def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, 
     rows = share if micro.rows is None else min(share, micro.rows)
     if is_least and micro.rows is not None and role.model.use_remove_padding and role.name != "reward":
         rows = 1
-    tokens = -(-rows * length // role.together)
+    unique = _unique_tokens(role.model, rows, rollout.n, length, data)
+    tokens = -(-unique // role.together)
     if micro.tokens is not None:
         tokens = max(-(-length // role.together), min(tokens, micro.tokens))
     if role.name not in ("actor", "ref"):
         return Load(tokens, 0)
-    return Load(tokens, -(-tokens * data.max_response_length // (data.max_prompt_length + data.max_response_length)))
+    responses = rows * length * data.max_response_length
+    return Load(tokens, -(-tokens * responses // (unique * (data.max_prompt_length + data.max_response_length))))
+
+
+def _unique_tokens(model: ModelConfig, rows: int, samples: int, length: int, data: DataConfig) -> int:
+    """Return the tokens of rows of one length, in which prompts count once if they are shared."""
+    prompt = length * data.max_prompt_length // (data.max_prompt_length + data.max_response_length)
+    # Where samples do not fill whole groups, one more may be parted.
+    prompts = min(rows, -(-rows // samples) + (rows > samples and rows % samples > 0))
+    saved = (rows - prompts) * prompt
+    return rows * length - (saved if saved > model.least_gain * rows * length else 0)

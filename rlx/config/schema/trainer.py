@@ -27,6 +27,9 @@ class TrainerConfig:
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
     memory_check: str = key("refuse", "Action if memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
     save_freq: int = key(-1, "Steps between checkpoints; -1: never.", minimum=-1)
+    save_every_minutes: float | None = key(
+        None, "Also save after the step in which so much time has passed since the last save.", exclusive_minimum=0
+    )
     test_freq: int = key(-1, "Steps between validations; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
@@ -34,11 +37,15 @@ class TrainerConfig:
     balance_batch: bool = key(True, "Give each process about the same number of tokens.")
     resume_mode: str = key(
         "disable",
-        "disable: start anew; auto: newest checkpoint of the experiment; resume_path: one named.",
+        "disable: start anew; auto: newest whole checkpoint of the experiment's newest run; resume_path: one named.",
         choices=RESUME,
     )
-    resume_from_path: str | None = key(None, "Checkpoint folder (`.../global_step_N`) for resume_path.")
-    default_local_dir: str | None = key(None, "Folder of run folders; null: outputs/<project_name>/<experiment_name>.")
+    resume_from_path: str | None = key(None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.")
+    trust_checkpoint: bool = key(False, "Read checkpoints of earlier versions too, which are pickles and can run code.")
+    default_local_dir: str | None = key(
+        None,
+        "Folder of run folders; null: outputs/<project_name>/<experiment_name>; a URL (s3://…): copies of checkpoints go there.",
+    )
     max_restarts: int = key(3, "Restarts from the last checkpoint after something died or hung; 0: end.", minimum=0)
     hang_timeout_s: float = key(
         1800.0, "Seconds without progress on any process after which a call counts as hung.", exclusive_minimum=0

@@ -69,6 +69,7 @@ class CheckpointConfig:
         "Parts of a checkpoint; extra is the scheduler, hf_model a folder for from_pretrained.",
         choices=CHECKPOINT_CONTENTS,
     )
+    async_save: bool = key(False, "Copy to host memory, and write to disk while training goes on.")
 
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -68,11 +68,11 @@ def describe_range(info: KeyInfo) -> str:
         return "one of " + ", ".join("null" if choice is None else str(choice) for choice in info.choices)
     if info.bounds:
         return "a number > 0 or low_high"
-    words = "".join(f", or {word}" for word in info.words)
+    words = [f"or {word}" for word in info.words]
     low = f">= {info.minimum:g}" if info.minimum is not None else ""
     low = f"> {info.exclusive_minimum:g}" if info.exclusive_minimum is not None else low
     high = f"<= {info.maximum:.10g}" if info.maximum is not None else ""
-    return " and ".join(part for part in (low, high) if part) + words
+    return ", ".join([*([" and ".join(filter(None, (low, high)))] if low or high else []), *words])
 
 
 def describe_expected(leaf: Leaf) -> str:

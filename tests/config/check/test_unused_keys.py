@@ -47,6 +47,7 @@ CASES = [
             "activation_offload.pin_memory=False",
         )
     ),
+    (f"{ROLLOUT}.n=1 {MODEL}.use_shared_prefix=True", [f"{MODEL}.use_shared_prefix"]),
     (f"{ACTOR}.optim.master_weights=False", [f"{ACTOR}.optim.master_weights"]),
     (f"{GAE} critic.optim.allow_lossy_updates=True", ["critic.optim.allow_lossy_updates"]),
     (f"{MODEL}.lora_alpha=32", [f"{MODEL}.lora_alpha"]),
@@ -144,6 +145,9 @@ CASES = [
         [f"{ACTOR}.checkpoint.save_contents", "trainer.max_actor_ckpt_to_keep"],
     ),
     ("trainer.save_freq=2 trainer.max_critic_ckpt_to_keep=1", ["trainer.max_critic_ckpt_to_keep"]),
+    ("trainer.save_every_minutes=9 trainer.max_actor_ckpt_to_keep=1", []),
+    ("trainer.trust_checkpoint=True", ["trainer.trust_checkpoint"]),
+    ("trainer.trust_checkpoint=True trainer.resume_mode=auto", []),
     (
         f"trainer.test_freq=-1 trainer.val_before_train=False trainer.log_val_generations=2 data.val_batch_size=8 "
         f"{ROLLOUT}.val_kwargs.do_sample=True {ROLLOUT}.val_kwargs.temperature=1",

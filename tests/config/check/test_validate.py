@@ -31,6 +31,12 @@ JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 CASES = [
     # batches
     (
+        "prefixes_are_shared_in_packed_rows",
+        f"{MODEL}.use_shared_prefix=True {MODEL}.attn_implementation=eager",
+        [f"{MODEL}.use_shared_prefix=True computes prompts once"],
+        "attn_implementation=sdpa",
+    ),
+    (
         "mini_batch_divides_batch",
         f"data.train_batch_size=30 {ACTOR}.ppo_mini_batch_size=32",
         ["the mini-batch does not divide"],

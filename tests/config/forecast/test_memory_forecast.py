@@ -270,6 +270,20 @@ def test_rows_and_tokens_limit_a_micro_batch(forecast):
     assert working(10**6, None) == 8 * 16 * per_token  # there are no more samples
 
 
+def test_a_prompt_counts_once_for_its_responses(forecast):
+    def working(*overrides: str) -> float:
+        return forecast(f"{ROLLOUT}.n=4", *overrides).phase("update_actor").parts["working"]
+
+    apart, rows = f"{MODEL}.use_shared_prefix=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    assert working(apart) == INPUTS + WORKING
+    assert working() == (INPUTS + WORKING) * (6 + 4 * 10) / TOKENS
+    assert working(f"{rows}=6") == (INPUTS + WORKING) * (3 * 6 + 6 * 10) / TOKENS, (
+        "two groups, one of them in two parts"
+    )
+    assert working(f"{rows}=1") == working(f"{rows}=1", apart)
+    assert working(f"{MODEL}.attn_implementation=eager") == working(f"{MODEL}.attn_implementation=eager", apart)
+
+
 def test_of_packed_rows_one_alone_is_sure_to_be_long(forecast):
     found = forecast(f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", "data.max_response_length=1000")
     most, sure = (found.phase("old_log_prob", is_least=least).parts["working"] for least in (False, True))

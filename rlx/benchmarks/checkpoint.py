@@ -1,0 +1,217 @@
+"""Measure how long a save in the background holds up training, how it stretches the steps beside it, and what digests cost.
+
+python -m rlx.benchmarks.checkpoint --shape qwen2-7b --json checkpoint.json
+
+One process, FSDP2, weights and AdamW's state in bf16 (`--masters`: fp32 state with masters), a model with random weights. Host memory for staging is reserved and pinned
+before, as the first save of a run does. `blocks` is the time from the call until training can go on. `beside` is the mean of the
+steps that began while the thread wrote; if it was faster than `--steps` steps, of those alone. The digests' cost is the time
+of a file written with digests over that of a plain file with the same bytes; both end with fsync. Rounds alternate.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlx.benchmarks.common import GB, benchmark_parser, cell, chosen_device, seconds_of, title, write_json
+from rlx.checkpoint.manifest import damage, damaged_chunks
+from rlx.checkpoint.tensors import Piece, Source, write_safetensors
+from rlx.config.schema import FSDPConfig, OptimConfig
+from rlx.engine.checkpoint import Description, parts_of
+from rlx.engine.optimizer import build_optimizer, step_in_parts
+from rlx.engine.optimizer_state import OptimizerStateOnHost
+from rlx.engine.residency import TensorOffload
+from rlx.engine.saving import Saves
+from rlx.engine.sharding import precision_of, shard
+from rlx.offload import HostArena
+from rlx.offload.benchmark.device import clock
+from rlx.offload.plan.shapes import SHAPES
+
+DIGESTED_BYTES = 4 << 30
+
+
+class Training:
+    """A sharded model, its optimizer, and steps on random tokens, each over several micro-batches."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device):
+        self.device, self._options = device, options
+        self.arena = HostArena(pinned=device.type != "cpu")
+        fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload)
+        plain = _model(options, device)
+        self.sharded = shard(plain, "fsdp2", fsdp, precision_of(fsdp, device), device)
+        self.optimizer = build_optimizer(
+            self.sharded.root.parameters(), OptimConfig(lr=1e-6, master_weights=options.masters)
+        )
+        self.saves = Saves(self.arena, "model", device)
+        self._on_host = None
+        if options.optimizer_offload:
+            self._on_host = OptimizerStateOnHost(self.optimizer, self.arena, "state", device)
+        vocabulary = plain.config.get_text_config().vocab_size
+        self._ids = torch.randint(0, vocabulary, (1, options.tokens), device=device)
+
+    @property
+    def offloads(self) -> list[TensorOffload]:
+        """Where state is in host memory."""
+        return self._on_host.offloads if self._on_host else []
+
+    def step(self) -> None:
+        """Take an optimizer step, and wait for the device."""
+        for _ in range(self._options.micro_batches):
+            self.sharded.root(input_ids=self._ids, labels=self._ids).loss.backward()
+        self.saves.before_step()
+        if self._on_host is None:
+            step_in_parts(self.optimizer)
+        else:
+            self._on_host.step()
+        self.optimizer.zero_grad()
+        clock(self.device)
+
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state to save."""
+        described = Description("lm", ("model", "optimizer"), updates=1, steps=1, adapters={})
+        return parts_of(described, self.sharded, self.optimizer)
+
+
+def _model(options: argparse.Namespace, device: torch.device) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    config = AutoConfig.for_model(**{**SHAPES[options.shape], **changes})
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()  # type: ignore[no-any-return]
+
+
+def measure_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+    """Save in the background beside training, check what was written, and return seconds and bytes."""
+    device = training.device
+    parts = training.parts()
+    nbytes = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
+    pinning = seconds_of(lambda: _reserve(training.arena, parts, training.offloads), device)
+    alone = [seconds_of(training.step, device) for _ in range(steps)]
+    began = time.perf_counter()
+    blocks = seconds_of(lambda: training.saves.begin(folder, training.parts(), training.offloads, True), device)
+    beside = []
+    while not training.saves.is_written or not beside:
+        if len(beside) == 10 * steps:
+            break
+        beside.append(seconds_of(training.step, device))
+    training.saves.finish()
+    written = time.perf_counter() - began
+    if faults := damage(folder) or damaged_chunks(folder):
+        raise RuntimeError(faults[0])
+    usual = statistics.mean(alone[1:] or alone)
+    return {
+        "bytes": nbytes,
+        "pinning_s": pinning,
+        "blocks_s": blocks,
+        "written_s": written,
+        "steps_alone_s": alone,
+        "steps_beside_s": beside,
+        "stretch": statistics.mean(beside) / usual - 1,
+    }
+
+
+def _reserve(arena: HostArena, parts: dict[str, dict[str, Tensor]], offloads: list[TensorOffload]) -> None:
+    """Let the arena reserve what a save will stage."""
+    in_host = {storage for offload in offloads for storage in offload.starts()}
+    tensors = (
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor for p in parts.values() for tensor in p.values()
+    )
+    account = arena.account(name="reserved")
+    block = account.allocate(sum(t.nbytes for t in tensors if t.untyped_storage() not in in_host))
+    if block is None:
+        raise MemoryError("the host has no memory for staging")
+    account.free(block)
+
+
+def measure_digests(folder: Path, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of writing the same bytes plainly and as a file of tensors with digests."""
+    tensor = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    source = Source(Piece("w", (0,), tensor), lambda: [tensor])
+
+    def plain() -> None:
+        with (folder / "file").open("wb", buffering=0) as file:
+            data = memoryview(tensor.numpy())
+            while len(data):
+                data = data[file.write(data[: 8 << 20]) :]
+            os.fsync(file.fileno())
+
+    def digested() -> None:
+        write_safetensors(folder / "file", [source])
+
+    seconds: dict[str, list[float]] = {"plain_s": [], "digested_s": []}
+    works: dict[str, Callable[[], None]] = {"plain_s": plain, "digested_s": digested}
+    for turn in range(rounds + 1):
+        for name, work in sorted(works.items(), reverse=turn % 2 == 1):  # the disk may be busy with the file before
+            began = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - began)
+            (folder / "file").unlink()
+    return {name: each[1:] for name, each in seconds.items()}
+
+
+def main() -> int:
+    """Run the command and return the exit code."""
+    parser = benchmark_parser("checkpoint", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch (default 8192)")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a step (default 4)")
+    parser.add_argument("--steps", type=int, default=5, help="measured before the save (default 5)")
+    parser.add_argument("--optimizer-offload", action="store_true", help="AdamW's state waits in host memory")
+    parser.add_argument("--masters", action="store_true", help="fp32 masters and moments, as a run has by default")
+    parser.add_argument("--digested-bytes", type=int, default=DIGESTED_BYTES, help="of the file that measures digests")
+    parser.add_argument("--out", type=Path, help="folder to write into (default: a temporary one)")
+    options = parser.parse_args()
+    device = chosen_device(options.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.out))
+    try:
+        digests = measure_digests(folder, options.digested_bytes, options.rounds)
+        training = Training(options, device)
+        training.step()
+        save = measure_save(training, folder / "saved", options.steps)
+    finally:
+        shutil.rmtree(folder)
+        dist.destroy_process_group()
+    plain, digested = (statistics.median(digests[name]) for name in ("plain_s", "digested_s"))
+    print(f"{title(device)}: {options.shape}, {save['bytes'] / GB:.1f} GB, state on the {_place(options)}")
+    rows = {
+        "pinning the staging, once [s]": save["pinning_s"],
+        "a save blocks [s]": save["blocks_s"],
+        "written after [s]": save["written_s"],
+        "step alone [s]": statistics.mean(save["steps_alone_s"][1:] or save["steps_alone_s"]),
+        "steps beside the save [s]": statistics.mean(save["steps_beside_s"]),
+        "longest step beside [s]": max(save["steps_beside_s"]),
+        "stretch of the steps beside [%]": 100 * save["stretch"],
+        "plain write [GB/s]": options.digested_bytes / GB / plain,
+        "cost of digests [%]": 100 * (digested / plain - 1),
+    }
+    for name, value in rows.items():
+        print(f"{name:>34}{cell(value, 3, 12)}")
+    write_json(options, device, {**save, **digests})
+    return 0
+
+
+def _place(options: argparse.Namespace) -> str:
+    return "host" if options.optimizer_offload else "device"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

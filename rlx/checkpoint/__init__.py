@@ -1,0 +1,1 @@
+"""Folders of tensors and JSON that can be believed: manifests with digests, safetensors, no pickle."""

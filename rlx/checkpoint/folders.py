@@ -1,0 +1,44 @@
+"""A folder that appears complete or not at all: written under another name, then renamed."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def partial_of(folder: Path) -> Path:
+    """Return the name of the folder while it is written."""
+    return folder.parent / f".{folder.name}.partial"
+
+
+def begin(folder: Path) -> Path:
+    """Make the empty folder to write into, without leftovers of an earlier attempt, and return it."""
+    partial = partial_of(folder)
+    for leftover in (partial, _old(folder)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(folder: Path) -> None:
+    """Put what was written in place of `folder`."""
+    if folder.exists():
+        folder.rename(_old(folder))
+    partial_of(folder).rename(folder)
+    shutil.rmtree(_old(folder), ignore_errors=True)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into; at the end it replaces `folder`. After an error `folder` is unchanged."""
+    partial = begin(folder)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    commit(folder)
+
+
+def _old(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.old"

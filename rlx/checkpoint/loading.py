@@ -1,0 +1,96 @@
+"""Load tensors that `tensors.py` wrote, after comparing them with those that they shall fill."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from rlx.checkpoint.manifest import CheckpointError
+
+MOST_NAMED = 3
+
+
+def load(
+    state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, groups_may_lack: bool = False
+) -> set[str]:
+    """Fill the tensors of a sharded state in place; all processes join. Any number of processes may have written the folder.
+
+    Args:
+        state: by name; DTensors, or plain tensors.
+        folder: checked against its manifest before.
+        trusted_pickle: the folder is DCP's own format of rlx's earlier checkpoints. Reading it runs code that it holds.
+        groups_may_lack: whether the folder may have none of the tensors whose names share all but the last part.
+
+    Returns:
+        What the names of such tensors share; they are unchanged.
+
+    Raises:
+        CheckpointError: names, shapes, types or numbers of elements differ, or the files cannot be read.
+    """
+    reader = _reader(folder, trusted_pickle)
+    metadata = _metadata(reader, folder)
+    held = {_group(name) for name in metadata.state_dict_metadata}
+    lacking = {_group(name) for name in state} - held if groups_may_lack else set()
+    state = {name: tensor for name, tensor in state.items() if _group(name) not in lacking}
+    _require_same(state, metadata, folder)
+    try:
+        dcp.load(dict(state), storage_reader=reader)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"{folder}: cannot be loaded ({type(cause).__name__}: {cause})") from None
+    return lacking
+
+
+def load_all(folder: Path, trusted_pickle: bool = False) -> dict[str, Tensor]:
+    """Return all tensors of a folder on the CPU; works in a single process without process group. Arguments: see `load`."""
+    reader = _reader(folder, trusted_pickle)
+    entries = _metadata(reader, folder).state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    _require_same(state, _metadata(reader, folder), folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def _group(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _reader(folder: Path, trusted_pickle: bool) -> dcp.StorageReader:
+    return dcp.FileSystemReader(folder) if trusted_pickle else dcp.HuggingFaceStorageReader(str(folder))
+
+
+def _metadata(reader: dcp.StorageReader, folder: Path) -> Metadata:
+    try:
+        return reader.read_metadata()
+    except Exception as error:  # safetensors and json raise many kinds
+        raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path) -> None:
+    """Compare before loading: DCP would fill tensors in part, convert types, and leave missing pieces as they are."""
+    entries = {n: e for n, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
+    faults = [f"{name} is not in it" for name in sorted(set(state) - set(entries))]
+    faults += [f"{name} is not in this model" for name in sorted(set(entries) - set(state))]
+    for name in sorted(set(state) & set(entries)):
+        tensor, entry = state[name], entries[name]
+        held = sum(chunk.sizes.numel() for chunk in entry.chunks)
+        if tuple(entry.size) != tuple(tensor.shape):
+            faults.append(f"{name}: got shape {tuple(entry.size)}, expected {tuple(tensor.shape)}")
+        elif entry.properties.dtype != tensor.dtype:
+            faults.append(f"{name}: got {entry.properties.dtype}, expected {tensor.dtype} (fsdp_config.model_dtype)")
+        elif held != tensor.shape.numel():
+            faults.append(f"{name}: got {held} elements, expected {tensor.shape.numel()}")
+    if faults:
+        more = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+        raise CheckpointError(f"{folder} does not fit: {'; '.join(faults[:MOST_NAMED])}{more}")

@@ -1,0 +1,122 @@
+"""Runs whose `trainer.default_local_dir` is a URL: they work in a local folder, and finished checkpoints are copied.
+
+<url>/<run>/                           top-level files of the run: config.yaml, metrics.jsonl, report.png
+<url>/<run>/checkpoints/global_step_N/ manifest.json is copied last
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from rlx.checkpoint.manifest import MANIFEST
+from rlx.checkpoint.remote import RemoteFolder
+from rlx.config.check.folders import is_url, runs_folder
+from rlx.config.schema import PPOConfig
+from rlx.trainer.checkpoints import STEP_FOLDER, faults_of, is_finished, step_of
+
+
+class RemoteRun:
+    """Copies finished checkpoints of one run in a thread, one after the other.
+
+    Args:
+        remote: the folder of all runs.
+        folder: of this run, local.
+    """
+
+    def __init__(self, remote: RemoteFolder, folder: Path) -> None:
+        self._remote, self._folder = remote, folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._sent: list[Future[None]] = []
+
+    @classmethod
+    def of(cls, config: PPOConfig, folder: Path) -> "RemoteRun | None":
+        """Return the copier of a run, or None if its configuration names no URL."""
+        url = config.trainer.default_local_dir
+        return cls(RemoteFolder(url), folder) if url is not None and is_url(url) else None
+
+    def send(self, checkpoint: Path | None, removed: list[str]) -> None:
+        """Copy the run's own files and a checkpoint later, and remove the copies of checkpoints that were removed.
+
+        Raises:
+            StorageError: an earlier copy failed.
+        """
+        for each in [each for each in self._sent if each.done()]:
+            each.result()
+        self._sent.append(self._thread.submit(self._copy, checkpoint, removed))
+
+    def wait(self) -> None:
+        """Wait for all copies. Raises StorageError if one failed."""
+        for each in self._sent:
+            each.result()
+
+    def _copy(self, checkpoint: Path | None, removed: list[str]) -> None:
+        run = self._folder.name
+        for path in self._folder.iterdir():
+            if path.is_file() and not path.name.startswith("."):
+                self._remote.put(path, f"{run}/{path.name}")
+        if checkpoint is not None and checkpoint.is_dir():
+            self._remote.upload(checkpoint, f"{run}/checkpoints/{checkpoint.name}")
+        for name in removed:
+            self._remote.remove(f"{run}/checkpoints/{name}")
+
+
+def fetch(config: PPOConfig) -> PPOConfig:
+    """Download the checkpoint to resume from, if it is in object storage; return the configuration with its local path.
+
+    Raises:
+        StorageError: a URL cannot be used.
+        ResumeError: a URL does not end in <run>/checkpoints/global_step_N.
+    """
+    trainer = config.trainer
+    named, runs = trainer.resume_from_path, trainer.default_local_dir
+    if runs is not None and is_url(runs):
+        RemoteFolder(runs)  # so that a missing package shows now
+        if trainer.resume_mode == "auto":
+            fetch_newest(config, runs)
+    if trainer.resume_mode == "resume_path" and named is not None and is_url(named):
+        return replace(config, trainer=replace(trainer, resume_from_path=str(fetch_named(config, named))))
+    return config
+
+
+def fetch_named(config: PPOConfig, url: str) -> Path:
+    """Download the checkpoint that a URL names to this experiment's local folder, unless it is there; return its path.
+
+    Raises:
+        StorageError: it does not exist or cannot be read.
+        ResumeError: the URL does not end in <run>/checkpoints/global_step_N.
+    """
+    runs_url, run, _, name = url.rstrip("/").rsplit("/", 3)
+    local = runs_folder(config) / run / "checkpoints" / name
+    step_of(local)
+    remote = RemoteFolder(runs_url)
+    if not is_finished(local):
+        remote.download(f"{run}/checkpoints/{name}", local)
+        _fetch_files(remote, run, runs_folder(config) / run)
+    return local
+
+
+def fetch_newest(config: PPOConfig, url: str) -> None:
+    """Download the newest checkpoint of the newest run, and older ones while it is damaged, unless local ones are as new."""
+    remote, base = RemoteFolder(url), runs_folder(config)
+    found = {
+        run: [name for name in remote.names(f"{run}/checkpoints") if STEP_FOLDER.fullmatch(name)]
+        for run in remote.names()
+    }
+    run = max((run for run, names in found.items() if names), default=None)
+    if run is None or any(
+        folder.name > run and any(folder.glob("checkpoints/global_step_*")) for folder in base.glob("*")
+    ):
+        return
+    for name in sorted(found[run], key=lambda name: step_of(Path(name)), reverse=True):
+        local = base / run / "checkpoints" / name
+        if not is_finished(local) and remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
+            remote.download(f"{run}/checkpoints/{name}", local)
+            _fetch_files(remote, run, base / run)
+        if is_finished(local) and not faults_of(local, config.trainer.trust_checkpoint):
+            return
+
+
+def _fetch_files(remote: RemoteFolder, run: str, folder: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl"):
+        if not (folder / name).exists() and remote.has(f"{run}/{name}"):
+            remote.get(f"{run}/{name}", folder / name)

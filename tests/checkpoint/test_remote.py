@@ -1,0 +1,54 @@
+"""Folders in object storage, here fsspec's in memory and on disk."""
+
+import os
+from uuid import uuid4
+
+import pytest
+
+from rlx.checkpoint.manifest import damage, seal
+from rlx.checkpoint.remote import RemoteFolder
+from rlx.errors import StorageError
+
+
+@pytest.fixture(params=["memory", "file"])
+def remote(request, tmp_path):
+    return RemoteFolder({"memory": f"memory://{uuid4()}/runs", "file": f"file://{tmp_path}/bucket/runs"}[request.param])
+
+
+def sealed(folder):
+    (folder / "below").mkdir(parents=True)
+    (folder / "below/file").write_text("text")
+    (folder / "empty").write_text("")
+    seal(folder, {})
+    return folder
+
+
+def test_a_folder_comes_back_whole(remote, tmp_path):
+    assert remote.names() == [] and not remote.has("a/manifest.json")
+    remote.upload(sealed(tmp_path / "own"), "a")
+    remote.put(tmp_path / "own/empty", "beside")
+    assert remote.names() == ["a", "beside"] and remote.names("a") == ["below", "empty", "manifest.json"]
+    remote.download("a", tmp_path / "back")
+    assert damage(tmp_path / "back") == [] and (tmp_path / "back/below/file").read_text() == "text"
+    remote.remove("a")
+    remote.remove("a")
+    assert remote.names() == ["beside"]
+
+
+def test_a_broken_upload_has_no_manifest(remote, tmp_path, monkeypatch):
+    folder, put = sealed(tmp_path / "own"), RemoteFolder.put
+    monkeypatch.setattr(
+        RemoteFolder, "put", lambda self, path, name: put(self, path, name) if "below" in name else 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        remote.upload(folder, "a")
+    assert remote.names("a") == ["below"]
+
+
+def test_what_a_file_system_says_is_explained(remote, tmp_path):
+    remote.put(__file__, "a/file")
+    with pytest.raises(StorageError, match=r"runs/x: FileNotFoundError"):
+        remote.put(tmp_path / "nothing", "x")
+    with pytest.raises(StorageError, match="nonsense://x"):
+        RemoteFolder("nonsense://x")
+    assert not os.path.exists(tmp_path / "back")

@@ -1,0 +1,88 @@
+"""Runs with a URL: copies of checkpoints, and which of them is fetched."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from checkpoint_tools import STATE, Disk, make, saver_of
+
+from rlx.checkpoint.manifest import damage
+from rlx.checkpoint.remote import RemoteFolder
+from rlx.config.schema import PPOConfig
+from rlx.errors import StorageError
+from rlx.trainer import checkpoints as ck
+from rlx.trainer.remote_runs import fetch
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return f"memory://{uuid4()}/runs"
+
+
+def with_trainer(**changes):
+    base = PPOConfig()
+    return replace(base, trainer=replace(base.trainer, **changes))
+
+
+LOCAL = Path("outputs/rlx/run")
+
+
+def test_checkpoints_and_the_runs_files_are_copied_and_removed_ones_are_removed_there(url, tmp_path):
+    run = tmp_path / LOCAL / "2026-01-02"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("1")
+    saver = saver_of(run / "checkpoints", Disk(), default_local_dir=url, max_actor_ckpt_to_keep=1)
+    for step in (3, 4):
+        saver.begin(replace(STATE, step=step))
+        saver.finish()
+    (run / "metrics.jsonl").write_text("1 2")
+    saver.close()
+    remote = RemoteFolder(url)
+    assert remote.names() == ["2026-01-02"] and remote.names("2026-01-02") == ["checkpoints", "metrics.jsonl"]
+    assert remote.names("2026-01-02/checkpoints") == ["global_step_4"]
+    shutil.rmtree(run)
+    named = f"{url}/2026-01-02/checkpoints/global_step_4"
+    fetched = Path(fetch(with_trainer(resume_mode="resume_path", resume_from_path=named)).trainer.resume_from_path)
+    assert fetched == run / "checkpoints/global_step_4" and damage(fetched) == []
+    assert (run / "metrics.jsonl").read_text() == "1 2"
+
+
+def test_a_url_that_cannot_be_used_stops_the_run_before_it_starts(tmp_path):
+    with pytest.raises(StorageError, match="nonsense://runs"):
+        fetch(with_trainer(default_local_dir="nonsense://runs"))
+    with pytest.raises(ck.ResumeError, match="global_step_N"):
+        fetch(with_trainer(resume_mode="resume_path", resume_from_path="memory://runs/a/b/c"))
+
+
+def test_a_copy_that_fails_ends_the_run_at_the_next_save(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_text("a file where the folder would be")
+    saver = saver_of(tmp_path / "run/checkpoints", Disk(), default_local_dir=f"file://{tmp_path}/runs")
+    saver.begin(STATE)
+    with pytest.raises(StorageError, match="runs/run/checkpoints/global_step_3"):
+        saver.close()
+    assert ck.is_finished(tmp_path / "run/checkpoints/global_step_3"), "the local one is whole"
+
+
+def test_auto_fetches_the_newest_whole_one_of_the_newest_run(url, tmp_path):
+    elsewhere, remote = tmp_path / "elsewhere", RemoteFolder(url)
+    for run, step in (("a", 90), ("b", 2), ("b", 10), ("b", 12)):
+        remote.upload(make(elsewhere / run, step, "actor"), f"{run}/checkpoints/global_step_{step}")
+    remote.put(
+        elsewhere / "b/checkpoints/global_step_2/actor/manifest.json", "b/checkpoints/global_step_12/actor/weights"
+    )
+    remote.remove("b/checkpoints/global_step_14")
+    remote.put(elsewhere / "b/checkpoints/global_step_2/driver.json", "b/checkpoints/global_step_14/driver.json")
+    config = with_trainer(default_local_dir=url, resume_mode="auto")
+    assert fetch(config) == config
+    choice = ck.starting_checkpoint(config)
+    assert choice.checkpoint == tmp_path / LOCAL / "b/checkpoints/global_step_10"
+    assert "passed over global_step_12" in choice.passed_over[0], "its weights are others"
+    assert sorted(os.listdir(choice.checkpoint.parent)) == ["global_step_10", "global_step_12"]
+    make(tmp_path / LOCAL / "c", 1, "actor")
+    fetch(config)
+    assert ck.starting_checkpoint(config).checkpoint.parent.parent.name == "c", "a newer local run"
