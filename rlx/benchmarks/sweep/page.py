@@ -29,7 +29,7 @@ FAMILIES = {
     "Llama 4, text": ("llama4_text",),
     "Gemma 2": ("gemma2",),
     "Gemma 3": ("gemma3_text", "gemma3"),
-    "Mistral": ("mistral",),
+    "Mistral": ("mistral", "mistral: no window"),
     "Phi-4, Phi-4-mini": ("phi3", "phi3: longrope"),
     "OLMo 2": ("olmo2",),
     "OLMo 3": ("olmo3",),
