@@ -85,17 +85,18 @@ def refuse_idle_adapters(model: nn.Module, run: Callable[[], object]) -> None:
     adapted = [(parent, name, child) for parent, name, child in inside if hasattr(child, "lora_A")]
     hooks = [
         module.register_forward_hook(lambda own, inputs, output: called.add(own))
-        for module in {part for parent, _, child in adapted for part in (parent, child)}
+        for module in {part for parent, _, _ in adapted for part in parent.modules()}
     ]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
-    # An expert without tokens is not called either, but then nor is the module around it.
-    idle = {name for parent, name, child in adapted if parent in called and child not in called}
+    # An expert without tokens is not called either, but then nor is anything around it. The module around a layer may have
+    # methods instead of a forward, as Gemma 3n's AltUp, so its other parts tell as well that it ran.
+    idle = {name for parent, name, child in adapted if child not in called and not called.isdisjoint(parent.modules())}
     if idle:
-        used = sorted({name for _, name, child in adapted if child in called} - idle)
+        used = sorted(name for name in {n for _, n, child in adapted if child in called} - idle if not name.isdigit())
         raise ModelError(
             f"lora_rank: {type(model).__name__.removeprefix('FSDP')} reads the weights of {', '.join(sorted(idle))} without "
             f"calling these modules, so their adapters would stay 0; set target_modules={','.join(used)}"

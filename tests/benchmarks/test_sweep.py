@@ -1,6 +1,5 @@
-"""Model types compared with transformers alone: three in the quick half, a tenth drawn anew each day in all tests."""
+"""Model types compared with transformers alone: three in the quick half, a drawn tenth in all tests, all of them nightly."""
 
-import datetime
 import random
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rlx.benchmarks.sweep.tiny_models import config_of, rows, tiny_model
 
 ROOT = Path(__file__).parents[2]
 FEATURES = ["packed", "value", "boundary", "lora", "hf sampler"]
-TODAY = datetime.date.today().toordinal()
+DRAW = 0  # fixed, so that a change is not blamed for a type that it did not touch
 
 
 def wrong(row, features):
@@ -32,7 +31,7 @@ def test_no_outcome_of_these_is_wrong(row):
 
 @pytest.mark.slow
 def test_no_outcome_of_a_drawn_tenth_is_wrong():
-    drawn = random.Random(TODAY).sample(rows(), len(rows()) // 10)
+    drawn = random.Random(DRAW).sample(rows(), len(rows()) // 10)
     assert {row: found for row in drawn if (found := wrong(row, FEATURES))} == {}
 
 

@@ -191,6 +191,9 @@ def test_adapters_that_the_model_does_not_call_are_refused():
         ModelError, match=r"JambaForCausalLM reads the weights of dt_proj .*; set target_modules=.*q_proj"
     ):
         refuse_idle_adapters(model, lambda: model(IDS))
+    model, _ = with_adapters("gemma3n_text")
+    with pytest.raises(ModelError, match=r"reads the weights of correction_coefs .*; set target_modules=down_proj,"):
+        refuse_idle_adapters(model.train(), lambda: model(IDS))  # it clips them in training
     model, _ = with_adapters("jamba", "q_proj,in_proj")
     refuse_idle_adapters(model, lambda: model(IDS))
     assert not any(module._forward_hooks for module in model.modules())
