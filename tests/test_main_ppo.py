@@ -254,7 +254,7 @@ def test_the_gpus_of_a_cluster_are_counted(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     gpus, error, ((code, text), (code_of_three, text_of_three)) = json.loads(done.stdout.splitlines()[-1])
     assert (gpus, error) == ([3], None)
-    assert code == 2 and "has 3 GPU(s)" in text
+    assert code == 2 and "has 3 GPU(s)" in " ".join(text.split()), "lines are wrapped"
     assert code_of_three == 0, text_of_three
 
 

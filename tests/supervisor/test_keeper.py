@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[2]
 KEEP = "import sys; from rlx.supervisor.keeper import Keeper; sys.exit(Keeper([sys.executable, *sys.argv[1:]]).keep())"
 
 
+def _mind_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def keep(tmp_path):
     """keep(script) starts a supervisor whose driver runs the script; all that it prints goes to the process's pipes."""
@@ -26,7 +30,8 @@ def keep(tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-c", KEEP, str(file)]
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+        # A shell that starts the tests in the background lets them ignore Ctrl-C.
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=_mind_ctrl_c, **pipes))
         return started[-1]
 
     yield start
