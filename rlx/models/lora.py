@@ -171,17 +171,6 @@ def merged_weights(
         yield (f"{layer}.{leaf}" if base else name), full
 
 
-def base_weights(
-    parameters: Mapping[str, Tensor],
-    adapters: Mapping[str, Adapter],
-    gather: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the model as it was before `add_lora`; arguments and names as of `merged_weights`."""
-    for name, parameter in parameters.items():
-        if not _part_of(name, adapters):
-            yield name.replace(".base_layer.", "."), gather(parameter)
-
-
 def adapter_weights(
     parameters: Mapping[str, Tensor],
     adapters: Mapping[str, Adapter],

@@ -17,6 +17,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
+from rlx.models.lora import adapters_off
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.change_check import ChangeCheck
 from rlx.rollout.factory import build_rollout, sampler_dtype
@@ -119,9 +120,8 @@ class ActorRole(TrainedRole):
 
     def ref_log_probs(self, batch: Batch) -> Batch:
         """Return ref_log_probs of the rows; the reference is this model with its adapters off."""
-        figures = self.engine.log_probs(
-            batch, self._ref_rule, self._temperature, with_entropy=False, with_adapters=False
-        )
+        with adapters_off(self.engine.root):
+            figures = self.engine.log_probs(batch, self._ref_rule, self._temperature, with_entropy=False)
         return Batch.of({"ref_log_probs": figures["log_probs"]})
 
     def update(self, batch: Batch) -> Metrics:

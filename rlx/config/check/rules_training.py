@@ -145,6 +145,15 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
             yield s.fault(what, f"fp32 masters, or a learning rate of {HALF_DISTANCE:.0e} or more", remedy, *keys)
 
 
+def adapters_have_a_rank(s: CheckContext) -> Faults:
+    """Adapters to start from are of the configured rank."""
+    for role in trained_roles(s.config):
+        path, rank = f"{role.model_key}.lora_adapter_path", f"{role.model_key}.lora_rank"
+        if role.model.lora_adapter_path is not None and role.model.lora_rank == 0:
+            remedy = f"set {rank} and the other keys of LoRA as in the folder's adapter_config.json, or {path}=null"
+            yield s.fault("there are adapters to start from, but no rank", f"{rank} of at least 1", remedy, path, rank)
+
+
 def betas_are_two(s: CheckContext) -> Faults:
     """AdamW has two decay rates below 1."""
     for role in trained_roles(s.config):
@@ -244,6 +253,7 @@ TRAINING_RULES = (
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
     updates_survive_rounding,
+    adapters_have_a_rank,
     betas_are_two,
     tiny_heads_fit,
     sharding_group_divides_processes,
