@@ -244,7 +244,7 @@ class _Adapters:
 
     def load(self, engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
-        folder = TemporaryDirectory(prefix="rlx-adapters-")
+        folder = TemporaryDirectory(prefix=f"rlx-adapters-{os.getpid()}-")
         tensors = {name: tensor.to(engine.dtype) for name, tensor in weights}
         write_adapters(Path(folder.name), tensors, self._kind, self._base)
         self._count += 1
