@@ -55,10 +55,17 @@ class Piece(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A piece and a function that returns its bytes, as one-dimensional uint8 tensors in host memory."""
+    """A piece and where its bytes are.
+
+    Attributes:
+        piece: to write.
+        read: returns the bytes, as one-dimensional uint8 tensors in host memory.
+        let_go: is called, in a thread, when nobody reads these tensors any more. They may not be on the disk yet.
+    """
 
     piece: Piece
     read: Callable[[], Iterable[Tensor]]
+    let_go: Callable[[], None] = lambda: None
 
 
 def pieces_of(state: Mapping[str, Tensor]) -> list[Piece]:
@@ -142,6 +149,7 @@ def write_safetensors(path: Path, sources: Iterable[Source]) -> FileEntry:
                 put(memoryview(part.numpy()))
                 written += part.numel()
             assert written == source.piece.tensor.nbytes, f"{source.piece.name}: {written} bytes were read"
+            pending.append(hasher.submit(source.let_go))  # after the digests of its bytes
         os.fsync(file.fileno())
         for each in pending:
             each.result()
