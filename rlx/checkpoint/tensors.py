@@ -26,7 +26,7 @@ from rlx.checkpoint.manifest import Digest, FileEntry
 WRITE_BYTES = 8 << 20
 WRITES_AHEAD = 4  # buffers that are written but not yet digested
 SHARDING = "DCP_SHARDING_INFO"  # the entry of a file's metadata that torch's reader looks for
-DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -163,7 +163,11 @@ def _header(pieces: list[Piece]) -> bytes:
     end = 0
     for name, _, tensor in pieces:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
