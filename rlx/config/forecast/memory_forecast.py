@@ -38,7 +38,7 @@ from rlx.config.forecast.role_memory import (
     sampler_memory,
 )
 from rlx.config.machine import Machine, on_accelerator, processes
-from rlx.config.schema import ModelConfig, PPOConfig
+from rlx.config.schema import ModelConfig, PPOConfig, RefConfig, RolloutConfig
 from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_size
 from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
 from rlx.offload.plan.memory import StateBytes
@@ -213,7 +213,7 @@ class MemoryForecast:
 
     def _forward(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
         policy, prompts = self.config.actor_rollout_ref, self.config.data.train_batch_size
-        of_phase = {"old_log_prob": policy.rollout, "ref": policy.ref}
+        of_phase: dict[str, RolloutConfig | RefConfig] = {"old_log_prob": policy.rollout, "ref": policy.ref}
         micro = log_prob_size(of_phase[name], policy.actor) if name in of_phase else own.role.micro
         tokens, logits = load(own, self.config, micro, prompts, length, is_least)
         states, others = own.on_device(own.forward), self._idle(own) + self._sampler.at_rest
