@@ -82,7 +82,7 @@ MAY_IMPORT_OF = {"config": {"rlx.offload.plan", "rlx.offload.runtime.options"}}
 
 # The rooms of the activation engine from the bottom up. A room imports only rooms that come before it.
 OFFLOAD_ROOMS = (
-    *("plan", "storage", "runtime", "recompute", "replay", "tiling", "autotune"),
+    *("plan", "storage", "runtime", "streaming", "recompute", "replay", "tiling", "autotune"),
     *("save_all", "runner", "api", "__init__", "benchmark"),
 )
 
