@@ -19,7 +19,7 @@ from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
 from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, starting_checkpoint, step_of
-from rlx.trainer.kept_settings import Change, changes
+from rlx.trainer.kept_settings import ChangedKey, changes
 from rlx.trainer.remote_runs import fetch
 from rlx.trainer.run_lock import RunLock
 
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
 
     checkpoint: Path | None
     lock: RunLock | None
-    changed: list[Change]
+    changed: list[ChangedKey]
     tokenizer: "PreTrainedTokenizerBase"
     train: PromptDataset
     val: PromptDataset
@@ -170,7 +170,7 @@ def _checkpoint(config: PPOConfig) -> Choice:
     return choice
 
 
-def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[Change]:
+def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
     # A validation writes no checkpoint, so it may have any settings.
     return [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, step_of(checkpoint), yaml)
 
