@@ -13,30 +13,6 @@ from rlx.offload.streaming.weights import _STREAMED
 SAVES = (None, "boundary", "attention", "auto", "all")
 
 
-class Adapted(nn.Module):
-    """A frozen linear map with an adapter, as LoRA has it."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(2, base.in_features) / 4)
-        self.b = nn.Parameter(torch.randn(base.out_features, 2) / 4)
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-def adapt(model):
-    """Freeze a model and put an adapter around each linear map in its layers."""
-    torch.manual_seed(3)
-    model.requires_grad_(False)
-    for name, module in [*model.layers.named_modules()]:
-        if isinstance(module, nn.Linear):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.layers.get_submodule(parent), leaf, Adapted(module))
-    return model
-
-
 def poison(handle):
     """Let whoever computes with a weight that is not on the device get NaN."""
     for weights in handle._weights:
@@ -65,7 +41,7 @@ def stream(request):
 @pytest.fixture
 def decoder(toys):
     """A decoder with adapters, and the same one for plain autograd."""
-    model = adapt(toys.decoder(blocks=5, dropout=0.1))
+    model = toys.adapt(toys.decoder(blocks=5, dropout=0.1))
     return model, copy.deepcopy(model)
 
 
@@ -212,7 +188,7 @@ def test_at_most_two_layers_are_on_the_device(decoder, toys, stream):
 
 
 def test_shared_weights_stay(toys, stream):
-    model = adapt(toys.decoder(blocks=4))
+    model = toys.adapt(toys.decoder(blocks=4))
     model.layers[2].q.base.weight = model.layers[0].q.base.weight
     model.layers[1].o.base.weight = model.embed.weight
     plain = copy.deepcopy(model)
@@ -225,7 +201,7 @@ def test_shared_weights_stay(toys, stream):
 
 
 def test_a_layer_that_is_in_the_list_twice(toys, stream):
-    model = adapt(toys.decoder(blocks=3))
+    model = toys.adapt(toys.decoder(blocks=3))
     model.layers.append(model.layers[1])
     plain = copy.deepcopy(model)
     stream(model, "boundary")
@@ -242,7 +218,7 @@ def test_resident_layers(decoder, toys, stream, resident):
 
 
 def test_dtype(toys, stream):
-    model = adapt(toys.decoder()).double()
+    model = toys.adapt(toys.decoder()).double()
     enabled = stream(model, dtype=torch.float32)
     assert model.layers[0].q.base.weight.dtype == torch.float32
     assert model.layers[0].norm.weight.dtype == torch.float64
@@ -376,7 +352,7 @@ def test_refused(decoder, toys, stream):
 
 
 def test_host_memory_goes_with_the_model(toys):
-    model = adapt(toys.decoder())
+    model = toys.adapt(toys.decoder())
     enable_layer_offloading(model)
     toys.read(model).backward()
     ids = [id(p) for p in model.parameters()]
