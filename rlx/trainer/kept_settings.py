@@ -24,7 +24,8 @@ LATER = re.compile(r"config_(\d+)_from_step_(\d+)\.yaml")
 REFUSED = {
     "the starting model, which gives the reference and the shape of the weights": (
         "actor_rollout_ref.model.path",
-        *("*.model.override_config", "*.model.tiny.*", "*.model.lora_*", "*.model.target_modules"),
+        *("*.model.override_config", "*.model.tiny.*", "*.model.lora_*", "*.model.lora.use_*"),
+        "*.model.target_modules",
         *("warm_start.target_accuracy", "warm_start.max_steps", "warm_start.batch_size", "warm_start.lr"),
         "warm_start.eval_every",
     ),
@@ -56,7 +57,7 @@ FREE = (
 """Keys that change where, how fast and how often, but not what is computed, up to rounding. All others are said, as those of SAID."""
 
 
-class Change(NamedTuple):
+class ChangedKey(NamedTuple):
     """Another value of a key than the part of the run before had."""
 
     key: str
@@ -67,7 +68,7 @@ class Change(NamedTuple):
         return f"{self.key}: {_text(self.before)} -> {_text(self.now)}"
 
 
-def changes(folder: Path, step: int, text: str) -> list[Change]:
+def changes(folder: Path, step: int, text: str) -> list[ChangedKey]:
     """Return what a resume from `step` changes.
 
     Args:
@@ -82,7 +83,7 @@ def changes(folder: Path, step: int, text: str) -> list[Change]:
         return []
     before, now = _at(folder, step), _flat(_read(text, "the new configuration"))
     known = [key for key in now if key in before and not _is_one_of(key, OF_THE_RESUME)]
-    found = [Change(key, before[key], now[key]) for key in known if before[key] != now[key]]
+    found = [ChangedKey(key, before[key], now[key]) for key in known if before[key] != now[key]]
     refused = [
         f"{change} ({what})" for what, keys in REFUSED.items() for change in found if _is_one_of(change.key, keys)
     ]
@@ -94,9 +95,9 @@ def changes(folder: Path, step: int, text: str) -> list[Change]:
     return found
 
 
-def keep(folder: Path, text: str, step: int | None, changed: list[Change]) -> list[str]:
-    """Write the configuration of a new run (`step` None), or the changes of a resumed one; return what to tell the user."""
-    if step is None or not (folder / FIRST).is_file():
+def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[str]:
+    """Write the configuration of a new run, or the changes of one that goes on from `step`; return what to tell the user."""
+    if not (folder / FIRST).is_file():
         _write(folder / FIRST, text)
         return []
     later = _later(folder)
