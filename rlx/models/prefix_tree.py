@@ -114,13 +114,17 @@ class Tree:
             self._made[what] = make()
         return self._made[what]
 
-    def cut_before_children(self, multiple: int) -> "Tree":
-        """Return the tree of the same tokens in which a segment with children is cut behind the last multiple of its tokens."""
+    def cut(self, multiple: int, least: int) -> "Tree":
+        """Return the tree of the same tokens in which some segments are cut behind the last multiple of their tokens.
+
+        These are segments with children, and roots of at least `least` tokens.
+        """
         with_children, last = set(self.parents), {ROOT: ROOT}  # last part of each segment, by its index before the cut
         lengths: list[int] = []
         parents: list[int] = []
         for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
-            whole = length - length % multiple if segment in with_children else length
+            is_cut = segment in with_children or (parent == ROOT and length >= least)
+            whole = length - length % multiple if is_cut else length
             for part in filter(None, (whole, length - whole)):
                 parents.append(last[parent])
                 lengths.append(part)

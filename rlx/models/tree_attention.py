@@ -22,9 +22,9 @@ from rlx.models.prefix_tree import Pair, Read, Span, Tree, joined
 
 Places = slice | Tensor
 COPIED = 1024  # keys before a segment are copied up to this number; merging the results of two calls costs as much
-# cuDNN's kernel is faster than FlashAttention 2 on single pairs of at least LARGE_PAIR scores. It needs 0.1 s to plan for a pair
-# of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
-LARGE_PAIR, ROUND = 2048 * 2048, 1024
+# cuDNN's kernel is faster than FlashAttention 2 on single pairs of at least LARGE x LARGE scores. It needs 0.1 s to plan for a
+# pair of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
+LARGE, ROUND = 2048, 1024
 
 
 class Step(NamedTuple):
@@ -102,7 +102,7 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
 def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: float, window: int | None) -> list[Step]:
     """Return the calls that compute the attention of a tree."""
     has_large = len(kernels) > 1 and window is None
-    tree = tree.cut_before_children(ROUND) if has_large else tree
+    tree = tree.cut(ROUND, LARGE) if has_large else tree
     steps = []
     for read in tree.reads(window, COPIED):
         large, small = _by_size(read) if has_large else ([], read.pairs)
@@ -131,7 +131,7 @@ def _by_size(read: Read) -> tuple[list[Pair], list[Pair]]:
             part = span.tokens - span.tokens % ROUND
             is_square = keys == (span,) and part == span.tokens
             is_round = is_square if read.is_causal else _tokens(keys) % ROUND == 0 and len(keys) == 1
-            if is_round and part * _tokens(keys) >= LARGE_PAIR:
+            if is_round and part * _tokens(keys) >= LARGE**2:
                 large.append(Pair((Span(span.first, span.first + part),), keys))
                 span = Span(span.first + part, span.stop)
             rest += [span] if span.tokens else []
