@@ -96,7 +96,15 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
     # Other shapes are not measured; at 64, with as many key heads as query heads, gradients of queries differed.
     is_measured = width == 128 and key.shape[1] < query.shape[1]
     has_cudnn = is_measured and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    # FlashAttention adds up the gradients of queries in one order if torch is told so; cuDNN has no such choice here.
+    has_cudnn = has_cudnn and not torch.are_deterministic_algorithms_enabled()
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
+
+
+def is_cut(query: Tensor, key: Tensor, value: Tensor, tree: Tree) -> bool:
+    """Return whether to cut sequences that share nothing at multiples of `ROUND`, so that cuDNN needs no plan for each length."""
+    is_ragged = any(tokens >= LARGE and tokens % ROUND for tokens in tree.lengths)
+    return is_ragged and len(kernels_for(query, key, value)) > 1
 
 
 def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: float, window: int | None) -> list[Step]:
