@@ -33,7 +33,7 @@ from torch.optim import AdamW
 from rlx.algorithms.losses import LossSettings, vanilla
 from rlx.benchmarks import shared_prefix
 from rlx.benchmarks.common import GB, benchmark_parser, cell, chosen_device, seconds_of, title, write_json
-from rlx.benchmarks.shared_prefix import Case, gradients_at_zero, made, micro_batches
+from rlx.benchmarks.shared_prefix import PromptCase, gradients_at_zero, made, micro_batches
 from rlx.models.attention_kernels import Call, CpuFlash
 from rlx.models.packed_attention import PACKED
 from rlx.offload.benchmark.device import clean_up, peak_bytes, reset_peak, used_bytes
@@ -47,7 +47,7 @@ LogProbs = Callable[[], Iterator[tuple[slice, Tensor]]]
 AREAL = ("areal", "areal.infra", "areal.api", "areal.engine")  # packages whose `__init__` imports the whole system
 
 
-def rlx_way(way: str, model: "PreTrainedModel", case: Case, rows: Tensor, options: Namespace) -> LogProbs:
+def rlx_way(way: str, model: "PreTrainedModel", case: PromptCase, rows: Tensor, options: Namespace) -> LogProbs:
     """Return rlx's own way, `rows` or `tree`."""
     parts = micro_batches(case, way, options, model.config.vocab_size, model.device)
 
@@ -61,7 +61,7 @@ def rlx_way(way: str, model: "PreTrainedModel", case: Case, rows: Tensor, option
     return run
 
 
-def trl_way(model: "PreTrainedModel", case: Case, rows: Tensor, options: Namespace) -> LogProbs:
+def trl_way(model: "PreTrainedModel", case: PromptCase, rows: Tensor, options: Namespace) -> LogProbs:
     """Return TRL's tree rows."""
     packing = importlib.import_module("trl.experimental.async_grpo.packing")
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(model)
@@ -84,7 +84,7 @@ def trl_way(model: "PreTrainedModel", case: Case, rows: Tensor, options: Namespa
     return run
 
 
-def areal_way(model: "PreTrainedModel", case: Case, rows: Tensor, options: Namespace) -> LogProbs:
+def areal_way(model: "PreTrainedModel", case: PromptCase, rows: Tensor, options: Namespace) -> LogProbs:
     """Return AReaL's packed trees."""
     (root,) = find_spec("areal").submodule_search_locations  # type: ignore[union-attr]
     for name in AREAL:
@@ -123,7 +123,7 @@ def areal_way(model: "PreTrainedModel", case: Case, rows: Tensor, options: Names
     return run
 
 
-def verl_way(model: "PreTrainedModel", case: Case, rows: Tensor, options: Namespace) -> LogProbs:
+def verl_way(model: "PreTrainedModel", case: PromptCase, rows: Tensor, options: Namespace) -> LogProbs:
     """Return verl's forward for the package prefix-grouper."""
     from transformers.integrations import flash_attention
 
@@ -146,7 +146,7 @@ def verl_way(model: "PreTrainedModel", case: Case, rows: Tensor, options: Namesp
     return run
 
 
-WAYS: dict[str, Callable[..., LogProbs]] = {
+MAKERS: dict[str, Callable[..., LogProbs]] = {
     "rows": partial(rlx_way, "rows"),
     "tree": partial(rlx_way, "tree"),
     "TRL": trl_way,
@@ -257,8 +257,10 @@ def distance(found: dict[str, Any], rows: dict[str, Any]) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = benchmark_parser("shared_prefix_peers", __doc__)
-    parser.add_argument("--case", type=Case.of, default=Case(4096, 512, 8), metavar="PROMPT+RESPONSExSAMPLES")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS][1:], help="beside rows (default: all)")
+    parser.add_argument(
+        "--case", type=PromptCase.of, default=PromptCase(4096, 512, 8), metavar="PROMPT+RESPONSExSAMPLES"
+    )
+    parser.add_argument("--ways", nargs="+", choices=MAKERS, default=[*MAKERS][1:], help="beside rows (default: all)")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=36864, help="most tokens of a micro-batch of `rows`")
@@ -275,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
     first: dict[str, Any] = {}
     for way in ["rows", *(way for way in options.ways if way != "rows")]:
         try:
-            found = measure(model, optimizer, WAYS[way](model, case, rows, options), advantages, options.rounds)
+            found = measure(model, optimizer, MAKERS[way](model, case, rows, options), advantages, options.rounds)
         except Exception as error:  # other libraries fail in their own ways; the rest still runs
             print(f"{way:>6} did not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue

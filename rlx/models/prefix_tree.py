@@ -179,8 +179,8 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-class Rows(NamedTuple):
-    """Rows of tokens laid out as a tree.
+class TreeRows(NamedTuple):
+    """TreeRows of tokens laid out as a tree.
 
     Args:
         tree: their segments; roots come first, then their children, and so on.
@@ -193,7 +193,7 @@ class Rows(NamedTuple):
     places: list[Tensor]
 
 
-def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> Rows:
+def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> TreeRows:
     """Return rows as a tree in which common beginnings are segments of their own.
 
     Args:
@@ -209,7 +209,7 @@ def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> Rows:
     for i, node in enumerate(nodes):
         for row in node.rows:
             places[row].append(torch.arange(*tree.span(i)))
-    return Rows(tree, [(node.rows[0], node.columns) for node in nodes], [torch.cat(parts) for parts in places])
+    return TreeRows(tree, [(node.rows[0], node.columns) for node in nodes], [torch.cat(parts) for parts in places])
 
 
 class _Node(NamedTuple):

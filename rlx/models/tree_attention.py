@@ -93,9 +93,7 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
     )
     if not is_supported:
         return []
-    # Other shapes are not measured; at 64, with as many key heads as query heads, gradients of queries differed.
-    is_measured = width == 128 and key.shape[1] < query.shape[1]
-    has_cudnn = is_measured and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    has_cudnn = width in (64, 128) and torch.cuda.get_device_capability(query.device) >= (9, 0)
     # FlashAttention adds up the gradients of queries in one order if torch is told so; cuDNN has no such choice here.
     has_cudnn = has_cudnn and not torch.are_deterministic_algorithms_enabled()
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
@@ -184,7 +182,7 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        grad = grad.contiguous()  # cuDNN's plans are found again by the strides of its other arguments
+        grad = grad.contiguous()
         wide = torch.promote_types(query.dtype, torch.float32)
         query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
         # A key has gradients from many segments: their sum is rounded once.
