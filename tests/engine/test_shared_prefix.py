@@ -68,3 +68,17 @@ def test_tiles_say_what_whole_rows_say_and_offloading_changes_no_bit(name, close
         handle.disable()
         assert all(torch.equal(kept[0][figure], tiles[0][figure]) for figure in tiles[0])
         assert torch.equal(kept[1], tiles[1])
+
+
+DEALS = {  # lengths of the responses: two groups that cost about the same stay whole, and a dear one is parted
+    "whole": ((7, 6, 5, 4, 7, 5, 5, 4), 6 * 6),
+    "parted": ((7, 7, 7, 7, 1, 1, 1, 1), 4 * 6),
+}
+
+
+@pytest.mark.parametrize("name", DEALS)
+def test_two_processes_have_whole_groups_unless_one_would_take_much_longer(name, model_folder, two_ranks):
+    responses, saved = DEALS[name]
+    for gradient, formula, share in two_ranks("invariance", "dealt_groups", model_folder, responses):
+        assert (gradient - formula).norm() <= 1e-10 * formula.norm()
+        assert share == pytest.approx(saved / sum(6 + response - 1 for response in responses))
