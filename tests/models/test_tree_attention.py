@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlx.models import tree_attention as attention
-from rlx.models.attention_kernels import CpuFlash
+from rlx.models.attention_kernels import CpuFlash, CudaFlash, CudnnFlash
 from rlx.models.prefix_tree import ROOT, Tree
 from rlx.models.tree_attention import tree_attention
 
@@ -85,13 +85,22 @@ def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
         assert queries == keys or not is_causal
 
 
+@pytest.fixture
+def both_kernels(monkeypatch):
+    """cuDNN's kernel where there is one, also for heads for which another is chosen."""
+    if torch.cuda.get_device_capability() >= (9, 0):
+        monkeypatch.setattr(attention, "kernels_for", lambda query, key, value: [CudaFlash(), CudnnFlash()])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize(("large", "copied"), [(2**30, 0), (128, 0), (128, 100)])
-def test_kernels_of_a_gpu_are_near_the_definition(window, large, copied, width, key_heads, dtype, monkeypatch):
+def test_kernels_of_a_gpu_are_near_the_definition(
+    window, large, copied, width, key_heads, dtype, both_kernels, monkeypatch
+):
     monkeypatch.setattr(attention, "COPIED", copied)
     monkeypatch.setattr(attention, "LARGE", large)
     monkeypatch.setattr(attention, "ROUND", 128)
@@ -123,7 +132,7 @@ def by_torch(query, key, value, tree, scaling, window):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
 @pytest.mark.parametrize("torch_is_first", [False, True])
-def test_plans_of_a_gpu_are_for_one_layout(torch_is_first, width, key_heads, monkeypatch):
+def test_plans_of_a_gpu_are_for_one_layout(torch_is_first, width, key_heads, both_kernels, monkeypatch):
     """torch and the tree use the same plans, which another layout of the output would make wrong for one of them."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN's kernel is used from compute capability 9.0 on")
