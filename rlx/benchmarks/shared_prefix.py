@@ -33,11 +33,11 @@ from rlx.offload.plan.shapes import SHAPES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WAYS = {"rows": NEVER, "tree": 0.0}  # the share of tokens that a shared beginning has to save
+LEAST_GAINS = {"rows": NEVER, "tree": 0.0}  # the share of tokens that a shared beginning has to save
 FIGURES = ("tokens", "update s", "forward s", "peak GB")
 
 
-class Case(NamedTuple):
+class PromptCase(NamedTuple):
     """Tokens of a prompt and of each response to it, and the number of responses."""
 
     prompt: int
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     samples: int
 
     @classmethod
-    def of(cls, text: str) -> "Case":
+    def of(cls, text: str) -> "PromptCase":
         """Read a case such as 4096+512x8. Raises ValueError."""
         found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)x([1-9]\d*)", text)
         if found is None:
@@ -60,7 +60,7 @@ class Case(NamedTuple):
         return rows
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """A micro-batch: what the model reads, the tokens that it predicts and their advantages (1, K), and the tokens computed."""
 
     inputs: dict[str, Any]
@@ -69,7 +69,7 @@ class Packed(NamedTuple):
     tokens: int
 
 
-def packed(rows: Tensor, advantages: Tensor, least_gain: float, device: torch.device) -> Packed:
+def packed(rows: Tensor, advantages: Tensor, least_gain: float, device: torch.device) -> PackedRows:
     """Lay rows (B, T) with advantages (B, R) out without their last tokens, which predict nothing."""
     prompt = rows.shape[1] - advantages.shape[1]
     tree, pieces, places = tree_of_rows(list(rows[:, :-1]), least_gain)
@@ -77,7 +77,7 @@ def packed(rows: Tensor, advantages: Tensor, least_gain: float, device: torch.de
     inputs = named(ids.to(device), tree)
     inputs["logits_to_keep"] = torch.cat([own[prompt - 1 :] for own in places]).to(device)
     targets, weights = (x.flatten()[None].to(device) for x in (rows[:, prompt:], advantages))
-    return Packed(inputs, targets, weights, len(ids))
+    return PackedRows(inputs, targets, weights, len(ids))
 
 
 def named(ids: Tensor, tree: Tree) -> dict[str, Any]:
@@ -91,23 +91,25 @@ def named(ids: Tensor, tree: Tree) -> dict[str, Any]:
     }
 
 
-def micro_batches(case: Case, way: str, options: Namespace, vocabulary: int, device: torch.device) -> list[Packed]:
+def micro_batches(
+    case: PromptCase, way: str, options: Namespace, vocabulary: int, device: torch.device
+) -> list[PackedRows]:
     """Return the micro-batches of an update."""
     rows = case.rows(vocabulary)
     advantages = torch.linspace(-1, 1, case.samples)[:, None].expand(-1, case.response)
     each = case.samples if way == "tree" else max(1, options.tokens // rows.shape[1])
     parts = [slice(first, first + each) for first in range(0, case.samples, each)]
-    return [packed(rows[part], advantages[part], WAYS[way], device) for part in parts]
+    return [packed(rows[part], advantages[part], LEAST_GAINS[way], device) for part in parts]
 
 
-def log_probs(model: "PreTrainedModel", part: Packed, with_entropy: bool) -> Tensor:
+def log_probs(model: "PreTrainedModel", part: PackedRows, with_entropy: bool) -> Tensor:
     """Return log-probs (1, K, 1), or (1, K, 2) with entropies."""
     with head_replaced(model.get_output_embeddings(), part.targets, 1.0, with_entropy):
         found: Tensor = model(**part.inputs).logits
     return found
 
 
-def backward(model: "PreTrainedModel", parts: Sequence[Packed]) -> None:
+def backward(model: "PreTrainedModel", parts: Sequence[PackedRows]) -> None:
     """Add up the gradients of the mean loss over all micro-batches."""
     count = sum(part.targets.numel() for part in parts)
     for part in parts:
@@ -118,7 +120,7 @@ def backward(model: "PreTrainedModel", parts: Sequence[Packed]) -> None:
 
 
 @torch.no_grad()
-def old_log_probs(model: "PreTrainedModel", parts: Sequence[Packed]) -> Tensor:
+def old_log_probs(model: "PreTrainedModel", parts: Sequence[PackedRows]) -> Tensor:
     """Return the log-probs and entropies of all micro-batches, (K, 2)."""
     return torch.cat([log_probs(model, part, with_entropy=True)[0] for part in parts])
 
@@ -139,7 +141,7 @@ class Exact(NamedTuple):
     gradients: list[Tensor]
 
     @classmethod
-    def of(cls, model: "PreTrainedModel", case: Case, options: Namespace) -> "Exact":
+    def of(cls, model: "PreTrainedModel", case: PromptCase, options: Namespace) -> "Exact":
         """Compute them with a copy of the model, a row in each micro-batch."""
         wide = copy.deepcopy(model).float()
         wide.zero_grad()
@@ -153,10 +155,10 @@ class Exact(NamedTuple):
 class Bench:
     """A model, its optimizer, and both ways of one case."""
 
-    def __init__(self, model: "PreTrainedModel", optimizer: AdamW, case: Case, options: Namespace):
+    def __init__(self, model: "PreTrainedModel", optimizer: AdamW, case: PromptCase, options: Namespace):
         self.model, self.optimizer, self.device = model, optimizer, model.device
         vocabulary = model.config.vocab_size
-        self.parts = {way: micro_batches(case, way, options, vocabulary, model.device) for way in WAYS}
+        self.parts = {way: micro_batches(case, way, options, vocabulary, model.device) for way in LEAST_GAINS}
 
     def update(self, way: str) -> None:
         """Take an optimizer step."""
@@ -193,12 +195,14 @@ class Bench:
             "update s": self.update,
             "forward s": lambda way: old_log_probs(self.model, self.parts[way]),
         }
-        found = {way: {"tokens": float(sum(part.tokens for part in self.parts[way]))} for way in WAYS}
+        found = {way: {"tokens": float(sum(part.tokens for part in self.parts[way]))} for way in LEAST_GAINS}
         for name, work in works.items():
-            taken = [{way: seconds_of(partial(work, way), self.device) for way in WAYS} for _ in range(rounds + 1)]
-            for way in WAYS:
+            taken = [
+                {way: seconds_of(partial(work, way), self.device) for way in LEAST_GAINS} for _ in range(rounds + 1)
+            ]
+            for way in LEAST_GAINS:
                 found[way][name] = statistics.median(turn[way] for turn in taken[1:])
-        for way in WAYS:
+        for way in LEAST_GAINS:
             found[way]["peak GB"] = self.peak(way)
         return found
 
@@ -233,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--exact", action="store_true", help="compare both ways with the rows in fp32")
     options = parser.parse_args(arguments)
     try:
-        cases = [Case.of(text) for text in options.cases]
+        cases = [PromptCase.of(text) for text in options.cases]
     except ValueError as error:
         parser.error(str(error))
     device = chosen_device(options.device)
@@ -246,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
         bench = Bench(model, optimizer, case, options)
         figures = bench.figures(options.rounds)
         errors = bench.errors(Exact.of(model, case, options)) if options.exact else {}
-        for way in WAYS:
+        for way in LEAST_GAINS:
             print(f"{text:>16}{way:>7}" + "".join(f"{figures[way][name]:>12.4g}" for name in FIGURES))
         ratios = {name: figures["tree"][name] / figures["rows"][name] for name in FIGURES if figures["rows"][name]}
         print(f"{text:>16}{'ratio':>7}" + "".join(f"{ratios.get(name, 0.0):>12.3f}" for name in FIGURES))

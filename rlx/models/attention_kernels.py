@@ -125,7 +125,14 @@ class CudaFlash:
 
 
 class CudnnFlash:
-    """cuDNN's kernel, a call for each pair; it has no windows, and is causal only for as many queries as keys."""
+    """cuDNN's kernel, a call for each pair; it has no windows, and is causal only for as many queries as keys.
+
+    Note [layouts of cuDNN's plans]
+    torch finds the plan of a backward again by the sizes and strides of query, key and value. So output and gradient must have
+    the layout in which forward returns the output, that of the query. With another one the gradients of queries and keys are
+    wrong by their own size, for any width and number of heads: either here or in `scaled_dot_product_attention`, which uses
+    the same plans.
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See Kernel."""
@@ -148,7 +155,8 @@ class CudnnFlash:
         for queries, keys in call.pieces():
             q, k, v = _heads_first(query[queries]), _heads_first(key[keys]), _heads_first(value[keys])
             of_lse = lse[None, :, queries, None].contiguous()
-            of_output = (_heads_first(grad[queries]), q, k, v, _heads_first(output[queries]), of_lse)
+            grad_q, output_q = (_as(query[queries], x[queries]) for x in (grad, output))
+            of_output = (_heads_first(grad_q), q, k, v, _heads_first(output_q), of_lse)
             sizes = (None, None, None, q.shape[2], k.shape[2])  # no bias, and one pair of these lengths
             grads = ops._scaled_dot_product_cudnn_attention_backward(
                 *of_output, *random, *sizes, 0.0, call.is_causal, scale=call.scaling
@@ -166,6 +174,12 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _tokens_first(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
+
+
+def _as(query: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor in the layout of an output for this query; see Note [layouts of cuDNN's plans]."""
+    layout = torch.empty_like(query)
+    return x if x.stride() == layout.stride() else layout.copy_(x)
 
 
 def _mask(query: Tensor, key: Tensor, call: Call) -> Tensor | None:

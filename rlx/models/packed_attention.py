@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from rlx.models.prefix_tree import Tree
 from rlx.models.sequence_parallel import heads_for_tokens, tokens_for_heads
-from rlx.models.tree_attention import tree_attention
+from rlx.models.tree_attention import is_cut, tree_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,7 +141,7 @@ def packed_attention(
 
     On CUDA in bf16 and fp16, torch's variable-length kernel computes several sequences that are shorter than `LONG_TOKENS` on
     average, and sequences longer than their window; others come one at a time. A mask has at most window x 2 window elements.
-    Sequences with common tokens are computed by `tree_attention`.
+    `tree_attention` computes sequences with common tokens, and cuts those whose lengths cuDNN would have to plan for.
 
     Args:
         query: (1, H, N, D).
@@ -161,13 +161,13 @@ def packed_attention(
         rest = (starts, tree, scaling, window, dropout)
         result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
         return result
-    if not tree.is_flat:
-        return tree_attention(query, key, value, tree, scaling, window, dropout)
     longest = max(tree.lengths)
-    is_cut = window is not None and window < longest
+    has_window = window is not None and window < longest
+    if not tree.is_flat or (dropout == 0 and not has_window and is_cut(*tensors, tree)):
+        return tree_attention(query, key, value, tree, scaling, window, dropout)
     is_short = len(tree.lengths) > 1 and query.shape[2] < LONG_TOKENS * len(tree.lengths)
     has_kernel = dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
-    if has_kernel and (is_cut or is_short):
+    if has_kernel and (has_window or is_short):
         return _by_kernel(query, key, value, starts, longest, scaling, window)
     if len(tree.lengths) == 1:
         return _sequence(query, key, value, scaling, window, dropout).transpose(1, 2)

@@ -114,13 +114,17 @@ class Tree:
             self._made[what] = make()
         return self._made[what]
 
-    def cut_before_children(self, multiple: int) -> "Tree":
-        """Return the tree of the same tokens in which a segment with children is cut behind the last multiple of its tokens."""
+    def cut(self, multiple: int, least: int) -> "Tree":
+        """Return the tree of the same tokens in which some segments are cut behind the last multiple of their tokens.
+
+        These are segments with children, and roots of at least `least` tokens.
+        """
         with_children, last = set(self.parents), {ROOT: ROOT}  # last part of each segment, by its index before the cut
         lengths: list[int] = []
         parents: list[int] = []
         for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
-            whole = length - length % multiple if segment in with_children else length
+            is_cut = segment in with_children or (parent == ROOT and length >= least)
+            whole = length - length % multiple if is_cut else length
             for part in filter(None, (whole, length - whole)):
                 parents.append(last[parent])
                 lengths.append(part)
@@ -175,8 +179,8 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-class Rows(NamedTuple):
-    """Rows of tokens laid out as a tree.
+class TreeRows(NamedTuple):
+    """TreeRows of tokens laid out as a tree.
 
     Args:
         tree: their segments; roots come first, then their children, and so on.
@@ -189,7 +193,7 @@ class Rows(NamedTuple):
     places: list[Tensor]
 
 
-def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> Rows:
+def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> TreeRows:
     """Return rows as a tree in which common beginnings are segments of their own.
 
     Args:
@@ -205,7 +209,7 @@ def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> Rows:
     for i, node in enumerate(nodes):
         for row in node.rows:
             places[row].append(torch.arange(*tree.span(i)))
-    return Rows(tree, [(node.rows[0], node.columns) for node in nodes], [torch.cat(parts) for parts in places])
+    return TreeRows(tree, [(node.rows[0], node.columns) for node in nodes], [torch.cat(parts) for parts in places])
 
 
 class _Node(NamedTuple):

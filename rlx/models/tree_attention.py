@@ -22,9 +22,9 @@ from rlx.models.prefix_tree import Pair, Read, Span, Tree, joined
 
 Places = slice | Tensor
 COPIED = 1024  # keys before a segment are copied up to this number; merging the results of two calls costs as much
-# cuDNN's kernel is faster than FlashAttention 2 on single pairs of at least LARGE_PAIR scores. It needs 0.1 s to plan for a pair
-# of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
-LARGE_PAIR, ROUND = 2048 * 2048, 1024
+# cuDNN's kernel is faster than FlashAttention 2 on single pairs of at least LARGE x LARGE scores. It needs 0.1 s to plan for a
+# pair of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
+LARGE, ROUND = 2048, 1024
 
 
 class Step(NamedTuple):
@@ -93,16 +93,23 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
     )
     if not is_supported:
         return []
-    # Other shapes are not measured; at 64, with as many key heads as query heads, gradients of queries differed.
-    is_measured = width == 128 and key.shape[1] < query.shape[1]
-    has_cudnn = is_measured and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    is_faster = width == 128 and key.shape[1] < query.shape[1]  # not measured for other heads
+    has_cudnn = is_faster and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    # FlashAttention adds up the gradients of queries in one order if torch is told so; cuDNN has no such choice here.
+    has_cudnn = has_cudnn and not torch.are_deterministic_algorithms_enabled()
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
+
+
+def is_cut(query: Tensor, key: Tensor, value: Tensor, tree: Tree) -> bool:
+    """Return whether to cut sequences that share nothing at multiples of `ROUND`, so that cuDNN needs no plan for each length."""
+    is_ragged = any(tokens >= LARGE and tokens % ROUND for tokens in tree.lengths)
+    return is_ragged and len(kernels_for(query, key, value)) > 1
 
 
 def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: float, window: int | None) -> list[Step]:
     """Return the calls that compute the attention of a tree."""
     has_large = len(kernels) > 1 and window is None
-    tree = tree.cut_before_children(ROUND) if has_large else tree
+    tree = tree.cut(ROUND, LARGE) if has_large else tree
     steps = []
     for read in tree.reads(window, COPIED):
         large, small = _by_size(read) if has_large else ([], read.pairs)
@@ -131,7 +138,7 @@ def _by_size(read: Read) -> tuple[list[Pair], list[Pair]]:
             part = span.tokens - span.tokens % ROUND
             is_square = keys == (span,) and part == span.tokens
             is_round = is_square if read.is_causal else _tokens(keys) % ROUND == 0 and len(keys) == 1
-            if is_round and part * _tokens(keys) >= LARGE_PAIR:
+            if is_round and part * _tokens(keys) >= LARGE**2:
                 large.append(Pair((Span(span.first, span.first + part),), keys))
                 span = Span(span.first + part, span.stop)
             rest += [span] if span.tokens else []
@@ -176,7 +183,7 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        grad = grad.contiguous()  # cuDNN's plans are found again by the strides of its other arguments
+        grad = grad.contiguous()
         wide = torch.promote_types(query.dtype, torch.float32)
         query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
         # A key has gradients from many segments: their sum is rounded once.

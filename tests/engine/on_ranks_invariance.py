@@ -5,14 +5,27 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from rank_tools import Gradients, build, corrected, grouped, make_batch, norms_in_fp64, own_share, policy, value
+from rank_tools import (
+    Gradients,
+    build,
+    corrected,
+    grouped,
+    make_batch,
+    norms_in_fp64,
+    own_share,
+    policy,
+    two_groups,
+    value,
+)
 
 from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss
 from rlx.config.schema import AGGREGATIONS, ActivationOffloadConfig, ModelConfig, PolicyLossConfig
 from rlx.data.batch import Batch
+from rlx.engine.micro_batch import MicroBatchRule
 from rlx.models.loading import load_model
+from rlx.trainer.balancing import balance
 
 
 class Kind(NamedTuple):
@@ -93,6 +106,18 @@ def naive_of_groups(folder, kinds):
     """`naive` of groups that share their prompts."""
     with norms_in_fp64():
         return naive(folder, kinds, grouped(make_batch()))
+
+
+def dealt_groups(folder, responses):
+    """The gradient of two groups of four rows that are dealt to two processes, the formula's, and the share of tokens saved."""
+    with norms_in_fp64():
+        batch = two_groups(responses)
+        chosen = {"use_shared_prefix": True}
+        engine = build(folder, lr=0.0, model=chosen)
+        gradients = Gradients(engine)
+        dealt = balance(batch.rows([5, 2, 7, 0, 3, 6, 1, 4]), 2, ModelConfig(path=folder, **chosen))
+        metrics = engine.update(own_share(dealt, (4, 4)), MicroBatchRule(rows=8), policy())
+        return gradients.seen[0], naive(folder, ("policy",), batch)[0][1], metrics["tokens_saved"]
 
 
 def several(calls):

@@ -91,6 +91,19 @@ def grouped(batch: Batch) -> Batch:
     return batch.with_(input_ids=ids.masked_fill(~mask, 0), attention_mask=mask)
 
 
+def two_groups(responses: Sequence[int]) -> Batch:
+    """Two groups of four rows with full prompts and these lengths of responses, which begin differently."""
+    batch = make_batch()
+    mask = torch.ones_like(batch["attention_mask"])
+    mask[:, P:] = torch.arange(R) < torch.tensor(responses)[:, None]
+    ids = torch.randint(3, 250, mask.shape, generator=torch.Generator().manual_seed(0))
+    ids[:, :P], ids[:, P] = ids[[0] * 4 + [4] * 4, :P], torch.arange(8) + 3
+    group = torch.tensor([0] * 4 + [1] * 4)
+    return batch.with_(
+        input_ids=ids.masked_fill(~mask, 0), attention_mask=mask, response_mask=mask[:, P:].clone(), group_id=group
+    )
+
+
 def policy(mode: str = "token-mean", **options: Any) -> PolicyObjective:
     actor = ActorConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05, **options)
     return PolicyObjective(actor, temperature=0.7, horizon=R)

@@ -54,7 +54,7 @@ def path_of(tree, segment):
 
 @pytest.mark.parametrize("copied", [0, 2, 3, 100])
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 100])
-@pytest.mark.parametrize("tree", [TWO_GROUPS, FORKS, FORKS.with_padding(2), TWO_GROUPS.cut_before_children(2)])
+@pytest.mark.parametrize("tree", [TWO_GROUPS, FORKS, FORKS.with_padding(2), TWO_GROUPS.cut(2, 4)])
 def test_reads_show_each_token_its_path_once(tree, window, copied):
     expected = torch.zeros(tree.starts[-1], tree.starts[-1], dtype=torch.int64)
     for segment in range(len(tree.lengths)):
@@ -66,7 +66,7 @@ def test_reads_show_each_token_its_path_once(tree, window, copied):
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 4, 100])
 def test_a_cut_keeps_tokens_and_positions(multiple):
-    cut = TWO_GROUPS.cut_before_children(multiple)
+    cut = TWO_GROUPS.cut(multiple, 6)
     assert cut.starts[-1] == TWO_GROUPS.starts[-1] and torch.equal(cut.positions(), TWO_GROUPS.positions())
     inner = {parent for parent in cut.parents if parent != ROOT}
     assert all(cut.lengths[segment] % multiple == 0 or cut.lengths[segment] < multiple for segment in inner)

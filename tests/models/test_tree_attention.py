@@ -4,9 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlx.models import tree_attention as attention
-from rlx.models.attention_kernels import CpuFlash
+from rlx.models.attention_kernels import CpuFlash, CudaFlash, CudnnFlash
 from rlx.models.prefix_tree import ROOT, Tree
 from rlx.models.tree_attention import tree_attention
 
@@ -19,11 +21,12 @@ TREES = {
 }
 
 
-def tensors(tokens, value_width=8, heads=4, key_heads=2, width=8, dtype=torch.float64, device="cpu"):
+def tensors(tokens, value_width=8, heads=4, key_heads=2, width=8, dtype=torch.float64, device="cpu", by_heads=False):
     source = torch.Generator().manual_seed(0)
     shapes = (heads, width), (key_heads, width), (key_heads, value_width)
     made = [torch.randn(1, tokens, h, w, generator=source, dtype=torch.float64) for h, w in shapes]
-    return [x.to(device, dtype).transpose(1, 2).requires_grad_() for x in made]
+    laid = [x.to(device, dtype).transpose(1, 2) for x in made]
+    return [(x.contiguous() if by_heads else x).requires_grad_() for x in laid]
 
 
 def by_hand(query, key, value, tree, window, scaling):
@@ -72,14 +75,21 @@ def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
 
     monkeypatch.setattr(attention, "COPIED", copied)
     monkeypatch.setattr(attention, "ROUND", 2)
-    monkeypatch.setattr(attention, "LARGE_PAIR", 4)
+    monkeypatch.setattr(attention, "LARGE", 2)
     monkeypatch.setattr(attention, "kernels_for", lambda query, key, value: [CpuFlash(), Large()])
     tree = Tree(*TREES[name])
     agree(tensors(tree.starts[-1]), tree)
-    assert seen or tree.is_flat
+    assert seen
     for queries, keys, is_causal in seen:
         assert len(queries) == len(keys) == 1 and queries[0] % 2 == keys[0] % 2 == 0 and queries[0] * keys[0] >= 4
         assert queries == keys or not is_causal
+
+
+@pytest.fixture
+def both_kernels(monkeypatch):
+    """cuDNN's kernel where there is one, also for heads for which another is chosen."""
+    if torch.cuda.get_device_capability() >= (9, 0):
+        monkeypatch.setattr(attention, "kernels_for", lambda query, key, value: [CudaFlash(), CudnnFlash()])
 
 
 @pytest.mark.gpu
@@ -87,20 +97,65 @@ def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
 @pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize(("large", "copied"), [(2**60, 0), (128 * 128, 0), (128 * 128, 100)])
-def test_kernels_of_a_gpu_are_near_the_definition(window, large, copied, width, key_heads, dtype, monkeypatch):
+@pytest.mark.parametrize(("large", "copied"), [(2**30, 0), (128, 0), (128, 100)])
+def test_kernels_of_a_gpu_are_near_the_definition(
+    window, large, copied, width, key_heads, dtype, both_kernels, monkeypatch
+):
     monkeypatch.setattr(attention, "COPIED", copied)
-    monkeypatch.setattr(attention, "LARGE_PAIR", large)
+    monkeypatch.setattr(attention, "LARGE", large)
     monkeypatch.setattr(attention, "ROUND", 128)
     for lengths, parents in (([300, 200, 128, 64, 1, 33, 290], [ROOT, 0, 0, 1, 1, 3, 2]), ([256, 300], [ROOT, 0])):
         tree = Tree(lengths, parents)
         shape = {"heads": 8, "key_heads": key_heads, "width": width, "value_width": width}
-        inputs = tensors(tree.starts[-1], **shape, dtype=dtype, device="cuda")
-        exact = [x.detach().double().requires_grad_() for x in inputs]
-        got, expected = tree_attention(*inputs, tree, 0.1, window), by_hand(*exact, tree, window, 0.1)
-        close = 4 * torch.finfo(dtype).eps
-        assert (got - expected).norm() <= close * expected.norm()
-        weights = torch.randn_like(expected)
-        grads = [torch.autograd.grad((x * weights).sum(), of) for x, of in ((got.double(), inputs), (expected, exact))]
-        for one, other in zip(*grads, strict=True):
-            assert (one - other).norm() <= close * other.norm()
+        near(tensors(tree.starts[-1], **shape, dtype=dtype, device="cuda"), tree, window)
+
+
+def near(inputs, tree, window=None, attend=tree_attention):
+    """A kernel's results and gradients are as near to the definition in fp64 as its dtype allows."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    got, expected = attend(*inputs, tree, 0.1, window), by_hand(*exact, tree, window, 0.1)
+    close = 4 * torch.finfo(inputs[0].dtype).eps
+    assert (got - expected).norm() <= close * expected.norm()
+    weights = torch.randn_like(expected)
+    grads = [torch.autograd.grad((x * weights).sum(), of) for x, of in ((got.double(), inputs), (expected, exact))]
+    for one, other in zip(*grads, strict=True):
+        assert (one - other).norm() <= close * other.norm()
+
+
+def by_torch(query, key, value, tree, scaling, window):
+    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], "is_causal": True}
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
+@pytest.mark.parametrize("torch_is_first", [False, True])
+def test_plans_of_a_gpu_are_for_one_layout(torch_is_first, width, key_heads, both_kernels, monkeypatch):
+    """torch and the tree use the same plans, which another layout of the output would make wrong for one of them."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN's kernel is used from compute capability 9.0 on")
+    monkeypatch.setattr(attention, "LARGE", 128)
+    monkeypatch.setattr(attention, "ROUND", 128)
+    tokens = 384 + 128 * torch_is_first  # another plan in each case
+    shape = {"heads": 8, "key_heads": key_heads, "width": width, "value_width": width, "dtype": torch.bfloat16}
+    both = [tree_attention, by_torch]
+    for by_heads in (False, True):
+        for attend in both[::-1] if torch_is_first else both:
+            near(tensors(tokens, **shape, device="cuda", by_heads=by_heads), Tree([tokens]), None, attend)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_on_a_gpu_are_the_same_again_where_torch_is_told_so(width):
+    tree = Tree([4096, 511, 300, 2000], [ROOT, 0, 0, 0])
+    shape = {"heads": 8, "key_heads": 2, "width": width, "value_width": width, "dtype": torch.bfloat16}
+    inputs = tensors(tree.starts[-1], **shape, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [torch.autograd.grad(tree_attention(*inputs, tree).float().square().sum(), inputs) for _ in range(4)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for again in found[1:] for x, y in zip(again, found[0], strict=True))

@@ -1,0 +1,57 @@
+"""Inputs and settings of the runs, their table, and whole runs."""
+
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from rlx.benchmarks.grpo_step import main, medians, settings, show, write_inputs
+from rlx.config.check.validate import check
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import inspect_machine
+from rlx.data.prompts import load_prompts
+from rlx.models.loading import load_tokenizer
+
+KEY = "actor_rollout_ref.model.use_shared_prefix"
+
+
+def test_prompts_have_all_the_tokens_that_were_asked_for_and_the_settings_are_valid(tmp_path):
+    options = Namespace(shape="tiny", prompts=2, samples=4, prompt=40, response=8, steps=3)
+    inputs = write_inputs(tmp_path, options, torch.device("cpu"))
+    composed = compose([*settings(options), *inputs, "actor_rollout_ref.rollout.name=hf", f"{KEY}=True"])
+    assert not check(composed, inspect_machine()).faults
+    config = composed.config
+    prompts = load_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model.path, False), "train")
+    mask = prompts.batch(range(6))["prompt_mask"]
+    assert len(prompts) == 6 and mask.shape == (6, 40) and mask.all()
+
+
+def test_the_table_has_medians_without_the_first_step(capsys):
+    steps = {
+        n: {"timing_s/step": x, "timing_s/ref": x / 4, "reward/mean": 1.0} for n, x in enumerate((90.0, 4.0, 8.0, 5.0))
+    }
+    found = medians(steps)
+    assert found == {"timing_s/step": 5.0, "timing_s/ref": 1.25}
+    show({"False": found, "True": {**found, "timing_s/step": 2.5, "actor/tokens_saved": 0.75}})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0][-2:] == ["False", "True"]
+    assert rows[1:] == [["ref", "1.250", "1.250"], ["step", "5.000", "2.500"], ["actor/tokens_saved", "-", "0.750"]]
+
+
+@pytest.mark.parametrize("wrong", [[KEY], [f"{KEY}=True", "--steps", "1"]])
+def test_a_comparison_of_nothing_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(["--each", *wrong])
+    assert "expected KEY=VALUE,VALUE and at least 2 steps" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_prompts_are_computed_once_in_whole_runs(tmp_path, capsys):
+    size = ["--shape", "tiny", "--prompts", "2", "--samples", "4", "--prompt", "40", "--response", "8", "--steps", "2"]
+    here = ["--device", "cpu", "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
+    main(["--each", f"{KEY}=False,True", *size, *here, "--json", str(tmp_path / "figures.json")])
+    found = json.loads((tmp_path / "figures.json").read_text())["medians"]
+    assert "actor/tokens_saved" not in found["False"] and found["True"]["actor/tokens_saved"] > 0.5
+    assert found["True"]["actor/grad_norm"] == pytest.approx(found["False"]["actor/grad_norm"], rel=1e-4)
+    assert "update_actor" in capsys.readouterr().out
