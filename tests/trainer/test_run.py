@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlx.checkpoint import manifest
 from rlx.driver import main
+from rlx.export import main as export_main
 from rlx.rewards.manager import RewardError
 from rlx.trainer.checkpoints import ResumeError
 
@@ -184,6 +186,30 @@ def test_a_run_passes_over_damaged_checkpoints_resumes_on_other_processes_and_be
     assert again == folder and "passed over global_step_1" in printed.out + printed.err
     assert [results(anew[step]) for step in (1, 2, 3)] == [results(unbroken[step]) for step in (1, 2, 3)]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_run_on_a_url_resumes_from_there_on_an_empty_machine_and_is_exported_from_there(
+    train, custom, monkeypatch, tmp_path
+):
+    (tmp_path / "machine").mkdir()
+    monkeypatch.chdir(tmp_path / "machine")
+    url = f"file://{tmp_path}/bucket/runs"
+    options = [*custom("varied"), "trainer.total_training_steps=3", "trainer.save_freq=1"]
+    options += [f"trainer.default_local_dir={url}", "actor_rollout_ref.actor.checkpoint.async_save=True"]
+    folder, unbroken = train(*options)
+    assert folder.is_relative_to(tmp_path / "machine/outputs")
+    there = tmp_path / "bucket/runs" / folder.name
+    shutil.rmtree(tmp_path / "machine/outputs")
+    shutil.rmtree(there / "checkpoints/global_step_3")
+    again, resumed = train(*options, "trainer.resume_mode=auto")
+    assert again == folder and sorted(os.listdir(folder / "checkpoints")) == ["global_step_2", "global_step_3"]
+    assert [resumed[step]["step"] for step in (1, 2, 3)] == [1, 2, 3], "the rows came back too"
+    assert results(resumed[3]) == results(unbroken[3])
+    assert (there / "metrics.jsonl").read_text() == (folder / "metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "machine/outputs")
+    assert export_main([f"{url}/{folder.name}/checkpoints/global_step_3", str(tmp_path / "exported")]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").num_parameters() > 0
 
 
 def test_real_gsm8k_trains_and_the_model_leaves(train):
