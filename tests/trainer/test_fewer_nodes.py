@@ -20,6 +20,10 @@ nodes.WAIT_S = 2.0  # for a node that stays away
 from rlx.driver import main
 sys.exit(main(sys.argv[1:]))
 """
+REWARD = """
+def varied(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 16
+"""
 RESULTS = ("reward/mean", "actor/loss", "actor/grad_norm", "train/policy_version")
 
 
@@ -52,6 +56,8 @@ def test_a_run_whose_second_node_is_killed_goes_on_with_one(short_run, two_nodes
     cluster, second = two_nodes
     command = [*short_run, "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.min_nodes=1", "trainer.device=cpu"]
     command += [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.resume_mode=auto"]
+    (tmp_path / "reward.py").write_text(REWARD)
+    command += [f"custom_reward_function.path={tmp_path}/reward.py", "custom_reward_function.name=varied"]
     runs, log = tmp_path / "runs", tmp_path / "log"
     first = started(cluster, log, *command)
     try:
