@@ -9,10 +9,12 @@ from dataclasses import replace
 
 from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
+from rlx.config.check.folders import runs_folder
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
+from rlx.config.forecast.checkpoint_forecast import checkpoint_text
 from rlx.config.forecast.decoders import fetch_configs
 from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
@@ -60,7 +62,9 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
         faults = (*checked.faults, *tried.faults)
         if only_check and not composed.faults:
             print(composed.yaml)
-            print(wrapped(long_text(MemoryForecast.of(composed.config, machine))))
+            forecast = MemoryForecast.of(composed.config, machine)
+            lines = checkpoint_text(forecast, runs_folder(composed.config))
+            print(wrapped("\n".join([long_text(forecast), *lines])))
         for warning in (*checked.warnings, *tried.warnings):
             print(wrapped(f"warning: {warning}"), file=sys.stderr)
         if faults:

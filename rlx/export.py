@@ -2,9 +2,14 @@
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlx.checkpoint.folders import replacing
+from rlx.checkpoint.manifest import MANIFEST
+from rlx.checkpoint.remote import RemoteFolder
 from rlx.engine.checkpoint import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
 from rlx.models.adapter_folder import write_adapters
@@ -46,10 +51,25 @@ def export(
         card.write_with_weights(partial, weights, trust_remote_code)
 
 
+@contextmanager
+def _local(checkpoint: str, role: str) -> Iterator[Path]:
+    """Yield the local folder of a role; one in object storage is downloaded to a temporary folder."""
+    if "://" not in checkpoint:
+        folder = Path(checkpoint) / role
+        yield folder if folder.is_dir() else Path(checkpoint)
+        return
+    remote = RemoteFolder(checkpoint)
+    with tempfile.TemporaryDirectory() as folder:
+        remote.download(role if remote.has(f"{role}/{MANIFEST}") else "", Path(folder) / role)
+        yield Path(folder) / role
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0, or 2 if a folder is not as expected."""
     parser = argparse.ArgumentParser(prog="python -m rlx.export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a run's .../global_step_N, or the folder of one role in it")
+    parser.add_argument(
+        "checkpoint", help="a run's .../global_step_N, or the folder of one role in it; a path or a URL"
+    )
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--role", default="actor", help="which role of a global_step_N folder (default: actor)")
     parser.add_argument("--trust-remote-code", action="store_true", help="the model brings its own code")
@@ -58,10 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--adapters", action="store_true", help="write adapters alone, in peft's format")
     chosen = parser.parse_args(arguments)
-    folder = chosen.checkpoint / chosen.role
     trusted = chosen.trust_remote_code, chosen.trust_checkpoint
     try:
-        export(folder if folder.is_dir() else chosen.checkpoint, chosen.out, *trusted, chosen.adapters)
+        with _local(chosen.checkpoint, chosen.role) as folder:
+            export(folder, chosen.out, *trusted, chosen.adapters)
     except (ValueError, ExplainedError) as error:
         print(f"rlx.export: {error}", file=sys.stderr)
         return 2

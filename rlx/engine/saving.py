@@ -28,11 +28,10 @@ from torch import Tensor
 from rlx.checkpoint import folders
 from rlx.checkpoint.manifest import FileEntry, seal
 from rlx.checkpoint.tensors import Piece, Source, pieces_of, shard_name, write_safetensors
-from rlx.engine.residency import TensorOffload, obtainable_bytes, range_of
+from rlx.engine.residency import NOTICEABLE_S, TensorOffload, obtainable_bytes, range_of
 from rlx.errors import ExplainedError, StorageError, storing
 from rlx.offload import Block, HostArena, trim
 
-NOTICEABLE_S = 1.0
 Entries = dict[str, FileEntry]
 Parts = Mapping[str, Mapping[str, Tensor]]
 logger = logging.getLogger(__name__)

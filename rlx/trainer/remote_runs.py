@@ -117,6 +117,8 @@ def fetch_newest(config: PPOConfig, url: str) -> None:
 
 
 def _fetch_files(remote: RemoteFolder, run: str, folder: Path) -> None:
-    for name in ("config.yaml", "metrics.jsonl"):
-        if not (folder / name).exists() and remote.has(f"{run}/{name}"):
+    for name in remote.names(run):
+        if (
+            Path(name).suffix in (".yaml", ".jsonl") and not (folder / name).exists()
+        ):  # rows, and all kept configurations
             remote.get(f"{run}/{name}", folder / name)

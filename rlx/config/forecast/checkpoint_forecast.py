@@ -1,0 +1,87 @@
+"""Forecast what checkpoints take of the disk and of host memory, for `--check`."""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from rlx.config.forecast.forecast_text import gb
+from rlx.config.forecast.memory_forecast import MemoryForecast
+from rlx.config.forecast.role_memory import RoleMemory, role_memories
+from rlx.config.machine import processes
+from rlx.config.schema import CheckpointConfig, PPOConfig
+from rlx.config.schema.roles import has_critic
+
+
+class RoleCheckpoint(NamedTuple):
+    """The checkpoints of one role [bytes]."""
+
+    nbytes: float  # of one
+    staged: float  # of it, copied to the host memory of all processes while a thread writes it
+    spare: float  # further host memory of all processes, if they have it, in which the optimizer goes on meanwhile
+    kept: int | None  # number; None: all
+
+
+def role_checkpoints(forecast: MemoryForecast) -> dict[str, RoleCheckpoint]:
+    """Return the checkpoints of the trained roles whose models are known; none if the run saves nothing."""
+    config, trainer = forecast.config, forecast.config.trainer
+    if trainer.save_freq <= 0 and trainer.save_every_minutes is None and not trainer.save_on_sigterm_s:
+        return {}
+    actor = config.actor_rollout_ref.actor
+    settings = {"actor": (actor.checkpoint, trainer.max_actor_ckpt_to_keep)}
+    if has_critic(config):
+        settings["critic"] = config.critic.checkpoint, trainer.max_critic_ckpt_to_keep
+    memories = role_memories(config, forecast.machine, dict(forecast.known))
+    return {
+        name: _role_checkpoint(memories[name], config, saved, kept)
+        for name, (saved, kept) in settings.items()
+        if name in memories
+    }
+
+
+def _role_checkpoint(own: RoleMemory, config: PPOConfig, saved: CheckpointConfig, kept: int | None) -> RoleCheckpoint:
+    fsdp, count = own.role.fsdp, processes(config)
+    shards = fsdp.fsdp_size if fsdp.fsdp_size > 0 else count
+    weights = own.update.weights * shards * ("model" in saved.save_contents)
+    state = own.update.optimizer * shards * ("optimizer" in saved.save_contents)
+    exported = own.decoder.parameters * own.stored * ("hf_model" in saved.save_contents)
+    staged = spare = 0.0
+    if saved.async_save:
+        in_place = own.role.strategy == "fsdp2" and not exported
+        weights_on_host = in_place and own.has_device and (own.is_on_host or fsdp.param_offload)
+        state_on_host = in_place and (own.is_on_host or own.optimizer_on_host)
+        staged = weights * (not weights_on_host) + state * (not state_on_host)
+        spare = state * (in_place and own.optimizer_on_host)
+    return RoleCheckpoint(weights + state + exported, staged, spare, kept)
+
+
+def checkpoint_text(forecast: MemoryForecast, folder: Path) -> list[str]:
+    """Return lines about disk and host memory; none if the run saves nothing, or its models are not known.
+
+    Args:
+        forecast: of the run.
+        folder: of its runs.
+    """
+    roles = role_checkpoints(forecast)
+    if not roles:
+        return []
+    trainer = forecast.config.trainer
+    free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+    by_role = ", ".join(f"{name} {gb(role.nbytes)}" for name, role in roles.items())
+    keeps = "all are kept"
+    if all(role.kept is not None for role in roles.values()):
+        # An old one is removed when the new one is whole.
+        most = sum(role.nbytes * ((role.kept or 0) + 1) for role in roles.values())
+        keeps = f"up to {gb(most)} GB with the one that is written"
+    copied = f"; copies go to {trainer.default_local_dir}" if "://" in (trainer.default_local_dir or "") else ""
+    each = gb(sum(role.nbytes for role in roles.values()))
+    lines = [f"checkpoints: {each} GB each ({by_role}), {keeps}; {gb(free)} GB are free for {folder}{copied}"]
+    on_machine = trainer.n_gpus_per_node / processes(forecast.config)
+    if staged := on_machine * sum(role.staged for role in roles.values()):
+        lines.append(
+            f"a save copies {gb(staged)} GB to the host memory of each machine, from where a thread writes them"
+        )
+    if spare := on_machine * sum(role.spare for role in roles.values()):
+        lines.append(
+            f"beside a save the optimizer takes up to {gb(spare)} GB more of each machine's host memory, if it has them"
+        )
+    return lines
