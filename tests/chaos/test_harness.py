@@ -35,8 +35,8 @@ def test_every_difference_is_found():
 
 def test_a_moment_comes_when_the_run_is_so_far_and_never_after_its_end(tmp_path: Path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a/metrics.jsonl").write_text("{}\n" * 12)
-    own = Run(psutil.Process().pid, tmp_path, 0.0)
+    (tmp_path / "a/metrics.jsonl").write_text('{"time": 1.0}\n' * 12)
+    own = Run(psutil.Process().pid, tmp_path, start_s=0.0)
     assert wait_for("rollout", own, random.Random(0), steps=12)
     gone = max(psutil.pids()) + 1000
     assert not wait_for("inside a save", own._replace(supervisor=gone), random.Random(0), steps=12)
