@@ -20,7 +20,7 @@ from statistics import median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clock import POLL_S, Clock
+from clock import POLL_S, RESTART, Clock
 from faults import ENDS_THE_COMMAND, FAULTS, OVER, Plan, Run, plans, wait_for
 from leftovers import end_what_is_left, new_mark
 from task import LIMIT_S, LOCAL_RAY, STEPS, command_in, end_with_harness, make_model, newest
@@ -40,6 +40,7 @@ class Outcome(NamedTuple):
         commands: times that the command was given.
         wall_s: seconds of all.
         lost_s: from the notice of each failure, or from another start of the command, to the next row.
+        said: the lines that the commands printed about failures and ends.
     """
 
     plan: Plan
@@ -49,6 +50,7 @@ class Outcome(NamedTuple):
     commands: int
     wall_s: float
     lost_s: list[float]
+    said: list[str]
 
     def row(self) -> str:
         """Return a line of the table."""
@@ -148,7 +150,8 @@ def broken(plan: Plan, expected: Trajectory, start_s: float, ground: Ground) -> 
         subprocess.run(["umount", "-l", str(folder)], check=True)
     if not wrong:
         shutil.rmtree(folder)
-    return Outcome(plan, done, wrong, text.count("rlx restart "), commands, wall_s, clock.lost_s)
+    said = [line for line in text.splitlines() if line.startswith("rlx ")]
+    return Outcome(plan, done, wrong, text.count(RESTART), commands, wall_s, clock.lost_s, said)
 
 
 def mount(folder: Path) -> None:
