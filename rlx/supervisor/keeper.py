@@ -18,7 +18,7 @@ from rlx.supervisor.policy import End, refusal
 DONE, FAILED, FAULTY = 0, 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TICK_S = 0.3  # between two looks at the driver and at Ray's processes
-ENDING_S = 15.0  # for a driver that failed: to close its loggers
+DRIVER_ENDING_S = 15.0  # for a driver that failed: to close its loggers
 PROBE_EVERY_S, PROBES = 5.0, 4  # the head of a cluster that does not answer so many times in a row is lost
 
 
@@ -65,7 +65,7 @@ class Driver:
         for line in lines:
             self.facts |= json.loads(line)
         if "end" in self.facts:
-            self.end_within(ENDING_S)
+            self.end_within(DRIVER_ENDING_S)
 
     def ask_to_end(self, signum: int) -> None:
         """Pass a signal on; a driver that is not ready for it, or gets another one, is killed."""
