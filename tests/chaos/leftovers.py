@@ -32,9 +32,9 @@ def marked(mark: Mapping[str, str]) -> Iterator[psutil.Process]:
                         yield process
 
 
-def end_what_is_left(mark: Mapping[str, str]) -> list[str]:
-    """Kill the processes that a run has left, and return their command lines."""
-    deadline_s = time.monotonic() + PATIENCE_S
+def end_what_is_left(mark: Mapping[str, str], patience_s: float = PATIENCE_S) -> list[str]:
+    """Kill the processes that live so many seconds after their run has ended, and return their command lines."""
+    deadline_s = time.monotonic() + patience_s
     while (left := list(marked(mark))) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     commands = []
