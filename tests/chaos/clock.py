@@ -1,6 +1,7 @@
 """Measures the time from the notice of a failure to the next row of metrics."""
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ POLL_S = 0.1
 
 
 class Clock:
-    """Follows one run through all its commands.
+    """Follows one run through all its commands; a context.
 
     Args:
         folder: `trainer.default_local_dir`.
@@ -25,6 +26,21 @@ class Clock:
         self._folder, self._log = folder, log
         self._read, self._last = 0, b""
         self._noticed: float | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow)
+
+    def __enter__(self) -> "Clock":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(POLL_S):
+            self.look()
+        self.look()
 
     def notice(self) -> None:
         """A failure is known now, because the command is given again."""
@@ -32,6 +48,8 @@ class Clock:
 
     def look(self) -> None:
         """Take in new lines of the log and new rows."""
+        if not self._log.exists():
+            return
         with self._log.open("rb") as file:
             file.seek(self._read)
             new = file.read()

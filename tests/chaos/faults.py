@@ -176,7 +176,7 @@ def flip_bytes(run: Run, draw: random.Random) -> str:
     if not _until(lambda: len(_whole(run)) > 1, run):
         return OVER
     kill("supervisor", run, draw)
-    return f"{_flip(run, draw)}, command killed"
+    return f"SIGKILL supervisor, {_flip(run, draw)}"
 
 
 def _flip(run: Run, draw: random.Random) -> str:
@@ -192,13 +192,13 @@ def _flip(run: Run, draw: random.Random) -> str:
 
 def skew_clocks(run: Run, draw: random.Random) -> str:
     """Kill the command, then give the files of all checkpoints random times of the last year."""
-    kill("supervisor", run, draw)
+    done = kill("supervisor", run, draw)
     for save in _saves(run):
         for file in [save, *save.rglob("*")]:
             at = time.time() - draw.uniform(0, 365 * 86400)
             with contextlib.suppress(FileNotFoundError):
                 os.utime(file, (at, at))
-    return f"times of {len(_saves(run))} checkpoints"
+    return f"{done}, times of {len(_saves(run))} checkpoints"
 
 
 def fill_disk(run: Run, draw: random.Random) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from leftovers import end_what_is_left, new_mark, shared_files
-from task import LIMIT_S, LOCAL_RAY, command_in, make_model
+from task import LIMIT_S, LOCAL_RAY, make_model, start
 
 FIRST_S = 0.15  # before, Python itself is starting and dies of the signal
 ENOUGH_S = 40.0  # from the signal to the end
@@ -27,8 +27,9 @@ ENOUGH_S = 40.0  # from the signal to the end
 def length_of(folder: Path, extra: Sequence[str]) -> float:
     """Return the seconds of a run without a signal."""
     began_s = time.monotonic()
-    command, environment = command_in(folder, extra)
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=LIMIT_S)
+    with start(folder, extra, {}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        if process.wait(LIMIT_S) != 0:
+            raise SystemExit(f"a run without a signal ended with {process.returncode}")
     return time.monotonic() - began_s
 
 
@@ -39,9 +40,8 @@ def ended(signum: int, after_s: float, folder: Path, extra: Sequence[str]) -> tu
         What is wrong afterwards, and the run's line; None if the run was over before the signal came.
     """
     mark, ray = new_mark(), Path(tempfile.mkdtemp(prefix="rs"))
-    command, environment = command_in(folder, extra)
-    environment = {**environment, **mark, "RAY_TMPDIR": str(ray)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    added = {**mark, "RAY_TMPDIR": str(ray)}
+    process = start(folder, extra, added, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     time.sleep(after_s)
     files = shared_files(mark)
     sent_s = time.monotonic()

@@ -3,9 +3,11 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from faults import ENTRY
 
@@ -55,8 +57,15 @@ def command_in(folder: Path, extra: Sequence[str]) -> tuple[list[str], Mapping[s
     return command, environment
 
 
-def end_with_harness() -> None:
-    """Let the system end the command when the harness ends; runs in the new process."""
+def start(folder: Path, extra: Sequence[str], added: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
+    """Start the command for runs in a folder, with added environment variables and options of Popen."""
+    command, environment = command_in(folder, extra)
+    return subprocess.Popen(command, env={**environment, **added}, preexec_fn=_as_by_hand, **options)
+
+
+def _as_by_hand() -> None:
+    """Take Ctrl-C also if a shell started the harness in the background, and end with the harness."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
