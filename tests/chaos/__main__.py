@@ -122,7 +122,7 @@ def broken(plan: Plan, expected: Trajectory, start_s: float, ground: Ground) -> 
     mark, ray = new_mark(), Path(tempfile.mkdtemp(prefix="rc"))
     added = {**mark, "RAY_TMPDIR": str(ray)}
     began_s = time.monotonic()
-    with Clock(folder, folder.with_suffix(".log")) as clock:
+    with Clock(folder, folder.with_suffix(".log"), faults=2 if plan.moment == "resume" else 1) as clock:
         process = ground.start(folder, added)
         draw, run = random.Random(plan.seed), Run(process.pid, folder, start_s)
         done = FAULTS[plan.fault](run, draw) if wait_for(plan.moment, run, draw, STEPS) else OVER
@@ -143,7 +143,7 @@ def broken(plan: Plan, expected: Trajectory, start_s: float, ground: Ground) -> 
     if not wrong:
         shutil.rmtree(folder)
     said = [line for line in text.splitlines() if line.startswith("rlx ")]
-    return Outcome(plan, done, wrong, text.count(RESTART), commands, wall_s, clock.lost_s, said)
+    return Outcome(plan, done, wrong, len(RESTART.findall(text)), commands, wall_s, clock.lost_s, said)
 
 
 def mount(folder: Path) -> None:

@@ -1,11 +1,12 @@
 """Measures the time from the notice of a failure to the next row of metrics."""
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
 
-RESTART = "rlx restart "
+RESTART = re.compile(r"^rlx restart \d+ of ", re.MULTILINE)
 POLL_S = 0.1
 
 
@@ -15,16 +16,17 @@ class Clock:
     Args:
         folder: `trainer.default_local_dir`.
         log: output of the command.
+        faults: that are done to the run.
 
     Attributes:
-        lost_s: of each failure that a row followed, from its notice to that row. A notice without a row before the next one
-            counts from the first of them.
+        lost_s: of each failure that a row followed, from its notice to that row. A further notice before a row counts as a
+            failure of its own only if a further fault was done.
     """
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, faults: int = 1) -> None:
         self.lost_s: list[float] = []
-        self._folder, self._log = folder, log
-        self._read, self._last = 0, b""
+        self._folder, self._log, self._faults = folder, log, faults
+        self._restarts = 0
         self._noticed: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow)
@@ -43,22 +45,17 @@ class Clock:
         self.look()
 
     def notice(self) -> None:
-        """A failure is known now, because the command is given again."""
-        self._noticed = self._noticed or time.time()
+        """A failure is known now: the driver is started again, or the command is given again."""
+        if self._noticed is None or self._faults > 0:
+            self._noticed = time.time()
+        self._faults -= 1
 
     def look(self) -> None:
         """Take in new lines of the log and new rows."""
-        if not self._log.exists():
-            return
-        with self._log.open("rb") as file:
-            file.seek(self._read)
-            new = file.read()
-        self._read += len(new)
-        if RESTART.encode() in self._last + new:
+        restarts = len(RESTART.findall(self._log.read_text(errors="replace"))) if self._log.exists() else 0
+        if restarts > self._restarts:
+            self._restarts = restarts
             self.notice()
-            self._last = b""
-        else:
-            self._last = new[-len(RESTART) + 1 :]
         if self._noticed is not None and (row_s := self._time_of_last_row()) > self._noticed:
             self.lost_s.append(row_s - self._noticed)
             self._noticed = None

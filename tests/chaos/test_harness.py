@@ -71,6 +71,8 @@ def test_the_clock_measures_from_the_first_notice_to_the_next_row(tmp_path: Path
     assert clock.lost_s == []
     row(5.0)
     row(9.0)
+    say("rlx restart 1 was because a worker died\n")
+    row(12.0)
     assert [round(each) for each in clock.lost_s] == [5]
 
 
