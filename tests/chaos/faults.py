@@ -169,11 +169,8 @@ def _signal(kind: str, run: Run, draw: random.Random, signum: int) -> str:
 
 
 def flip_bytes(run: Run, draw: random.Random) -> str:
-    """Wait for a second checkpoint, kill the command, then flip bits of a file of the newest one.
-
-    With all checkpoints damaged a run does not begin anew by itself, so one is left whole.
-    """
-    if not _until(lambda: len(_whole(run)) > 1, run):
+    """Wait for a checkpoint, kill the command, then flip bits of a file of the newest one."""
+    if not _until(lambda: bool(_whole(run)), run):
         return OVER
     kill("supervisor", run, draw)
     return f"SIGKILL supervisor, {_flip(run, draw)}"
