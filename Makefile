@@ -1,7 +1,7 @@
 # make run    sets everything up, then trains the default task; ARGS="key=value ..." overrides the configuration
 # make test   sets everything up, then lints, checks types and runs the quick half of the tests, or with ALL=1 all of them;
 #             PYTEST_ARGS="..." goes to pytest
-# make chaos  breaks N runs (50) in random ways, from SEED (0) on, and compares each with an unbroken one; takes 2 minutes a run
+# make chaos  breaks N runs (50) in random ways, from SEED (0) on, JOBS (1) at a time, and compares each with an unbroken one
 # make docs   writes docs/configuration.md and docs/models.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
@@ -42,7 +42,7 @@ test: $(STAMP)
 	exit $$failed
 
 chaos: $(STAMP)
-	$(PY) tests/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) $(ARGS)
+	$(PY) tests/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),1) $(ARGS)
 
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new

@@ -29,7 +29,7 @@ TINY_RUN = (
     *("actor_rollout_ref.rollout.n=2", "trainer.val_before_train=False", "trainer.test_freq=-1"),
     *("trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[jsonl]"),
 )
-NAMES = {
+PROCESS_NAMES = {
     **{"rlx.driver": "driver", "rlx.main_ppo": "supervisor", "ray::WorkerProcess": "worker"},
     **{"gcs_server": "gcs_server", "raylet/raylet": "raylet"},
 }
@@ -80,7 +80,7 @@ def growth(process: str, samples: Sequence[Sample], from_step: int) -> Growth | 
 def name_of(process: psutil.Process) -> str:
     """Return a short name: `driver`, `supervisor`, `worker`, `gcs_server`, ... with the process id."""
     command = " ".join(process.cmdline())
-    name = next((name for mark, name in NAMES.items() if mark in command), None)
+    name = next((name for mark, name in PROCESS_NAMES.items() if mark in command), None)
     return f"{name or (command.split('/')[-1].split() or [process.name()])[0]} {process.pid}"[:26]
 
 

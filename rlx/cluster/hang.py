@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rlx.cluster.errors import RankFault
 
 COLLECTIVES = "torch/distributed/"
-OWN = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[1])
 
 
 class Standing(NamedTuple):
@@ -36,7 +36,7 @@ def standing_of(thread: int, beats: int) -> Standing:
     if frame is None:
         return Standing(beats, "between two calls", False, "")
     stack = traceback.extract_stack(frame)
-    own = next((each for each in reversed(stack) if each.filename.startswith(OWN)), stack[-1])
+    own = next((each for each in reversed(stack) if each.filename.startswith(PACKAGE)), stack[-1])
     place = _named(own) if own is stack[-1] else f"{_named(own)}, inside {_named(stack[-1])}"
     return Standing(beats, place, _is_collective(frame), "".join(traceback.format_list(stack)).rstrip())
 
@@ -47,7 +47,7 @@ def _named(frame: traceback.FrameSummary) -> str:
 
 def _is_collective(frame: FrameType | None) -> bool:
     """Whether the innermost frames are of torch.distributed; one of rlx ends the search."""
-    while frame is not None and not frame.f_code.co_filename.startswith(OWN):
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         if COLLECTIVES in frame.f_code.co_filename:
             return True
         frame = frame.f_back

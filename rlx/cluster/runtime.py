@@ -66,9 +66,7 @@ def session(config: PPOConfig) -> Iterator[None]:
             folder = _private_folder(options.pop("_temp_dir", None))
             tell(scratch=str(folder))
             with _postponed_interrupt():
-                ray.init(
-                    address="local", _temp_dir=str(folder / "ray"), **{"include_dashboard": False, **quiet, **options}
-                )
+                _start_here(folder / "ray", {**quiet, **options})
         else:
             _join(address, {**quiet, **options})
         _take_sigterm_as_ctrl_c()
@@ -131,6 +129,16 @@ def _set_local_environment() -> None:
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _start_here(folder: Path, options: dict[str, Any]) -> None:
+    """Start Ray on this machine; raise RuntimeError, after which a restart may help, if one of its processes does not come up."""
+    try:
+        ray.init(address="local", _temp_dir=str(folder), **{"include_dashboard": False, **options})
+    except (TypeError, ValueError):
+        raise  # an option is wrong
+    except Exception as error:  # Ray raises no type of its own
+        raise RuntimeError(f"Ray did not start: {one_line(str(error))}") from error
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

@@ -17,8 +17,9 @@ from rlx.supervisor.policy import End, refusal
 
 DONE, FAILED, FAULTY = 0, 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MOST_BEFORE_IT_BEGINS = 1  # restarts of a driver that was killed before it could tell `trainer.max_restarts`
 TICK_S = 0.3  # between two looks at the driver and at Ray's processes
-ENDING_S = 15.0  # for a driver that failed: to close its loggers
+DRIVER_ENDING_S = 15.0  # for a driver that failed: to close its loggers
 PROBE_EVERY_S, PROBES = 5.0, 4  # the head of a cluster that does not answer so many times in a row is lost
 
 
@@ -65,7 +66,7 @@ class Driver:
         for line in lines:
             self.facts |= json.loads(line)
         if "end" in self.facts:
-            self.end_within(ENDING_S)
+            self.end_within(DRIVER_ENDING_S)
 
     def ask_to_end(self, signum: int) -> None:
         """Pass a signal on; a driver that is not ready for it, or gets another one, is killed."""
@@ -124,6 +125,7 @@ class Keeper:
         self._command = command
         self._signals: list[int] = []
         self._ends: list[End] = []
+        self._most = MOST_BEFORE_IT_BEGINS
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, lambda number, frame: self._signals.append(number))
@@ -144,16 +146,18 @@ class Keeper:
             facts, code = driver.facts, driver.code
             if self._signals:
                 return self._interrupted(facts)
-            if code in (DONE, FAULTY, *(128 + signum for signum in SIGNALS)) or "max_restarts" not in facts:
+            has_begun, was_killed = "max_restarts" in facts, code is not None and code < 0
+            if code in (DONE, FAULTY, *(128 + signum for signum in SIGNALS)) or not (has_begun or was_killed):
                 _remove(facts)
-                return code if code is not None and code >= 0 else 128 - (code or 0)
+                return code or DONE
+            self._most = facts.get("max_restarts", self._most)
             self._ends.append(end_of(facts, code, loss))
-            why = refusal(self._ends, facts["max_restarts"])
+            why = refusal(self._ends, self._most)
             if why is not None:
                 return self._over(why, told="end" in facts)
             _remove(facts)
             folder = facts["folder"]
-            self._say(f"restart {len(self._ends)} of {facts['max_restarts']}: {_where(self._ends[-1])}")
+            self._say(f"restart {len(self._ends)} of {self._most}: {_where(self._ends[-1])}")
 
     def _watch(self, driver: Driver) -> str | None:
         """Return after the driver's end; if Ray died first, kill the driver and return what died."""

@@ -2,7 +2,7 @@
 
 | fact | meaning |
 |---|---|
-| `max_restarts` | `trainer.max_restarts`; without it the driver has not begun and is not started again |
+| `max_restarts` | `trainer.max_restarts`; without it the driver has not begun, and is started again only if it was killed |
 | `folder` | of the run |
 | `scratch` | a folder to remove at the end, unless the run failed |
 | `grace_s` | seconds that the driver may take after SIGTERM; with it the driver handles signals |

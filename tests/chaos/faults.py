@@ -5,6 +5,7 @@ from a seed, so that a run can be repeated.
 """
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -29,7 +30,8 @@ PROCESSES = {
     "reward process": "rlx.rewards.process",
 }
 MOMENTS = ("start", "rollout", "update", "inside a save", "between files", "resume")
-POLL_S = 0.005
+POLL_S = 0.01
+OVER = "the run was over"
 
 
 class Run(NamedTuple):
@@ -38,12 +40,12 @@ class Run(NamedTuple):
     Args:
         supervisor: process id of the command.
         folder: `trainer.default_local_dir`.
-        began_s: monotonic time at which the command was started.
+        start_s: from the command to the first row, in a run without faults.
     """
 
     supervisor: int
     folder: Path
-    began_s: float
+    start_s: float
 
     def processes(self, kind: str) -> list[psutil.Process]:
         """Return the living processes of a kind, in order of their ids."""
@@ -54,10 +56,15 @@ class Run(NamedTuple):
             return []
         return sorted((each for each in family if PROCESSES[kind] in command_of(each)), key=lambda each: each.pid)
 
+    def times(self) -> list[float]:
+        """Return the times of the rows of the newest metrics.jsonl [s since 1970]."""
+        files = sorted(self.folder.glob("*/metrics.jsonl"))
+        lines = files[-1].read_bytes().split(b"\n")[:-1] if files else []
+        return [json.loads(line)["time"] for line in lines]
+
     def rows(self) -> int:
         """Return the number of complete lines of the newest metrics.jsonl."""
-        files = sorted(self.folder.glob("*/metrics.jsonl"))
-        return files[-1].read_bytes().count(b"\n") if files else 0
+        return len(self.times())
 
     def is_over(self) -> bool:
         """Whether the command has ended."""
@@ -80,13 +87,12 @@ def command_of(process: psutil.Process) -> str:
 def wait_for(moment: str, run: Run, draw: random.Random, steps: int) -> bool:
     """Wait for a moment; return False if the run ended before it came."""
     if moment == "start":
-        return _sleep(draw.uniform(0, 12), run)
+        return _sleep(draw.uniform(0, run.start_s), run)
     if moment in ("rollout", "update"):
-        row = draw.randrange(1, steps)
-        # A step begins with its rollout; most of its time goes to the update.
-        return _until(lambda: run.rows() >= row, run) and _sleep(
-            draw.uniform(0, 0.1) if moment == "rollout" else draw.uniform(0.15, 0.6), run
-        )
+        row = draw.randrange(2, steps)
+        # A step begins with its rollout; the update ends it.
+        share = draw.uniform(0, 0.4) if moment == "rollout" else draw.uniform(0.5, 0.9)
+        return _until(lambda: run.rows() >= row, run) and _sleep(share * _last_step_s(run), run)
     if moment == "inside a save":
         step = draw.choice([1, 2, 3])
         return _until(lambda: len(_saves(run)) >= step, run) and _sleep(draw.uniform(0, 0.15), run)
@@ -102,7 +108,12 @@ def wait_for(moment: str, run: Run, draw: random.Random, steps: int) -> bool:
     kill("worker", run, draw)
     if not _until(lambda: bool({each.pid for each in run.processes("driver")} - before), run):
         return False
-    return _sleep(draw.uniform(0, 20), run)
+    return _sleep(draw.uniform(0, run.start_s), run)
+
+
+def _last_step_s(run: Run) -> float:
+    *_, before, last = run.times()
+    return last - before
 
 
 def _saves(run: Run) -> list[Path]:
@@ -148,21 +159,21 @@ def stop(kind: str, run: Run, draw: random.Random) -> str:
 
 def _signal(kind: str, run: Run, draw: random.Random, signum: int) -> str:
     found = run.processes(kind) or run.processes("driver") or run.processes("supervisor")
+    if not found:
+        return OVER
     chosen = draw.choice(found)
-    name = next(name for name, words in PROCESSES.items() if words in command_of(chosen))
-    chosen.send_signal(signum)
+    name = next((name for name, words in PROCESSES.items() if words in command_of(chosen)), kind)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        chosen.send_signal(signum)
     return f"{signal.Signals(signum).name} {name} {chosen.pid}"
 
 
 def flip_bytes(run: Run, draw: random.Random) -> str:
-    """Wait for a second checkpoint, kill the command, then flip bits of a file of the newest one.
-
-    With all checkpoints damaged a run does not begin anew by itself, so one is left whole.
-    """
-    if not _until(lambda: len(_whole(run)) > 1, run):
-        return "the run was over"
+    """Wait for a checkpoint, kill the command, then flip bits of a file of the newest one."""
+    if not _until(lambda: bool(_whole(run)), run):
+        return OVER
     kill("supervisor", run, draw)
-    return f"{_flip(run, draw)}, command killed"
+    return f"SIGKILL supervisor, {_flip(run, draw)}"
 
 
 def _flip(run: Run, draw: random.Random) -> str:
@@ -178,12 +189,13 @@ def _flip(run: Run, draw: random.Random) -> str:
 
 def skew_clocks(run: Run, draw: random.Random) -> str:
     """Kill the command, then give the files of all checkpoints random times of the last year."""
-    kill("supervisor", run, draw)
+    done = kill("supervisor", run, draw)
     for save in _saves(run):
         for file in [save, *save.rglob("*")]:
             at = time.time() - draw.uniform(0, 365 * 86400)
-            os.utime(file, (at, at))
-    return f"times of {len(_saves(run))} checkpoints"
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(file, (at, at))
+    return f"{done}, times of {len(_saves(run))} checkpoints"
 
 
 def fill_disk(run: Run, draw: random.Random) -> str:
@@ -202,13 +214,15 @@ def fill_disk(run: Run, draw: random.Random) -> str:
 
 FAULTS: dict[str, Callable[[Run, random.Random], str]] = {
     **{f"kill {kind}": (lambda run, draw, kind=kind: kill(kind, run, draw)) for kind in PROCESSES},
+    "interrupt": lambda run, draw: _signal("supervisor", run, draw, signal.SIGINT),
+    "terminate": lambda run, draw: _signal("supervisor", run, draw, signal.SIGTERM),
     "stop worker": lambda run, draw: stop("worker", run, draw),
     "flip bytes": flip_bytes,
     "skew clocks": skew_clocks,
     "fill disk": fill_disk,
 }
 # A command that this ends is given again, as a person or systemd would.
-ENDS_THE_COMMAND = {"kill supervisor", "flip bytes", "skew clocks", "fill disk"}
+ENDS_THE_COMMAND = {"kill supervisor", "interrupt", "terminate", "flip bytes", "skew clocks", "fill disk"}
 
 
 class Plan(NamedTuple):

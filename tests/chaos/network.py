@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from task import LIMIT_S, command_in, newest
+from task import LIMIT_S, command_in, make_model, newest
 from trajectory import Trajectory, differences, of_run
 
 NAMES, ADDRESSES, PORT = ("rlxnode0", "rlxnode1"), ("10.77.0.1", "10.77.0.2"), 6379
@@ -58,7 +58,9 @@ def in_node(number: int, command: list[str], log: Path, environment: dict[str, s
 def cluster(folder: Path, environment: dict[str, str]) -> Iterator[None]:
     """A Ray cluster of the two nodes."""
     ray = str(Path(sys.executable).with_name("ray"))
-    common = f"--num-cpus=2 --disable-usage-stats --block --node-ip-address={ADDRESSES[0]}"
+    common = (
+        f"--num-cpus=2 --object-store-memory=100000000 --disable-usage-stats --block --node-ip-address={ADDRESSES[0]}"
+    )
     head = f"{ray} start --head --port={PORT} --include-dashboard=false --temp-dir={folder}/ray {common}"
     worker = f"{ray} start --address={ADDRESSES[0]}:{PORT} {common.replace(*ADDRESSES)}"
     daemons = []
@@ -108,10 +110,11 @@ def main() -> int:
     options = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="rlxnet"))
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    extra = [f"trainer.min_nodes={options.min_nodes}"]
+    model = make_model(base / "model")
     with two_nodes(), cluster(base, environment):
-        expected = train(base / "unbroken", 0.0, [], environment)
-        got = train(base / "cut", options.seconds, extra, environment)
+        expected = train(base / "unbroken", 0.0, [model], environment)
+        fewer = f"trainer.min_nodes={options.min_nodes}"
+        got = train(base / "cut", options.seconds, [model, fewer], environment)
     found = differences(expected, got)
     print("as the unbroken run" if not found else "; ".join(found))
     return len(found)

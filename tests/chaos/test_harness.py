@@ -1,14 +1,20 @@
 """The harness of the nightly runs: that plans repeat, that moments come, and that a difference is found."""
 
+import json
+import os
 import random
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
+from clock import Clock
 from faults import FAULTS, MOMENTS, Run, plans, wait_for
+from leftovers import end_what_is_left, new_mark
 from trajectory import Trajectory, differences
 
 UNBROKEN = Trajectory([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.6}], "abc", {"2.jsonl": "def"})
@@ -35,8 +41,46 @@ def test_every_difference_is_found():
 
 def test_a_moment_comes_when_the_run_is_so_far_and_never_after_its_end(tmp_path: Path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a/metrics.jsonl").write_text("{}\n" * 12)
-    own = Run(psutil.Process().pid, tmp_path, 0.0)
+    (tmp_path / "a/metrics.jsonl").write_text('{"time": 1.0}\n' * 12)
+    own = Run(psutil.Process().pid, tmp_path, start_s=0.0)
     assert wait_for("rollout", own, random.Random(0), steps=12)
     gone = max(psutil.pids()) + 1000
     assert not wait_for("inside a save", own._replace(supervisor=gone), random.Random(0), steps=12)
+
+
+def test_the_clock_measures_from_the_first_notice_to_the_next_row(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    log, rows = tmp_path / "log", tmp_path / "a/metrics.jsonl"
+    clock = Clock(tmp_path, log)
+
+    def say(text: str) -> None:
+        with log.open("a") as file:
+            file.write(text)
+        clock.look()
+
+    def row(after_s: float) -> None:
+        with rows.open("a") as file:
+            file.write(json.dumps({"step": 1, "time": time.time() + after_s}) + "\n")
+        clock.look()
+
+    say("starting\nrlx rest")
+    row(-1.0)
+    assert clock.lost_s == []
+    say("art 1 of 3: a worker died\n")
+    say("rlx restart 2 of 3: a worker died\n")
+    assert clock.lost_s == []
+    row(5.0)
+    row(9.0)
+    say("rlx restart 1 was because a worker died\n")
+    row(12.0)
+    assert [round(each) for each in clock.lost_s] == [5]
+
+
+def test_a_process_that_a_run_left_is_found_by_its_mark_and_ended():
+    ours, other = new_mark(), new_mark()
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleeps, env={**os.environ, **ours}) as left:
+        assert end_what_is_left(other, patience_s=0.0) == []
+        (found,) = end_what_is_left(ours, patience_s=0.0)
+        assert str(left.pid) in found
+        assert left.wait(10) == -9

@@ -50,6 +50,21 @@ def test_a_driver_that_never_began_is_not_started_again(keep, code):
     assert end(keep(f"print('once'); sys.exit({code})")) == (code, "once\n", [])
 
 
+def test_a_driver_that_was_killed_before_it_began_is_started_again(keep):
+    kill = "os.kill(os.getpid(), 9)"
+    code, _, errors = end(keep(f"if not restarts(): {kill}"))
+    assert (code, errors) == (0, ["rlx restart 1 of 1: the driver ended without a word (SIGKILL)"])
+    script = f"""
+        if len(restarts()) == 0:
+            tell(max_restarts=2, step=4)
+            time.sleep(0.5)
+        if len(restarts()) < 2:
+            {kill}
+    """
+    code, _, errors = end(keep(script))
+    assert (code, len(errors)) == (0, 2), "the second one was killed before it could tell its max_restarts"
+
+
 def test_a_killed_driver_is_started_again_in_its_folder_and_knows_why(keep, tmp_path):
     script = f"""
         tell(max_restarts=3, folder={str(tmp_path)!r}, step=4)
