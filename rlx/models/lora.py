@@ -217,6 +217,18 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
+def _refuse_experts(model: nn.Module, wanted: str, matches: list[str]) -> None:
+    """Refuse a target that means the weights of experts, which are not linear layers but tensors (experts, out, in)."""
+    stacked = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    named = [name for name in stacked if name == wanted or name.endswith(f".{wanted}")]
+    inside = [name for name in stacked if name.rpartition(".")[0] in matches]
+    if found := named if not matches else inside:
+        raise ModelError(
+            f"target_modules: {wanted} means weights of experts, such as {found[0]}, which get no adapters in rlx; expected linear "
+            "layers: leave it out, or train all weights (lora_rank=0)"
+        )
+
+
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     """Return the full names of the modules that get adapters: all linear ones with weights of their own, or those with the
     given name endings.
@@ -233,6 +245,7 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     found: dict[str, None] = {}
     for wanted in (name.strip() for name in text.split(",")):
         matches = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
+        _refuse_experts(model, wanted, matches)
         if not matches:
             names = {name.rpartition(".")[2] for name in modules}
             hint = did_you_mean(wanted, names, "expected `all-linear` or names joined by commas", most=3)

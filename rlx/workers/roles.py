@@ -5,6 +5,7 @@ All ranks call each method together. A method with a batch gets the rank's share
 
 import logging
 import traceback
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, get_args
 
@@ -266,7 +267,10 @@ class RolloutRole:
             StaleSamplerError: the actor's weights changed since the last sync and the sampler's did not.
         """
         engine = self._actor.engine
-        weights = engine.adapter_weights() if self._takes_adapters else engine.weights()
+        weights: Iterable[tuple[str, torch.Tensor]] = engine.weights()
+        if self._takes_adapters:
+            weights = list(engine.adapter_weights())
+            self._actor.rest()  # the device need not hold both bases
         self.sampler.update_weights(self._changes.watched(weights), version)
         self._changes.require_change(self.sampler.probe(), version)
         self._synced = version

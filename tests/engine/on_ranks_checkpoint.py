@@ -12,8 +12,9 @@ import torch.distributed as dist
 from rank_tools import FP64, ROWS, build, make_batch, own_share, policy, value, weights_of
 
 from rlx.checkpoint.manifest import CheckpointError
-from rlx.config.schema import FSDPConfig
+from rlx.config.schema import FSDPConfig, LoraConfig
 from rlx.engine import residency
+from rlx.engine.units import local
 from rlx.errors import StorageError
 from rlx.models.loading import load_tokenizer
 from rlx.offload import host_arena
@@ -57,6 +58,21 @@ def resumed(folder, strategy, out, lora=0, used=False, trusted=False):
     loaded = weights_of(engine)
     metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
     return metrics, loaded, weights_of(engine), log_probs
+
+
+def adapters_on_bf16(folder, out):
+    """State of an engine that trained DoRA on a bf16 base, and of one that continues from its checkpoint."""
+    kind = {"lora_rank": 2, "lora": LoraConfig(use_dora=True)}
+    first, second = (build(folder, FSDPConfig(model_dtype="bf16"), model=kind) for _ in range(2))
+    for _ in range(2):
+        first.update(share(), ROWS, policy())
+    first.save(out, ALL)
+    second.load(out)
+    return [
+        {name: local(p).clone() for name, p in engine.root.named_parameters()}
+        | {f"{i} {key}": local(x) for i, s in enumerate(engine.optimizer.state.values()) for key, x in s.items()}
+        for engine in (first, second)
+    ]
 
 
 def exported(folder, strategy, out, lora=0, head="lm"):

@@ -82,6 +82,22 @@ def test_adapters_are_resumed(model_folder, two_ranks, tmp_path):
     same(weights, again[2])
 
 
+def test_adapters_are_resumed_on_another_number_of_processes(model_folder, one_rank, two_ranks, tmp_path):
+    folder = str(tmp_path / "actor")
+    metrics, saved, weights = two_ranks("checkpoint", "stopped", model_folder, "fsdp", folder, 2)[0]
+    ((again, loaded, later, *_),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder, 2)
+    same(saved, loaded)
+    assert [figures["loss"] for figures in again] == pytest.approx([figures["loss"] for figures in metrics], rel=1e-9)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(later[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_fp32_adapters_and_moments_on_a_bf16_base_are_resumed(model_folder, two_ranks, tmp_path):
+    for before, after in two_ranks("checkpoint", "adapters_on_bf16", model_folder, str(tmp_path / "actor")):
+        same(before, after)
+        assert {tensor.dtype for tensor in after.values()} == {torch.float32, torch.bfloat16}
+
+
 def test_contents_left_out_start_anew(model_folder, one_rank, tmp_path):
     folder = str(tmp_path / "actor")
     ((_, saved, _),) = one_rank("checkpoint", "stopped", model_folder, "fsdp2", folder, 0, ("model",))

@@ -226,6 +226,14 @@ def test_dense_layers_of_mixtures_of_experts_get_adapters_and_routers_of_another
     assert not any(name.endswith(".router") for name in adapters)
 
 
+@pytest.mark.parametrize("target", ["experts", "gate_up_proj", "mlp.experts.down_proj"])
+def test_experts_are_refused_by_name(target):
+    with pytest.raises(
+        ModelError, match=rf"{target} means weights of experts, such as .*\.experts\..*; expected linear layers"
+    ):
+        with_adapters("qwen3_moe", target)
+
+
 def test_layers_that_share_their_weights_get_no_adapters_of_their_own():
     model = tiny_model(config_of("zamba"), torch.float32)
     assert [name for name in adapter_targets(model, "all-linear") if "shared_transf" in name] == []

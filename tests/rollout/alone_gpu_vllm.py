@@ -146,6 +146,39 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_attention, eager, tmp_path):
+    make_model("dense").save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), lora_rank=8)
+    fsdp = FSDPConfig(model_dtype="bf16")
+    engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-3), total_steps=9)
+    rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=eager)
+    vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
+
+    def compared(version: int) -> list[list[int]]:
+        vllm.update_weights(engine.adapter_weights(), version)
+        batch = sampled(vllm, Sampling(RESPONSE))
+        own, mask = engine.log_probs(batch, ROWS, 1.0)["log_probs"], batch["response_mask"]
+        assert (batch["rollout_log_probs"] - own)[mask].abs().mean() < 0.01
+        return tokens(vllm.generate(requests(GREEDY)))
+
+    try:
+        first = compared(0)
+        for name, parameter in engine.root.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter.to_local(), std=0.05)
+        second, awake = compared(1), used_bytes()
+        assert second != first
+        vllm.sleep()
+        assert vllm.version == 1
+        assert awake - used_bytes() > 0.7 * UTILIZATION * torch.cuda.mem_get_info()[1], (
+            "weights and cache are given back"
+        )
+        assert tokens(vllm.generate(requests(GREEDY))) == second
+    finally:
+        vllm.close()
+
+
 def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):
     sync(pair, 0)
     batch = sampled(pair.vllm, Sampling(RESPONSE))

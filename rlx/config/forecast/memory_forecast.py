@@ -16,7 +16,8 @@ host's.
 
 Phases have the names of the run's metrics. The memory of an update is the largest of forward, head, backward and optimizer step.
 With `save=auto` it is the least possible; a run uses more if that is faster and there is room. `sync` holds the sampler's
-weights, the actor, and the actor's largest tensor in one piece.
+weights, the actor, and the actor's largest tensor in one piece; adapters alone are gathered first, and the actor rests when the
+sampler wakes.
 
 Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them); Python and torch on the host; the head's
 gradient, which FSDP keeps whole until backward ends; prefill of `rollout.name=hf`; staging memory of a disk.
@@ -238,14 +239,18 @@ class MemoryForecast:
         return self._phase("rollout", parts, self._on_host(), lacking=lacking)._replace(limit=limit)
 
     def _sync(self, actor: RoleMemory) -> Phase:
-        states = actor.on_device(actor.forward)
+        states, sampler = actor.on_device(actor.forward), self._sampler
         parts = {
             "others": self._idle(actor),
             "weights": states.weights,
             "optimizer": 0.0 if actor.optimizer_on_host else states.optimizer,
             "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
-            "sampler": max(self._sampler.weights, self._sampler.at_rest),
+            "sampler": max(sampler.weights, sampler.at_rest),
         }
+        if self.config.actor_rollout_ref.model.sends_adapters:
+            gathering = parts | {"gathered": 0.0, "sampler": sampler.at_rest}
+            loading = parts | {"gathered": 0.0, "weights": actor.device_at_rest, "optimizer": 0.0}
+            parts = max(gathering, loading, key=lambda each: sum(each.values()))
         return self._phase("sync", parts, self._on_host(actor))
 
     def _phase(self, name: str, parts: dict[str, float], host: float, **others: Any) -> Phase:

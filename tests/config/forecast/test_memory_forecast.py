@@ -253,6 +253,13 @@ def test_a_sampler_that_takes_adapters_keeps_its_base_in_host_memory(forecast):
     found, merged = forecast(*vllm), forecast(*vllm, f"{MODEL}.lora.merge=True")
     assert found.phase("update_actor").host == 2 * (N + adapters)
     assert merged.phase("update_actor").host == found.phase("rollout").host == 0
+    offloaded = forecast(
+        *vllm, f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True"
+    )
+    assert parts(offloaded.phase("sync"))["weights"] == 4 * (N + adapters), (
+        "the actor's base goes before the sampler's comes"
+    )
+    assert offloaded.phase("sync").parts["sampler"] == 0
 
 
 def test_a_critic_has_no_head(forecast):
