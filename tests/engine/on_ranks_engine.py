@@ -193,10 +193,10 @@ def lora(folder, strategy):
     return trainable, before, after, logits
 
 
-def refused(folder, strategy, fsdp):
+def refused(folder, strategy, fsdp, model=None):
     """The message with which the engine refuses a configuration."""
     try:
-        build(folder, dataclasses.replace(FP64, **fsdp), strategy)
+        build(folder, dataclasses.replace(FP64, **fsdp), strategy, model=model)
     except ValueError as error:
         return str(error)
 
