@@ -94,9 +94,9 @@ def changes(folder: Path, step: int, text: str) -> list[ChangedKey]:
     return found
 
 
-def keep(folder: Path, text: str, step: int | None, changed: list[ChangedKey]) -> list[str]:
-    """Write the configuration of a new run (`step` None), or the changes of a resumed one; return what to tell the user."""
-    if step is None or not (folder / FIRST).is_file():
+def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[str]:
+    """Write the configuration of a new run, or the changes of one that goes on from `step`; return what to tell the user."""
+    if not (folder / FIRST).is_file():
         _write(folder / FIRST, text)
         return []
     later = _later(folder)

@@ -150,7 +150,9 @@ def _sampler(config: PPOConfig, size: int, checkpoint: Path | None) -> PromptSam
     drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation may have few training prompts
     sampler = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
     if checkpoint is not None:
-        sampler.load_state_dict(read_driver_state(checkpoint).sampler)  # DataError if it was made for other prompts
+        # DataError if it was made for other prompts. The trainer loads it again, or another one if this is damaged.
+        unused = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
+        unused.load_state_dict(read_driver_state(checkpoint).sampler)
     return sampler
 
 
