@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig
-from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of
+from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of, trained_dtypes
 from rlx.engine.units import Unit, materialise, own_names, sharding_units
 
 
@@ -31,13 +31,14 @@ class FSDP2Model(Sharded):
     ):
         mesh = build_mesh(fsdp.fsdp_size, device)
         layers = sharding_units(model)
-        self.device, self.root, self.sum_dtype = device, model, sum_dtype_of(precision)
+        self.device, self.root, self.sum_dtype = device, model, sum_dtype_of(precision, model)
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
+        stored = {precision.stored} | trained_dtypes(model)
         options: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": set(streamed),
-            "mp_policy": _mixed_precision_policy(precision, mesh.size()),
+            "mp_policy": _mixed_precision_policy(precision, stored, mesh.size()),
         }
         # On the CPU parameters already are in host memory, as under the policy.
         options["offload_policy"] = (
@@ -103,7 +104,7 @@ class FSDP2Model(Sharded):
         return full.clone() if tensor.device_mesh.size() == 1 else full
 
 
-def _mixed_precision_policy(precision: Precision, processes: int) -> MixedPrecisionPolicy:
-    compute = None if precision.compute == precision.stored else precision.compute
+def _mixed_precision_policy(precision: Precision, stored: set[torch.dtype], processes: int) -> MixedPrecisionPolicy:
+    compute = None if stored == {precision.compute} else precision.compute
     # A single process sums nothing: it would write values in the wider type, copy them and round them back to the same bits.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce if processes > 1 else None)
