@@ -29,7 +29,7 @@ from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
 from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharded import precision_of
-from rlx.engine.sharding import shard
+from rlx.engine.sharding import shard, stream_frozen
 from rlx.engine.units import local
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
@@ -100,7 +100,10 @@ class Engine:
         if compile_layers:
             for layer in layers:
                 layer.compile()
-        self.sharded = shard(plain, strategy, fsdp, precision, device)
+        self.streaming = None
+        if model.layer_offload and (optim is None or self.adapters):
+            self.streaming = stream_frozen(plain, layers, strategy, precision, device)
+        self.sharded = shard(plain, strategy, fsdp, precision, device, self.streaming)
         self.root = self.sharded.root
         text_config = plain.config.get_text_config()
         sequences = SequenceGroup(sequence_parallel, text_config) if sequence_parallel > 1 else None
@@ -341,6 +344,7 @@ class Engine:
         """
         self.saves.finish()
         self.to_device()
+        self._release_streamed()
         description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted)
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
@@ -359,6 +363,7 @@ class Engine:
             HandOverError: the host has no room.
         """
         self.sharded.reshard()
+        self._release_streamed()
         if parameters and self.fsdp.param_offload and not self._offloaded_parameters.is_offloaded:
             self._offloaded_parameters.offload(self._on_device(self.root.parameters()))
         if self._state_on_host is not None:
@@ -378,6 +383,10 @@ class Engine:
         self._offloaded_parameters.fetch()
         if optimizer and self._state_on_host is not None:
             self._state_on_host.to_device()
+
+    def _release_streamed(self) -> None:
+        if self.streaming is not None:
+            self.streaming.release()
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]

@@ -21,14 +21,25 @@ class FSDP2Model(Sharded):
 
     state_dict_shares_storages = True
 
-    def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        fsdp: FSDPConfig,
+        precision: Precision,
+        device: torch.device,
+        streamed: frozenset[nn.Parameter] = frozenset(),
+    ):
         mesh = build_mesh(fsdp.fsdp_size, device)
         layers = sharding_units(model)
         self.device, self.root, self.sum_dtype = device, model, sum_dtype_of(precision, model)
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
         stored = {precision.stored} | trained_dtypes(model)
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, stored, mesh.size())}
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "ignored_params": set(streamed),
+            "mp_policy": _mixed_precision_policy(precision, stored, mesh.size()),
+        }
         # On the CPU parameters already are in host memory, as under the policy.
         options["offload_policy"] = (
             CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
@@ -36,9 +47,9 @@ class FSDP2Model(Sharded):
         self.units = [Unit("", model, own_names(model, list(layers)), model)]
         for name, layer in layers.items():
             self.units.append(Unit(f"{name}.", layer, own_names(layer, []), layer))
-            materialise(layer, [], device)
+            materialise(layer, [], device, streamed)
             fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
-        materialise(model, list(layers.values()), device)
+        materialise(model, list(layers.values()), device, streamed)
         # The head is the last part of forward and the first of backward, so freeing it in between would only gather it again.
         fully_shard(model, reshard_after_forward=False, **options)
         if fsdp.forward_prefetch:
@@ -87,7 +98,7 @@ class FSDP2Model(Sharded):
 
     def _full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
-            return tensor.detach().clone()
+            return tensor.detach().to(self.device, copy=True)
         # The device's collectives cannot reach shards that an offload policy keeps in host memory.
         full = tensor.detach().to(self.device).full_tensor()
         return full.clone() if tensor.device_mesh.size() == 1 else full

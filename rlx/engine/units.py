@@ -4,7 +4,7 @@ Each transformer layer is a unit, and so is the root with everything outside the
 embeddings therefore belong to one unit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -80,8 +80,10 @@ def own_names(module: nn.Module, layers: Sequence[str]) -> list[str]:
     return names
 
 
-def materialise(module: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Move the tensors of `module` outside `layers` to the device, with rank 0's values on every rank.
+def materialise(
+    module: nn.Module, layers: Sequence[nn.Module], device: torch.device, streamed: Set[nn.Parameter] = frozenset()
+) -> None:
+    """Move the tensors of `module` outside `layers`, except `streamed`, to the device, with rank 0's values on every rank.
 
     Other ranks may hold them on the meta device, so that only one process per run reads the weights. Tied tensors stay tied.
     """
@@ -95,6 +97,8 @@ def materialise(module: nn.Module, layers: Sequence[nn.Module], device: torch.de
             *part.named_buffers(recurse=False, remove_duplicate=False),
         ]
         for name, tensor in own:
+            if tensor in streamed:
+                continue
             if tensor not in moved:
                 value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
                 dist.broadcast(value, src=0)

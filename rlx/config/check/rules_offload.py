@@ -7,8 +7,9 @@ from pathlib import Path
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
+from rlx.config.machine import processes
 from rlx.config.schema import ModelConfig
-from rlx.config.schema.roles import ModelRole, trained_roles
+from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles, trained_roles
 from rlx.config.schema.tree import LEAVES, as_text
 from rlx.offload.runtime.options import OffloadOptions, folder_problem
 
@@ -37,11 +38,39 @@ def offload_needs_fsdp(s: CheckContext) -> Faults:
 
 def nothing_else_in_compiled_layers(s: CheckContext) -> Faults:
     """The engine cannot see the activations of a compiled layer, and tiles would break its graph at each MLP and norm."""
-    for name, what in (("enable_activation_offload", "activation offloading"), ("tiled_mlp", "tiles")):
+    for name, what in (
+        *(("enable_activation_offload", "activation offloading"), ("tiled_mlp", "tiles")),
+        ("layer_offload", "layer offloading"),
+    ):
         key = f"actor_rollout_ref.model.{name}"
         if s.value(COMPILE) and s.value(key):
             remedy = f"set {COMPILE}=False, or {key}={as_text(LEAVES[key].default)}"
             yield s.fault(f"{what} cannot be combined with compiled layers", "one of the two", remedy, key, COMPILE)
+
+
+def layers_can_stream(s: CheckContext) -> Faults:
+    """Frozen weights stream in one process under FSDP2, into layers that the activation engine recomputes, if any does."""
+    roles = [role for role in sharded_roles(s.config) if role.model.layer_offload]
+    for role in roles:
+        key = f"{role.model_key}.layer_offload"
+        if (count := processes(s.config)) > 1:
+            got = f"{key}=True, {count} processes"
+            yield s.fault("layer offloading works in one process only", "one process", f"set {key}=False", key, got=got)
+        if role.strategy != "fsdp2":
+            remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
+            got = f"{role.key}.strategy={role.strategy}, {key}=True"
+            yield s.fault("layer offloading needs FSDP2", "strategy fsdp2", remedy, key, got=got)
+        if role.trained and role.model.enable_gradient_checkpointing and not role.model.enable_activation_offload:
+            engine = f"{role.model_key}.enable_activation_offload"
+            what = "transformers' checkpointing would keep streamed weights on the device"
+            expected = "recomputation by the activation engine"
+            yield s.fault(what, expected, f"set {engine}=True, or {key}=False", engine, key)
+    for model in {role.model_key for role in roles} - {role.model_key for role in roles if has_frozen_layers(role)}:
+        key, rank = f"{model}.layer_offload", f"{model}.lora_rank"
+        remedy = f"set {rank} to train adapters, or {key}=False"
+        yield s.fault(
+            "layer offloading has nothing to move: every weight is trained", "frozen weights", remedy, key, rank
+        )
 
 
 def offload_options_agree(s: CheckContext) -> Faults:
@@ -66,6 +95,7 @@ def _faults_of_options(role: ModelRole, checks_folder: bool) -> Faults:
 OFFLOAD_RULES = (
     offload_needs_fsdp,
     nothing_else_in_compiled_layers,
+    layers_can_stream,
     offload_options_agree,
 )
 

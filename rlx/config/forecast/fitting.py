@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
+from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import ModelRole, sharded_roles
+from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles
 from rlx.config.schema.tree import value_at
 
 AT_MOST = 3  # remedies to name, of those that suffice alone
@@ -97,10 +98,21 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
     rollout = forecast.config.actor_rollout_ref.rollout
     if rollout.name == "vllm" and not rollout.free_cache_engine:
         yield Change(f"{ROLLOUT}.free_cache_engine", True)
+    for role in roles:
+        if not role.model.layer_offload and _can_stream(forecast, role):
+            yield Change(f"{role.model_key}.layer_offload", True)
     for name, applies in (("optimizer_offload", [r for r in roles if r.trained]), ("param_offload", roles[::-1])):
         for role in applies:
             if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
                 yield Change(f"{role.fsdp_key}.{name}", True)
+
+
+def _can_stream(forecast: MemoryForecast, role: ModelRole) -> bool:
+    """Whether a role's frozen layers may wait on the host; see `layers_can_stream` in rlx/config/check/rules_offload.py."""
+    model, compiles = role.model, forecast.config.actor_rollout_ref.actor.use_torch_compile
+    recomputes = model.enable_gradient_checkpointing and not model.enable_activation_offload
+    is_alone = processes(forecast.config) == 1 and role.strategy == "fsdp2"
+    return is_alone and has_frozen_layers(role) and not compiles and not (role.trained and recomputes)
 
 
 class Size(NamedTuple):

@@ -1,6 +1,7 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
 from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
+from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
@@ -21,6 +22,7 @@ def short_text(forecast: MemoryForecast) -> str:
     elif phases:
         rows = [("memory by phase", "peak GB", "of", "longest that fits"), *(_row(forecast, phase) for phase in phases)]
         lines += [*aligned(rows, texts=1), _legend(forecast), *_host(forecast, phases)]
+        lines += _streams(forecast)
     return "\n".join(lines)
 
 
@@ -33,7 +35,7 @@ def long_text(forecast: MemoryForecast) -> str:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         peaks.append((*_row(forecast, phase), _cell(phase.host), _cell(phase.disk), phase.where or "-"))
     tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast), *_host(forecast, phases)] if phases else []
-    return "\n".join([*_unknown(forecast), *tables])
+    return "\n".join([*_unknown(forecast), *tables, *_streams(forecast)])
 
 
 def gb(nbytes: float) -> str:
@@ -72,6 +74,20 @@ def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
         f"host memory: {count} process(es) of a machine hold up to {gb(count * most.host)}{of} GB there in {most.name}, "
         "in addition to the memory of Python, torch and CUDA"
     ]
+
+
+def _streams(forecast: MemoryForecast) -> list[str]:
+    """Return a line for each role whose frozen layers stream: how much, and how long the link is busy."""
+    rate, lines = PROFILES["h200"].link_bytes_per_s, []
+    for memory in forecast.streaming:
+        seconds, layer_ms = memory.streamed / rate, memory.buffers / 2 / rate * 1e3
+        passes = "twice in each micro-batch of an update and once" if memory.role.trained else "once"
+        lines.append(
+            f"{memory.role.model_key}.layer_offload: {memory.role.name} streams {gb(memory.streamed)} GB from host memory, {passes} "
+            f"in each without backward; that takes {seconds:.2f} s at {rate / 1e9:.0f} GB/s, beside compute where a layer computes "
+            f"longer than {layer_ms:.1f} ms"
+        )
+    return lines
 
 
 def _unknown(forecast: MemoryForecast) -> list[str]:

@@ -3,8 +3,8 @@
 The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a device holds:
 
 - for each idle role: weights and optimizer state, unless they are on the host (`param_offload`, `optimizer_offload`,
-  `offload_policy`);
-- for the working role: weights, the weights that FSDP gathers, the activations of one micro-batch, in an update the gradients,
+  `offload_policy`, frozen layers with `layer_offload`);
+- for the working role: weights (with `layer_offload` those of two layers), the weights that FSDP gathers, the activations of one micro-batch, in an update the gradients,
   and the optimizer state unless it is on the host;
 - for the sampler: vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
 
@@ -146,6 +146,11 @@ class MemoryForecast:
     @cached_property
     def _sampler(self) -> SamplerMemory:
         return sampler_memory(self.config, self._memories.get("actor"), self.on_device, self.memory_bytes)
+
+    @property
+    def streaming(self) -> list[RoleMemory]:
+        """The roles whose frozen layers wait on the host."""
+        return [memory for memory in self._memories.values() if memory.streamed]
 
     # Phases -------------------------------------------------------------------------------------------------------
 

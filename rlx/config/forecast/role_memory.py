@@ -5,7 +5,7 @@ from typing import NamedTuple
 from rlx.config.forecast.decoders import Known
 from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
-from rlx.config.schema.roles import MicroSize, ModelRole, sharded_roles
+from rlx.config.schema.roles import MicroSize, ModelRole, has_frozen_layers, sharded_roles
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.memory import ADAPTER_BYTES, StateBytes, state_bytes
 
@@ -24,6 +24,8 @@ class RoleMemory(NamedTuple):
     update: StateBytes  # states of the model in an update, on device or host
     forward: StateBytes  # the same in a pass without backward
     has_device: bool  # whether the role runs on an accelerator, so that states can be offloaded
+    streamed: float = 0.0  # frozen weights of layers that wait on the host
+    buffers: float = 0.0  # those of two layers, on the device while the role works; part of the states' weights
 
     @property
     def is_on_host(self) -> bool:
@@ -40,24 +42,28 @@ class RoleMemory(NamedTuple):
         """Bytes on the device while another role works."""
         if self.is_on_host:
             return 0.0
-        weights = 0.0 if self.has_device and self.role.fsdp.param_offload else self.update.weights
+        weights = 0.0 if self.has_device and self.role.fsdp.param_offload else self._weights_at_rest
         return weights + (0.0 if self.optimizer_on_host else self.update.optimizer)
+
+    @property
+    def _weights_at_rest(self) -> float:
+        return self.update.weights - self.buffers
 
     @property
     def host_at_rest(self) -> float:
         """Bytes on the host while another role works."""
-        return self.update.weights + self.update.optimizer - self.device_at_rest
+        return self.streamed + self._weights_at_rest + self.update.optimizer - self.device_at_rest
 
     @property
     def host_at_work(self) -> float:
         """Bytes on the host while this role works, activations aside."""
         if self.is_on_host:
-            return sum(self.update[:3])
-        return self.update.optimizer if self.optimizer_on_host else 0.0
+            return self.streamed + sum(self.update[:3]) - self.buffers
+        return self.streamed + (self.update.optimizer if self.optimizer_on_host else 0.0)
 
     def on_device(self, states: StateBytes) -> StateBytes:
         """Return the part of `states` on the device while this role works; the planner itself omits an optimizer state on the host."""
-        return states._replace(weights=0.0, gradients=0.0, optimizer=0.0) if self.is_on_host else states
+        return states._replace(weights=self.buffers, gradients=0.0, optimizer=0.0) if self.is_on_host else states
 
 
 def role_memories(config: PPOConfig, machine: Machine, decoders: dict[str, Known]) -> dict[str, RoleMemory]:
@@ -96,7 +102,31 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
 
     update, forward = states(role.trained), states(False)
     forward = forward._replace(optimizer=update.optimizer)
-    return RoleMemory(role, decoder, stored, element, update, forward, on_device)
+    memory = RoleMemory(role, decoder, stored, element, update, forward, on_device)
+    streams = on_device and role.model.layer_offload and has_frozen_layers(role)
+    return _with_streamed_layers(memory) if streams else memory
+
+
+def _with_streamed_layers(memory: RoleMemory) -> RoleMemory:
+    """Return a role's memory with the weights of its layers on the host, in the type of computation. FSDP gathers none of them.
+
+    Norms and biases, which stay on the device, are counted as streamed: they are less than 0.1 %.
+    """
+    layers = sorted(map(memory.decoder.layer_parameters, range(len(memory.decoder.windows))))
+    buffers = sum(layers[-2:]) * memory.element
+    at_once = layers[-1] * (2 if memory.role.fsdp.reshard_after_forward else len(layers))
+    gathered = at_once * memory.element * (memory.stored != memory.element)
+
+    def without_layers(states: StateBytes) -> StateBytes:
+        weights = states.weights - sum(layers) * memory.stored + buffers
+        return states._replace(weights=weights, gathered=max(0.0, states.gathered - gathered))
+
+    return memory._replace(
+        update=without_layers(memory.update),
+        forward=without_layers(memory.forward),
+        streamed=float(sum(layers) * memory.element),
+        buffers=float(buffers),
+    )
 
 
 class SamplerMemory(NamedTuple):

@@ -99,6 +99,10 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
     activation_offload: ActivationOffloadConfig = group(ActivationOffloadConfig, "How, when the flag above is set.")
+    layer_offload: bool = key(
+        False,
+        "Keep the frozen weights of layers in host memory and fetch them one layer ahead; in one process, with fsdp2.",
+    )
     use_remove_padding: bool = key(
         True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
     )

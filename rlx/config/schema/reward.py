@@ -67,6 +67,9 @@ class RewardModelSourceConfig:
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
+    layer_offload: bool = key(
+        False, "Keep the weights of layers in host memory, as `actor_rollout_ref.model.layer_offload`."
+    )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
 

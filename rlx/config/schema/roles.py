@@ -169,6 +169,7 @@ def reward_model(config: RewardModelConfig) -> ModelConfig:
         trust_remote_code=source.trust_remote_code,
         override_config=source.override_config,
         attn_implementation=source.attn_implementation,
+        layer_offload=source.layer_offload,
         enable_gradient_checkpointing=False,
     )
 
@@ -191,6 +192,11 @@ def reward_role(config: PPOConfig) -> ModelRole:
         micro=update_size(actor) if micro == (None, None) else micro,
         trained=False,
     )
+
+
+def has_frozen_layers(role: ModelRole) -> bool:
+    """Whether a role's layers have weights that are not trained."""
+    return not role.trained or role.model.lora_rank > 0
 
 
 def trained_roles(config: PPOConfig) -> list[ModelRole]:

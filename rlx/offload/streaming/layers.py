@@ -84,6 +84,11 @@ class LayerOffloading:
         self._at_work, self._direction = -1, 1
         self._lock = threading.RLock()
 
+    @property
+    def parameters(self) -> frozenset[Parameter]:
+        """The weights that stream."""
+        return frozenset(parameter for weights in self._weights for parameter in weights.parameters)
+
     def begin(self, weights: FrozenWeights, entered: int = 0) -> None:
         """Make a layer the one at work: its weights are on the device, those of the next one are on their way.
 

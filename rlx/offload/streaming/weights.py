@@ -66,27 +66,27 @@ class FrozenWeights:
         self.index = index
         self.name = name
         self.calls = 0  # forwards that are running
-        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._names, self.parameters = list(parameters), list(parameters.values())
         self._copy_streams = copy_streams
         self._begin = begin
         self._buffer: FetchBuffer | None = None
         self._is_attached = False
-        types = [dtype if dtype is not None and p.is_floating_point() else p.dtype for p in self._parameters]
-        lengths = [p.numel() * kind.itemsize for p, kind in zip(self._parameters, types, strict=True)]
+        types = [dtype if dtype is not None and p.is_floating_point() else p.dtype for p in self.parameters]
+        lengths = [p.numel() * kind.itemsize for p, kind in zip(self.parameters, types, strict=True)]
         padded = [-(-length // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES for length in lengths]
         *starts, self.nbytes = accumulate(padded, initial=0)
-        self._layout = list(zip(starts, lengths, types, [p.shape for p in self._parameters], strict=True))
+        self._layout = list(zip(starts, lengths, types, [p.shape for p in self.parameters], strict=True))
         self._pages = _pages(self.nbytes, is_locked=copy_streams.device.type != "cpu")
         self._block = Block(self.nbytes, [], [self._pages.bytes])
         self._on_host = self._views(self._pages.bytes)
-        for parameter, host in zip(self._parameters, self._on_host, strict=True):
+        for parameter, host in zip(self.parameters, self._on_host, strict=True):
             with torch.no_grad():
                 host.copy_(parameter)
             parameter.data = host
         self._versions = self._current_versions()  # of the bytes on the host; of those fetched too, if there are any
         here = weakref.ref(self)
-        _STREAMED.update((id(parameter), here) for parameter in self._parameters)
-        self._forget = weakref.finalize(self, _forget, list(map(id, self._parameters)), here)
+        _STREAMED.update((id(parameter), here) for parameter in self.parameters)
+        self._forget = weakref.finalize(self, _forget, list(map(id, self.parameters)), here)
 
     @property
     def is_fetched(self) -> bool:
@@ -110,7 +110,7 @@ class FrozenWeights:
         if not self._is_attached:
             self._check_in_place(self._on_host)
             self._copy_streams.wait_for(self._buffer)
-            for parameter, view in zip(self._parameters, self._views(self._buffer.tensor), strict=True):
+            for parameter, view in zip(self.parameters, self._views(self._buffer.tensor), strict=True):
                 parameter.data = view
             self._is_attached = True
         elif self._buffer.home != self._copy_streams.compute_stream():
@@ -122,7 +122,7 @@ class FrozenWeights:
             assert self._buffer is not None
             self._check_in_place(self._views(self._buffer.tensor))
             versions = self._current_versions()
-            for index, (parameter, host) in enumerate(zip(self._parameters, self._on_host, strict=True)):
+            for index, (parameter, host) in enumerate(zip(self.parameters, self._on_host, strict=True)):
                 if versions[index] != self._versions[index]:
                     host.copy_(parameter.detach())
                 parameter.data = host
@@ -133,7 +133,7 @@ class FrozenWeights:
         """Give the parameters memory of their own on the device; nothing streams afterwards."""
         self.drop()
         self._check_in_place(self._on_host)
-        for parameter, host in zip(self._parameters, self._on_host, strict=True):
+        for parameter, host in zip(self.parameters, self._on_host, strict=True):
             parameter.data = host.to(self._copy_streams.device, copy=True)
         self._forget()
 
@@ -147,10 +147,10 @@ class FrozenWeights:
         return [flat[start : start + length].view(kind).view(shape) for start, length, kind, shape in self._layout]
 
     def _current_versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+        return [parameter._version for parameter in self.parameters]
 
     def _check_in_place(self, expected: list[Tensor]) -> None:
-        for name, parameter, view in zip(self._names, self._parameters, expected, strict=True):
+        for name, parameter, view in zip(self._names, self.parameters, expected, strict=True):
             if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype or parameter.requires_grad:
                 raise RuntimeError(
                     f"layer offloading: the frozen weight {name!r} of layer {self.name} was moved, cast or unfrozen; got "

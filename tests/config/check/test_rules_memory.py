@@ -101,6 +101,13 @@ def test_adapters_and_processes_make_room(predict: Predict):
     assert predict(GRPO, gpus=8).faults == ()
 
 
+def test_frozen_layers_that_stream_make_room(predict: Predict):
+    options = (GRPO, BF16, f"{MODEL}.lora_rank=16", f"{MODEL}.enable_activation_offload=True", f"{ROLLOUT}.name=hf")
+    (fault,) = predict(*options, device_gb=30).faults
+    assert f"{MODEL}.layer_offload=True" in fault.remedy
+    assert UNFIT not in [each.what for each in predict(*options, f"{MODEL}.layer_offload=True", device_gb=30).faults]
+
+
 def test_warnings_come_below_the_margin(predict: Predict):
     # Weights, gradients and states in bf16, once more the weights that FSDP gathers for one process, and the head at work.
     (fault,) = predict(GRPO, BF16, f"{ROLLOUT}.gpu_memory_utilization=0.25", device_gb=40).faults

@@ -221,6 +221,37 @@ CASES = [
         "tiled_mlp=0",
     ),
     (
+        "nothing_else_in_compiled_layers",
+        f"{MODEL}.enable_activation_offload=False {MODEL}.enable_gradient_checkpointing=False {MODEL}.lora_rank=8 "
+        f"{MODEL}.layer_offload=True {ACTOR}.use_torch_compile=True",
+        ["layer offloading cannot be combined", "the package peft"],
+        "layer_offload=False",
+    ),
+    (
+        "layers_can_stream",
+        f"{JUDGE} reward_model.model.layer_offload=True trainer.n_gpus_per_node=4",
+        ["layer offloading works in one process only"],
+        "reward_model.model.layer_offload=False",
+    ),
+    (
+        "layers_can_stream",
+        f"{JUDGE} reward_model.model.layer_offload=True reward_model.strategy=fsdp",
+        ["layer offloading needs FSDP2"],
+        "reward_model.strategy=fsdp2",
+    ),
+    (
+        "layers_can_stream",
+        f"{MODEL}.layer_offload=True",
+        ["layer offloading has nothing to move"],
+        f"{MODEL}.lora_rank",
+    ),
+    (
+        "layers_can_stream",
+        f"{GAE} critic.model.layer_offload=True critic.model.lora_rank=8 critic.model.enable_activation_offload=False",
+        ["transformers' checkpointing would keep", "the package peft"],
+        "critic.model.enable_activation_offload=True",
+    ),
+    (
         "offload_options_agree",
         f"{MODEL}.activation_offload.save=all",
         ["boundary, attention and auto recompute"],
@@ -539,6 +570,7 @@ def test_every_rule_has_a_case():
         f"{CORRECTION}.rollout_rs_threshold=2.0 {CORRECTION}.rollout_token_veto_threshold=1e-4",
         f"{CORRECTION}.rollout_rs=[seq_mean_k1,seq_mean_k3,seq_max_k2] "
         f"{CORRECTION}.rollout_rs_threshold=[0.999_1.001,0.002,0.1]",
+        f"{JUDGE} reward_model.model.layer_offload=True",
         f"{CORRECTION}.bypass_mode=True",
         f"{ROLLOUT}.calculate_log_probs=False",
     ],

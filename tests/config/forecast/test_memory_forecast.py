@@ -283,6 +283,23 @@ def test_a_reference_has_weights_alone(forecast):
 # Lengths
 
 
+def test_frozen_layers_wait_on_the_host(forecast):
+    streams = f"{MODEL}.layer_offload=True"
+    resident, streamed = forecast(KL, num_hidden_layers=3), forecast(KL, streams, num_hidden_layers=3)
+    before, after = resident.phase("ref"), streamed.phase("ref")
+    assert (
+        after.parts["weights"] == before.parts["weights"] - 4 * 3 * LAYER + 2 * 2 * LAYER
+    )  # in fp32; two layers in bf16
+    assert after.parts["gathered"] == 2 * ROOT == before.parts["gathered"] - 2 * 2 * LAYER
+    assert after.host == 2 * 3 * LAYER
+    # The actor's layers are trained and stay. Between passes the reference has none on the device.
+    assert resident.phase("update_actor").peak - streamed.phase("update_actor").peak == 4 * 3 * LAYER
+    (line,) = [line for line in long_text(streamed).splitlines() if "layer_offload" in line]
+    assert f"{MODEL}.layer_offload: ref streams 0.00 GB from host memory, once in each without backward" in line
+    assert "layer_offload" not in long_text(resident)
+    assert forecast(KL, streams, on=Machine(0, 8, frozenset())).streaming == []
+
+
 def test_rows_and_tokens_limit_a_micro_batch(forecast):
     dynamic = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", f"{ACTOR}.use_dynamic_bsz=True"]
 

@@ -17,7 +17,7 @@ def poison(handle):
     """Let whoever computes with a weight that is not on the device get NaN."""
     for weights in handle._weights:
         weights._on_host = [torch.full_like(host, torch.nan) for host in weights._on_host]
-        for parameter, host in zip(weights._parameters, weights._on_host, strict=True):
+        for parameter, host in zip(weights.parameters, weights._on_host, strict=True):
             parameter.data = host
 
 
@@ -193,7 +193,7 @@ def test_shared_weights_stay(toys, stream):
     model.layers[1].o.base.weight = model.embed.weight
     plain = copy.deepcopy(model)
     handle = stream(model, "boundary")
-    streamed = {id(p) for weights in handle._weights for p in weights._parameters}
+    streamed = {id(p) for weights in handle._weights for p in weights.parameters}
     assert id(model.embed.weight) not in streamed
     assert id(model.layers[0].q.base.weight) not in streamed
     assert id(model.layers[2].o.base.weight) in streamed

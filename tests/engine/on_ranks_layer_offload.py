@@ -1,0 +1,55 @@
+"""An engine whose frozen weights stream, beside one with resident weights."""
+
+import dataclasses
+import shutil
+
+from rank_tools import FP64, ROWS, build, make_batch, policy, value, weights_of
+
+from rlx.config.schema import ActivationOffloadConfig
+
+ACTIVATIONS = ActivationOffloadConfig(min_bytes=0)
+LORA = {"lora_rank": 2, "lora_alpha": 8}
+
+
+def compared(folder, checkpoint_folder, head, save):
+    """Per-token figures, metrics of updates and weights, after a rest on the host, and from a checkpoint; both ways.
+
+    Returns:
+        For both: a list of tensors and numbers. Of the streaming one: streamed bytes, those fetched, and bytes of trained weights.
+    """
+    saving = {"enable_gradient_checkpointing": save not in (None, "all"), "enable_activation_offload": save is not None}
+    if save is not None:
+        saving["activation_offload"] = dataclasses.replace(ACTIVATIONS, save=save)
+    objective = {"lm": policy, "value": value}[head]()
+    batch, results = make_batch(), []
+    for streams in (False, True):
+        model = LORA | saving | {"layer_offload": streams}
+        flags = dataclasses.replace(FP64, param_offload=True, optimizer_offload=True)
+        engine, other = (build(folder, flags, model=model, head=head) for _ in range(2))
+        found = [per_token(engine, head, batch), engine.update(batch, ROWS, objective)]
+        engine.to_host()
+        found += [engine.update(batch, ROWS, objective), weights_of(engine)]
+        path = f"{checkpoint_folder}/{streams}"
+        engine.save(path, ("model", "optimizer", "extra", "hf_model"))
+        per_token(other, head, batch)  # its last layers are on the device
+        other.load(path)
+        shutil.rmtree(path)
+        found += [per_token(other, head, batch), other.update(batch, ROWS, objective), weights_of(other)]
+        results.append(found)
+    stats = other.streaming.stats()
+    frozen = sum(p.nbytes for p in other.root.parameters() if not p.requires_grad)
+    return results, other.streaming.streamed_bytes, stats.copied_bytes, frozen
+
+
+def reference(folder, head):
+    """Per-token figures of a model that is never trained, resident and streamed."""
+    engines = [build(folder, model={"layer_offload": streams}, head=head, optim=None) for streams in (False, True)]
+    assert engines[1].streaming.streamed_bytes > 0
+    assert engines[0].streaming is None
+    return [per_token(engine, head, make_batch()) for engine in engines]
+
+
+def per_token(engine, head, batch):
+    if head == "value":
+        return {"values": engine.values(batch, ROWS)}
+    return engine.log_probs(batch, ROWS, 0.7)

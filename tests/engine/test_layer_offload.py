@@ -1,0 +1,47 @@
+"""`model.layer_offload`: an engine with streamed weights computes the same bits as one with resident weights."""
+
+import pytest
+import torch
+
+
+def assert_same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("head", "save"),
+    [
+        ("lm", "boundary"),
+        ("value", "attention"),
+        *(pytest.param("lm", save, marks=pytest.mark.slow) for save in (None, "attention", "auto", "all")),
+    ],
+)
+def test_training_is_the_same(model_folder, one_rank, tmp_path, head, save):
+    (((resident, streamed), streamed_bytes, copied_bytes, frozen_bytes),) = one_rank(
+        "layer_offload", "compared", model_folder, str(tmp_path), head, save
+    )
+    for one, other in zip(resident, streamed, strict=True):
+        assert_same(one, other)
+    assert 0.4 * frozen_bytes < streamed_bytes < frozen_bytes
+    assert copied_bytes >= 2 * streamed_bytes
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_reference_is_the_same(model_folder, one_rank, head):
+    ((resident, streamed),) = one_rank("layer_offload", "reference", model_folder, head)
+    assert_same(resident, streamed)
+
+
+def test_several_processes_are_refused(model_folder, two_ranks):
+    for message in two_ranks("engine", "refused", model_folder, "fsdp2", {}, {"lora_rank": 2, "layer_offload": True}):
+        assert message == (
+            "layer_offload: got strategy=fsdp2 and 2 process(es), expected fsdp2 and one process; set layer_offload=False"
+        )
