@@ -59,7 +59,8 @@ class Pass:
         given_NLK: experts of each token and layer, of an integer type; None: none.
         replays: whether routers take them instead of their own choice.
         weights_N: of the tokens in the sums of probabilities; None: there are no such sums.
-        own, used: experts that each router chooses, and those that its layer uses, (N, K).
+        records: whether routers record `own` and `used`: the experts that each chooses, and those that its layer uses, (N, K)
+            as `small_integers`.
         probabilities: weighted sum of the softmax of its logits over the tokens, (E,) in fp32 or wider, with its graph.
         is_open: whether routers still record.
     """
@@ -67,6 +68,7 @@ class Pass:
     given_NLK: Tensor | None = None
     replays: bool = False
     weights_N: Tensor | None = None
+    records: bool = True
     own: dict[int, Tensor] = field(default_factory=dict)
     used: dict[int, Tensor] = field(default_factory=dict)
     probabilities: dict[int, Tensor] = field(default_factory=dict)
@@ -174,9 +176,9 @@ class _Choice(TorchFunctionMode):
             total = (logits.softmax(dim=-1, dtype=wide) * now.weights_N[:, None].to(wide)).sum(dim=0)
             if now.is_open:
                 now.probabilities.setdefault(layer, total)
-        if now.is_open:
-            now.own.setdefault(layer, flat.detach())
-            now.used.setdefault(layer, used)
+        if now.is_open and now.records:
+            now.own.setdefault(layer, small_integers(flat, self.router.experts))
+            now.used.setdefault(layer, small_integers(used, self.router.experts))
         if given is None:
             return own
         indices = given.view(own.indices.shape)
@@ -283,7 +285,7 @@ def differing_layers(one: dict[int, Tensor], given_NLK: Tensor) -> Tensor:
         given_NLK: those to compare with.
     """
     differs = [
-        (experts.sort(dim=-1).values != given_NLK[:, layer].long().sort(dim=-1).values).any(dim=-1)
+        (experts.long().sort(dim=-1).values != given_NLK[:, layer].long().sort(dim=-1).values).any(dim=-1)
         for layer, experts in one.items()
     ]
     return torch.stack(differs).float().mean(dim=0)
@@ -293,10 +295,22 @@ def expert_loads(used: dict[int, Tensor], weights_N: Tensor, experts: int) -> Te
     """Return how many tokens each expert has, summed over the layers, (E,) fp64; a token counts as often as its weight says."""
     loads = torch.zeros(experts, dtype=torch.float64, device=weights_N.device)
     for chosen in used.values():
-        loads.index_add_(0, chosen.flatten(), weights_N.double().repeat_interleave(chosen.shape[1]))
+        loads.index_add_(0, chosen.flatten().long(), weights_N.double().repeat_interleave(chosen.shape[1]))
     return loads
 
 
-def small_integers(experts_: Tensor, experts: int) -> Tensor:
+def recorded(routing: ExpertRouting, layers: int, forward: Callable[[], object]) -> Tensor:
+    """Return the experts that a forward without gradients uses, (N, L, K) as `small_integers`; 0 in layers without experts."""
+    routing.now = now = Pass()
+    forward()
+    routing.now = None
+    first = now.used[routing.routers[0].layer]
+    experts_NLK = first.new_zeros(len(first), layers, routing.chosen)
+    for layer, used in now.used.items():
+        experts_NLK[:, layer] = used
+    return experts_NLK
+
+
+def small_integers(numbers: Tensor, experts: int) -> Tensor:
     """Return numbers of experts in as few bytes as `experts` of them need: uint8, or int16."""
-    return experts_.to(torch.uint8 if experts <= 256 else torch.int16)
+    return numbers.to(torch.uint8 if experts <= 256 else torch.int16)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlx.heartbeat import beat
+from rlx.models.experts import ExpertRouting, recorded
 from rlx.rollout.kv_cache import growing_cache
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.sampling import choose_tokens, request_uniforms
@@ -37,9 +38,11 @@ class HFRollout:
         max_num_seqs: sequences decoded at once.
         attn_implementation: attention kernel, as transformers names it.
         trust_remote_code: allow the config's model class to come from the model's folder.
+        with_experts: whether requests may ask for the experts of their tokens.
 
     Raises:
         EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
+        RoutingError: the model's experts cannot be recorded.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class HFRollout:
         max_num_seqs: int = 1024,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
+        with_experts: bool = False,
     ):
         self._device = torch.device(device)
         self._max_num_seqs = max_num_seqs
@@ -62,12 +66,16 @@ class HFRollout:
             )
         self._model.requires_grad_(False).eval()
         self._inputs = _Inputs.of(self._model)
+        self._routing = ExpertRouting(self._model, self._read_five, tokens=5) if with_experts else None
         self._version: int | None = None
 
     @property
     def version(self) -> int | None:
         """Version of the weights in use; None until a complete set has arrived."""
         return self._version
+
+    def _read_five(self) -> None:
+        self._model(input_ids=torch.arange(5, device=self._device)[None], use_cache=False)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy a complete set of weights into the model.
@@ -164,11 +172,15 @@ class HFRollout:
         stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
         prompts = [request.prompt_ids for request in batch]
-        decoder = _Decoder(self._model, self._inputs, prompts, sampling.max_tokens, self._device)
+        routing = self._routing if sampling.with_experts else None
+        decoder = _Decoder(self._model, self._inputs, prompts, sampling.max_tokens, self._device, routing)
+        # Of the last tokens that the decoder has read, with the rows that they belong to.
+        experts: list[tuple[Tensor, Tensor | None]] = []
         rows = torch.arange(len(batch), device=self._device)  # rows of the batch that the decoder still works on
         running = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not stopped
         for step in range(sampling.max_tokens):
             beat()
+            experts.append((rows, decoder.experts))
             chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling)
             tokens[rows, step] = chosen
             log_probs[rows, step] = chosen_log_probs
@@ -184,12 +196,37 @@ class HFRollout:
                 decoder.keep(keep)
                 rows, chosen, running = rows[keep], chosen[keep], running[keep]
             decoder.feed(chosen)
+        routed = _experts_of(experts, [len(prompt) for prompt in prompts], lengths.tolist())
         return [
-            Completion(ids[:length], values[:length] if sampling.with_log_probs else None, "stop" if stop else "length")
-            for ids, values, length, stop in zip(
-                tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
+            Completion(
+                ids[:length], values[:length] if sampling.with_log_probs else None, "stop" if stop else "length", own
+            )
+            for ids, values, length, stop, own in zip(
+                tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), routed, strict=True
             )
         ]
+
+
+def _experts_of(
+    steps: list[tuple[Tensor, Tensor | None]], prompts: list[int], lengths: list[int]
+) -> Sequence[Tensor | None]:
+    """Return each row's experts from its first prompt token to the last token that was read, (tokens, L, K) on CPU.
+
+    Args:
+        steps: numbers of rows and their experts (rows, tokens, L, K), first of the left-padded prompts, then of each new token.
+        prompts, lengths: tokens of each row's prompt and completion.
+    """
+    (_, first), *later = steps
+    if first is None:
+        return [None] * len(prompts)
+    width = first.shape[1]
+    every = first.new_zeros(len(prompts), width + len(later), *first.shape[2:])
+    every[:, :width] = first
+    for step, (rows, experts) in enumerate(later):
+        assert experts is not None
+        every[rows, width + step] = experts[:, 0]
+    every = every.cpu()
+    return [own[width - p : width + n - 1].clone() for own, p, n in zip(every, prompts, lengths, strict=True)]
 
 
 class _Inputs(NamedTuple):
@@ -262,8 +299,10 @@ class _Decoder:
         prompts: list[tuple[int, ...]],
         max_tokens: int,
         device: torch.device,
+        routing: ExpertRouting | None = None,
     ):
-        self._model, self._inputs = model, inputs
+        self._model, self._inputs, self._routing = model, inputs, routing
+        self.experts: Tensor | None = None  # of the tokens read last, (B, tokens, L, K)
         distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         width = max(len(prompt) for prompt in distinct)
         ids_DP = torch.zeros(len(distinct), width, dtype=torch.int64)
@@ -285,15 +324,20 @@ class _Decoder:
         mask_BT = (
             None if cache == "cache_params" and ids.shape[1] == 1 < self._length else self._mask_BT[:, : self._length]
         )
-        output = self._model(
-            input_ids=ids,
-            attention_mask=mask_BT,
-            use_cache=True,
-            logits_to_keep=1,
-            **{cache: self._cache},
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask_BT,
+            cache: self._cache,
             **({} if first is None else {"position_ids": positions + first}),
-        )
-        self.logits_BV = output.logits[:, -1]
+        }
+
+        def run() -> None:
+            self.logits_BV = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+        if self._routing is None:
+            return run()
+        layers = self._model.config.get_text_config().num_hidden_layers
+        self.experts = recorded(self._routing, layers, run).unflatten(0, ids.shape)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows; a row may be named several times."""
@@ -301,6 +345,7 @@ class _Decoder:
         self._mask_BT = self._mask_BT[rows]
         self._positions_B1 = self._positions_B1[rows]
         self.logits_BV = self.logits_BV[rows]
+        self.experts = None if self.experts is None else self.experts[rows]
 
     def feed(self, tokens_B: Tensor) -> None:
         """Append one token to each sequence and compute the logits of the next."""

@@ -20,7 +20,7 @@ from rlx.engine.objectives import PolicyObjective, ValueObjective
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import EngineError, Sampling
-from rlx.workers.settings import Purpose, optimizer_steps, sampling_for
+from rlx.workers.settings import Purpose, expert_options, optimizer_steps, sampling_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,6 +101,7 @@ class ActorRole(TrainedRole):
             seed=config.trainer.seed,
             name="actor",
             sequence_parallel=actor.ulysses_sequence_parallel_size,
+            experts=expert_options(policy),
         )
         super().__init__("actor", engine, actor.checkpoint)
         self._temperature = policy.rollout.temperature
@@ -111,9 +112,9 @@ class ActorRole(TrainedRole):
         )
 
     def log_probs(self, batch: Batch) -> Batch:
-        """Return old_log_probs and entropy of the rows."""
+        """Return old_log_probs and entropy of the rows, and differing_experts* if the rows have routed_experts."""
         figures = self.engine.log_probs(batch, self._log_prob_rule, self._temperature)
-        return Batch.of({"old_log_probs": figures["log_probs"], "entropy": figures["entropy"]})
+        return Batch.of({"old_log_probs": figures.pop("log_probs"), **figures})
 
     def update(self, batch: Batch) -> Metrics:
         """Take one optimizer step on a mini-batch and return its metrics as `actor/...`."""

@@ -133,5 +133,5 @@ class Gradients:
                     name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in root.named_parameters()
                 }
         else:
-            found = {name: p.grad.full_tensor().clone() for name, p in root.named_parameters()}
+            found = {name: p.grad.full_tensor().clone() for name, p in root.named_parameters() if p.requires_grad}
         return torch.cat([found[name].flatten() for name in sorted(found)])
