@@ -188,7 +188,9 @@ def test_replay_uses_the_experts_of_the_sampler(pair):
         found.append((off, *(figures[name][real].mean().item() for name in sorted(figures) if "differing" in name)))
     pair.engine.experts.options = ExpertOptions()
     pair.engine.to_host()
-    print(f"log-probs off, experts differing, differing as used: {found}; equal from the cache: {cached.float().mean()}")
+    print(
+        f"log-probs off, experts differing, differing as used: {found}; equal from the cache: {cached.float().mean()}"
+    )
     (own, differing, used), (replayed, _, none) = found
     assert 0 < differing == used < 0.2 and none == 0
     assert replayed < own
