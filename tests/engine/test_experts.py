@@ -91,7 +91,7 @@ def test_replay_by_any_cut(experts_folder, one_rank, two_ranks):
 def test_replay_takes_the_mismatch_of_another_dtype_away(experts_folder, one_rank):
     (((own, differing, used), (replayed, _, none)),) = one_rank("experts", "mismatch", experts_folder, "bf16")
     assert differing == used > 0.005 and none == 0
-    assert replayed < 0.7 * own
+    assert replayed < 0.9 * own
     ((equal, replayed),) = one_rank("experts", "mismatch", experts_folder, "fp32")
     assert equal[1:] == replayed[1:] == (0, 0)
     assert max(equal[0], replayed[0]) < 1e-5

@@ -38,12 +38,12 @@ def test_replay_leaves_no_difference_and_the_load_is_balanced(train, mixture):
     ]
     metrics = {}
     for mode in ("disabled", "R3"):
-        folder, steps = train(*options, f"actor_rollout_ref.actor.router_replay.mode={mode}")
+        _, steps = train(*options, f"actor_rollout_ref.actor.router_replay.mode={mode}")
         assert set(steps) == {1, 2}
         metrics[mode] = steps
         for step in steps.values():
             assert step["mismatch/differing_experts"] > 0
-            assert step["actor/router_aux_loss"] >= 2 and step["actor/grad_norm"] > 0
+            assert step["actor/router_aux_loss"] > 1 and step["actor/grad_norm"] > 0
     name = "mismatch/differing_experts_used"
     assert [step[name] > 0 for step in metrics["disabled"].values()] == [True, True]
     assert [step[name] for step in metrics["R3"].values()] == [0, 0]
