@@ -3,6 +3,7 @@
 from typing import Literal
 
 from rlx.config.schema import ActorRolloutRefConfig, PPOConfig
+from rlx.config.schema.roles import asks_for_experts
 from rlx.engine.experts import ExpertOptions
 from rlx.rollout.protocol import Sampling
 
@@ -25,9 +26,9 @@ def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
 
 def expert_options(policy: ActorRolloutRefConfig) -> ExpertOptions | None:
     """Return what the actor does with experts; None if no key asks for anything."""
-    actor, records = policy.actor, policy.rollout.enable_rollout_routing_replay
-    replays = actor.router_replay.mode == "R3"
-    return ExpertOptions(replays, actor.router_aux_loss_coef) if records or actor.router_aux_loss_coef else None
+    actor = policy.actor
+    options = ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
+    return options if asks_for_experts(policy) else None
 
 
 def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int, ...]) -> Sampling:

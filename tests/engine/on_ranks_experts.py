@@ -137,3 +137,25 @@ def refused(folder, balance):
     except ValueError as error:
         return str(error)
     return None
+
+
+def in_ways(folder, device, adapters, saves):
+    """How far gradients are from those of grouped products without recomputation: of eager experts, and in ways to save memory."""
+
+    def gradient(**model):
+        options = {"device": device, "lr": 0.0, "experts": ExpertOptions(True, 0.5)}
+        engine = build(folder, FSDPConfig(), model=adapters | model, **options)
+        seen, batch = Gradients(engine), with_experts(grouped(make_batch()))
+        engine.update(batch, MicroBatchRule(rows=4), objective(replays=True))
+        return engine.root.get_experts_implementation()[""], seen.seen[0]
+
+    kept = {"enable_gradient_checkpointing": False}
+    default, want = gradient(**kept)
+    other, eager = gradient(experts_implementation="eager", **kept)
+    assert (default, other) == ("grouped_mm", "eager") and want.norm() > 0
+    ways = {"recomputed": {}}
+    for save in saves:
+        options = {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig(save, min_bytes=0)}
+        ways[save] = options | (kept if save == "all" else {})
+    found = {name: (gradient(**model)[1] - want).abs().max().item() for name, model in ways.items()}
+    return ((eager - want).norm() / want.norm()).item(), found

@@ -88,6 +88,14 @@ def test_replay_by_any_cut(experts_folder, one_rank, two_ranks):
             assert (gradient - want).norm() <= TOLERANCE * want.norm()
 
 
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}], ids=["all weights", "LoRA"])
+def test_grouped_products_are_the_default_and_right(adapters, experts_folder, one_rank):
+    ((eager, others),) = one_rank(
+        "experts", "in_ways", experts_folder, torch.device("cpu"), adapters, ["boundary", "all"]
+    )
+    assert eager < 1e-6 and set(others.values()) == {0.0}
+
+
 def test_replay_takes_the_mismatch_of_another_dtype_away(experts_folder, one_rank):
     (((own, differing, used), (replayed, _, none)),) = one_rank("experts", "mismatch", experts_folder, "bf16")
     assert differing == used > 0.005 and none == 0

@@ -3,12 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks_experts import objective, with_experts
-from rank_tools import Gradients, build, grouped, make_batch
-
-from rlx.config.schema import ActivationOffloadConfig, FSDPConfig
-from rlx.engine.experts import ExpertOptions
-from rlx.engine.micro_batch import MicroBatchRule
+from on_ranks_experts import in_ways
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -22,27 +17,7 @@ def gpu(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def gradient(folder, gpu, **model):
-    options = {"model": model, "device": gpu, "lr": 0.0, "experts": ExpertOptions(True, 0.5)}
-    engine = build(folder, FSDPConfig(), **options)
-    seen, batch = Gradients(engine), with_experts(grouped(make_batch()))
-    metrics = engine.update(batch, MicroBatchRule(rows=4), objective(replays=True))
-    return seen.seen[0], metrics, engine.root.get_experts_implementation()[""]
-
-
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}], ids=["all weights", "LoRA"])
 def test_grouped_products_are_taken_and_right(adapters, experts_folder, gpu):
-    kept = {"enable_gradient_checkpointing": False} | adapters
-    want, metrics, kernel = gradient(experts_folder, gpu, **kept)
-    assert kernel == "grouped_mm" and metrics["grad_norm"] > 0
-    eager, _, kernel = gradient(experts_folder, gpu, experts_implementation="eager", **kept)
-    assert kernel == "eager"
-    off = ((eager - want).norm() / eager.norm()).item()
-    ways = {"recomputed": adapters}
-    for save in ("boundary", "attention", "all"):
-        options = {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig(save, min_bytes=0)}
-        ways[save] = adapters | options | ({"enable_gradient_checkpointing": False} if save == "all" else {})
-    far = {name: (gradient(experts_folder, gpu, **model)[0] - want).abs().max().item() for name, model in ways.items()}
-    print(f"eager off by {off}, in other ways by {far}")
-    assert off < 2e-2
-    assert far == dict.fromkeys(ways, 0.0)
+    eager, others = in_ways(experts_folder, gpu, adapters, ["boundary", "attention", "all"])
+    assert eager < 2e-2 and set(others.values()) == {0.0}
