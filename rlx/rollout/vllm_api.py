@@ -349,5 +349,10 @@ def experts_of(request: Request, output: Any) -> Tensor:
     if found is None or len(found) != tokens:
         got = "none" if found is None else f"those of {len(found)} tokens"
         raise EngineError(f"vLLM {_version} returned experts: got {got}, expected those of {tokens} tokens")
+    if not found.any() and found.shape[-1] > 1:  # no token has one expert twice
+        raise EngineError(
+            f"vLLM {_version} recorded no experts, because its kernel does not report them; set another by "
+            "engine_kwargs.vllm, or actor_rollout_ref.rollout.enable_rollout_routing_replay=False"
+        )
     # It counts in uint8, or uint16, which torch hardly computes with.
     return torch.from_numpy(found if found.dtype == "uint8" else found.astype("int16"))

@@ -35,5 +35,7 @@ def test_experts_of_prompt_and_response_without_the_last_token(given, kept):
     assert found.dtype == kept and found.tolist() == experts.tolist()
     with pytest.raises(EngineError, match="got none, expected those of 4 tokens"):
         experts_of(request, answer(None))
+    with pytest.raises(EngineError, match="recorded no experts, because its kernel does not report them"):
+        experts_of(request, answer(experts * 0))
     with pytest.raises(EngineError, match="got those of 3 tokens, expected those of 4 tokens"):
         experts_of(request, answer(experts[1:]))
