@@ -4,7 +4,7 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
-from rlx.data.batch import EXPERTS, SEQUENCE, Batch
+from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.cutting import Cutter
-from rlx.engine.experts import ExpertOptions, Experts
+from rlx.engine.experts import ExpertOptions
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, shifted, token_counts
@@ -35,7 +35,7 @@ from rlx.engine.sharding import shard
 from rlx.engine.units import local
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import merged_weights, refuse_idle_adapters
+from rlx.models.lora import adapter_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import (
     OffloadOptions,
@@ -124,7 +124,6 @@ class Engine:
                 self.offload, self.sharded, self.optimizer, device, keeps_state=not fsdp.optimizer_offload
             )
         self.updates = self.steps = 0
-        self.experts: Experts | None = None
         # The arena of offloaded activations, if there are any. It is pinned unless its owner disables that.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
@@ -135,8 +134,7 @@ class Engine:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
         if head != "score":
             self._forward.require_causal()
-            if experts is not None:
-                self.experts = self._forward.find_experts(experts)
+            self._forward.find_experts(experts)
             if self.adapters:
                 refuse_idle_adapters(plain, self._forward.try_training)
             if together is not None:
@@ -157,8 +155,7 @@ class Engine:
             with_entropy: whether to compute the entropies.
 
         Returns:
-            log_probs and, if asked for, entropy: (B, R) on CPU, 0 on padding; fp32, or fp64 in an fp64 engine. With
-            routed_experts also differing_experts and differing_experts_used, fp32.
+            log_probs and, if asked for, entropy and differing_experts*: (B, R) on CPU, 0 on padding; fp32 or the engine's fp64.
         """
         return self._per_token(batch, micro, Distribution(temperature, with_entropy))
 
@@ -190,7 +187,7 @@ class Engine:
         self.to_device(optimizer=False)
         self.root.eval()
         columns: dict[str, Tensor] = {}
-        sequences = batch.select(*SEQUENCE, *([EXPERTS] if self.experts is not None and EXPERTS in batch else []))
+        sequences = batch.select(*self._forward.columns(batch))
         padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
         for part in self.cutter.micro_batches(sequences, micro):
             for name, figures in self._forward(part, distribution).items():
@@ -227,12 +224,9 @@ class Engine:
         batch = batch.select(*SEQUENCE, *objective.columns)
         totals = self._totals(batch, objective)
         parts = list(self.cutter.micro_batches(batch, micro))
-        if self.experts is not None:
-            self.experts.weigh(parts, lambda part: self._forward(part, objective.distribution))
         passes = partial(self._passes, parts, objective, totals)
-        sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
-        if self.experts is not None:
-            self.experts.end()
+        with self._forward.balancing(parts, objective.distribution):
+            sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
         counts = token_counts(batch, parts) if self.cutter.shares_prompts else {}
         sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
         sums = {name: figure / self.cutter.copies for name, figure in sums.items()}
@@ -254,8 +248,7 @@ class Engine:
         for number, part in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
                 share = objective.share(self._forward(part, objective.distribution), part.batch, totals)
-                if self.experts is not None and (balance := self.experts.balance()) is not None:
-                    share = share.plus("router_aux_loss", balance, self.experts.options.balance)
+                share = share.plus("router_aux_loss", *self._forward.balance())
                 # FSDP averages gradients over the processes, but the loss needs their sum.
                 (share.loss * dist.get_world_size()).backward()
             for name, figure in {**share.metrics, "loss": share.loss.detach()}.items():
@@ -295,16 +288,23 @@ class Engine:
 
     # Weights and checkpoints --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight's name in the model's own state_dict and its full tensor on the device; a tied weight once.
 
         Adapters are merged in. All processes iterate to the end. The receiver may keep the tensors.
         """
+        return self._gathered(merged_weights)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of the adapters alone, as `weights` does."""
+        return self._gathered(adapter_weights)
+
+    @torch.no_grad()
+    def _gathered(self, chosen: Callable[..., Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
         self.to_device(optimizer=False)
         for unit in self.sharded.units:
             with self.sharded.gathering(unit) as gather:
-                yield from merged_weights(unit.tensors(), self.adapters, gather)
+                yield from chosen(unit.tensors(), self.adapters, gather)
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""

@@ -6,7 +6,7 @@ Shape letters: B rows, W columns of the window that holds the responses, K respo
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlx.data.batch import EXPERTS, SEQUENCE, Batch
 from rlx.engine.experts import ExpertOptions, Experts
 from rlx.engine.micro_batch import MicroBatch
 from rlx.heartbeat import beat
@@ -116,12 +117,34 @@ class Forward:
         predicting, places = part.packed.predicting, part.packed.places
         return {name: self._placed(x[predicting], places, shape) for name, x in figures_N.items()}
 
-    def find_experts(self, options: ExpertOptions) -> Experts:
-        """Find the routers of a mixture of experts, and from now on treat its experts as the options say. Raises RoutingError."""
+    @contextlib.contextmanager
+    def balancing(self, parts: Sequence[MicroBatch], distribution: Distribution | None) -> Iterator[None]:
+        """Know the load of the experts in a mini-batch, if it is balanced, while its micro-batches run forward and backward."""
+        if self.experts is not None:
+            self.experts.weigh(parts, lambda part: self(part, distribution))
+        yield
+        if self.experts is not None:
+            self.experts.end()
+
+    def balance(self) -> tuple[Tensor | None, float]:
+        """Return the last forward's share of the load-balancing loss, with its graph, and its weight; None: there is none."""
+        return (None, 0.0) if self.experts is None else (self.experts.balance(), self.experts.options.balance)
+
+    def columns(self, batch: Batch) -> tuple[str, ...]:
+        """Return the columns of a batch that the model reads."""
+        return (*SEQUENCE, EXPERTS) if self.experts is not None and EXPERTS in batch else SEQUENCE
+
+    def find_experts(self, options: ExpertOptions | None) -> None:
+        """Find the routers of a mixture of experts, and from now on treat its experts as the options say, if there are any.
+
+        Raises:
+            RoutingError: the model has no experts, or chooses them in a way that cannot be watched.
+        """
+        if options is None:
+            return
         inputs = {"input_ids": self._tokens([[0, 1, 0, 1, 1]])}
         routing = ExpertRouting(self._plain, lambda: self._try(inputs), tokens=5)
         self.experts = Experts(routing, options, self._device)
-        return self.experts
 
     def require_causal(self) -> None:
         """Try a few tokens.

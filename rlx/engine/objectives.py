@@ -39,9 +39,13 @@ class Share(NamedTuple):
     metrics: dict[str, Tensor]
     maxima: Mapping[str, Tensor] = MappingProxyType({})
 
-    def plus(self, name: str, loss: Tensor, weight: float) -> "Share":
-        """Return the share with another loss, weighted, which is also a metric, unweighted."""
-        return self._replace(loss=self.loss + weight * loss, metrics={**self.metrics, name: loss.detach()})
+    def plus(self, name: str, loss: Tensor | None, weight: float) -> "Share":
+        """Return the share with another loss, weighted, which is also a metric, unweighted; the same share without one."""
+        return (
+            self
+            if loss is None
+            else self._replace(loss=self.loss + weight * loss, metrics={**self.metrics, name: loss.detach()})
+        )
 
 
 class Objective(Protocol):

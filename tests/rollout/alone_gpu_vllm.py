@@ -182,11 +182,11 @@ def test_replay_uses_the_experts_of_the_sampler(pair):
     real = batch["response_mask"]
     found = []
     for replays in (False, True):
-        pair.engine.experts.options = ExpertOptions(replays)
+        pair.engine._forward.experts.options = ExpertOptions(replays)
         figures = pair.engine.log_probs(batch, ROWS, 1.0)
         off = (figures["log_probs"] - batch["rollout_log_probs"]).abs()[real].mean().item()
         found.append((off, *(figures[name][real].mean().item() for name in sorted(figures) if "differing" in name)))
-    pair.engine.experts.options = ExpertOptions()
+    pair.engine._forward.experts.options = ExpertOptions()
     pair.engine.to_host()
     print(
         f"log-probs off, experts differing, differing as used: {found}; equal from the cache: {cached.float().mean()}"

@@ -55,6 +55,11 @@ def has_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
+def has_reference_model(config: PPOConfig) -> bool:
+    """Whether the reference policy is a model of its own; with adapters it is the actor without them."""
+    return has_reference(config) and config.actor_rollout_ref.model.lora_rank == 0
+
+
 def has_reward_model(config: PPOConfig) -> bool:
     """Whether a model scores responses."""
     return config.reward_model.enable
@@ -100,8 +105,8 @@ def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
     return update_size(actor) if rows is None else MicroSize(rows, None)
 
 
-def _has_masters(optim: OptimConfig, fsdp: FSDPConfig) -> bool:
-    return optim.master_weights and fsdp.model_dtype == "bf16"
+def _has_masters(optim: OptimConfig, fsdp: FSDPConfig, model: ModelConfig) -> bool:
+    return optim.master_weights and fsdp.model_dtype == "bf16" and model.lora_rank == 0  # adapters are fp32
 
 
 def actor_role(config: PPOConfig) -> ModelRole:
@@ -119,7 +124,7 @@ def actor_role(config: PPOConfig) -> ModelRole:
         micro=update_size(actor),
         trained=True,
         together=actor.ulysses_sequence_parallel_size,
-        has_masters=_has_masters(actor.optim, actor.fsdp_config),
+        has_masters=_has_masters(actor.optim, actor.fsdp_config, policy.model),
     )
 
 
@@ -139,7 +144,7 @@ def critic_role(config: PPOConfig) -> ModelRole:
         micro=update_size(critic),
         trained=True,
         together=critic.ulysses_sequence_parallel_size or 1,
-        has_masters=_has_masters(critic.optim, critic.fsdp),
+        has_masters=_has_masters(critic.optim, critic.fsdp, critic.model),
     )
 
 
@@ -201,6 +206,6 @@ def asks_for_experts(policy: ActorRolloutRefConfig) -> bool:
 
 def sharded_roles(config: PPOConfig) -> list[ModelRole]:
     """Return all roles under FSDP."""
-    reference = [reference_role(config)] if has_reference(config) else []
+    reference = [reference_role(config)] if has_reference_model(config) else []
     judge = [reward_role(config)] if has_reward_model(config) else []
     return [*trained_roles(config), *reference, *judge]
