@@ -18,6 +18,7 @@ from rlx.models.experts import ExpertRouting, recorded
 from rlx.models.loading import load_model
 from rlx.models.lora import Adapter, adapter_weights, add_lora
 from rlx.rollout.change_check import sample_of
+from rlx.rollout.hf_experts import experts_by_row
 from rlx.rollout.kv_cache import growing_cache
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.sampling import choose_tokens, request_uniforms
@@ -229,7 +230,7 @@ class HFRollout:
                 decoder.keep(keep)
                 rows, chosen, running = rows[keep], chosen[keep], running[keep]
             decoder.feed(chosen)
-        routed = _experts_of(experts, [len(prompt) for prompt in prompts], lengths.tolist())
+        routed = experts_by_row(experts, [len(prompt) for prompt in prompts], lengths.tolist())
         return [
             Completion(
                 ids[:length], values[:length] if sampling.with_log_probs else None, "stop" if stop else "length", own
@@ -238,28 +239,6 @@ class HFRollout:
                 tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), routed, strict=True
             )
         ]
-
-
-def _experts_of(
-    steps: list[tuple[Tensor, Tensor | None]], prompts: list[int], lengths: list[int]
-) -> Sequence[Tensor | None]:
-    """Return each row's experts from its first prompt token to the last token that was read, (tokens, L, K) on CPU.
-
-    Args:
-        steps: numbers of rows and their experts (rows, tokens, L, K), first of the left-padded prompts, then of each new token.
-        prompts, lengths: tokens of each row's prompt and completion.
-    """
-    (_, first), *later = steps
-    if first is None:
-        return [None] * len(prompts)
-    width = first.shape[1]
-    every = first.new_zeros(len(prompts), width + len(later), *first.shape[2:])
-    every[:, :width] = first
-    for step, (rows, experts) in enumerate(later):
-        assert experts is not None
-        every[rows, width + step] = experts[:, 0]
-    every = every.cpu()
-    return [own[width - p : width + n - 1].clone() for own, p, n in zip(every, prompts, lengths, strict=True)]
 
 
 class _Inputs(NamedTuple):
