@@ -214,6 +214,37 @@ def four_ranks(origin: subprocess.Popen) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen3-MoE of three layers, the first one dense, with 2 of 8 experts for a token; heads as wide as vLLM asks."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=0.3 if ".gate." in name else 0.15)
+    folder = tmp_path_factory.mktemp("experts")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def cpu_vllm() -> None:
     """Skips where vLLM is missing, or built for GPUs."""
     try:

@@ -1,6 +1,7 @@
 """The batch: its columns with their shapes and dtypes, and who writes each.
 
-Shape letters: B samples, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
+Shape letters: B samples, P prompt tokens (left padded), R response tokens (right padded), T = P + R; L decoder layers, K experts that
+process a token in a layer.
 A leaf: imports only torch and tensordict.
 """
 
@@ -23,7 +24,7 @@ class Column(NamedTuple):
     meaning: str
 
 
-I64, F32, BOOL = torch.int64, torch.float32, torch.bool
+I64, I16, F32, BOOL = torch.int64, torch.int16, torch.float32, torch.bool
 
 TENSORS: dict[str, Column] = {
     "prompt_ids": Column("BP", I64, "data", "prompt tokens, left padded; removed when the rollout writes input_ids"),
@@ -34,6 +35,12 @@ TENSORS: dict[str, Column] = {
     "attention_mask": Column("BT", BOOL, "rollout", "True on tokens that are not padding"),
     "response_mask": Column("BR", BOOL, "rollout", "True on tokens the policy wrote, the closing EOS included"),
     "rollout_log_probs": Column("BR", F32, "rollout", "log-prob of each token under the sampler"),
+    "routed_experts": Column(
+        "BTLK",
+        I16,
+        "rollout",
+        "experts that the sampler used; 0 in layers without experts, on padding and the last token",
+    ),
     "policy_version": Column("B", I64, "rollout", "number of weight updates the sampler had received"),
     "scores": Column("B", F32, "rewards", "one score per sample"),
     "greedy_scores": Column(
@@ -42,6 +49,13 @@ TENSORS: dict[str, Column] = {
     "model_scores": Column("B", F32, "reward", "the reward model's score of each sample"),
     "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
     "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
+    "differing_experts": Column(
+        "BR",
+        F32,
+        "actor",
+        "share of layers whose router chooses other experts than the sampler used, for the token before",
+    ),
+    "differing_experts_used": Column("BR", F32, "actor", "the same for the experts that the forward used"),
     "rollout_is_weights": Column(
         "BR", F32, "trainer", "factor of the policy loss that corrects the sampler's mismatch"
     ),
@@ -59,6 +73,9 @@ TENSORS: dict[str, Column] = {
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 """The columns that a model reads."""
+
+EXPERTS = "routed_experts"
+"""The column that routers of a mixture of experts read in addition, if the sampler writes it."""
 
 INFO: dict[str, str] = {
     "data_source": "str: which reward function scores the sample (data)",
@@ -78,7 +95,7 @@ class BatchError(ValueError):
 class Batch:
     """Tensors with B rows, and lists of length B for everything else.
 
-    Floating columns may be fp64 in tests that ask for it.
+    Floating columns may be fp64 in tests that ask for it. Experts are uint8 if there are at most 256 in a layer.
     """
 
     tensors: TensorDict  # of batch size (B,); keys and shapes as in TENSORS
@@ -116,6 +133,7 @@ class Batch:
                 raise BatchError(f"unknown column {name!r}; known: {sorted(TENSORS)}")
             want = TENSORS[name]
             same_kind = tensor.dtype == want.dtype or (want.dtype.is_floating_point and tensor.is_floating_point())
+            same_kind = same_kind or (want.dtype, tensor.dtype) == (I16, torch.uint8)
             if tensor.dim() != len(want.shape) or not same_kind:
                 raise BatchError(
                     f"{name}: got shape {tuple(tensor.shape)} {tensor.dtype}, expected ({', '.join(want.shape)}) {want.dtype}"

@@ -6,6 +6,7 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine.cutting import Cutter
+from rlx.engine.experts import ExpertOptions
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, shifted, token_counts
@@ -69,6 +71,7 @@ class Engine:
         seed: of a fresh value head.
         name: of the role, in messages and accounts of host memory.
         sequence_parallel: number of neighbouring processes that share each sequence and get the same rows.
+        experts: what to do with the experts of a mixture of experts; None: nothing.
 
     Raises:
         ValueError: the options do not fit together, or do not fit the model or the number of processes.
@@ -90,6 +93,7 @@ class Engine:
         seed: int = 0,
         name: str = "model",
         sequence_parallel: int = 1,
+        experts: ExpertOptions | None = None,
     ):
         self.model_config, self.fsdp, self.device, self.head = model, fsdp, device, head
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
@@ -133,6 +137,7 @@ class Engine:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
         if head != "score":
             self._forward.require_causal()
+            self._forward.find_experts(experts)
             if self.adapters:
                 refuse_idle_adapters(plain, self._forward.try_training)
             if together is not None:
@@ -147,13 +152,13 @@ class Engine:
         """Return the log-probs of the response tokens, and the entropies of the distributions they were drawn from.
 
         Args:
-            batch: this process's rows; reads input_ids, attention_mask, response_mask.
+            batch: this process's rows; reads input_ids, attention_mask, response_mask, and routed_experts if it has them.
             micro: size of a forward.
             temperature: of the distribution.
             with_entropy: whether to compute the entropies.
 
         Returns:
-            log_probs and, if asked for, entropy: (B, R) on CPU, 0 on padding; fp32, or fp64 in an fp64 engine.
+            log_probs and, if asked for, entropy and differing_experts*: (B, R) on CPU, 0 on padding; fp32 or the engine's fp64.
         """
         return self._per_token(batch, micro, Distribution(temperature, with_entropy))
 
@@ -185,7 +190,7 @@ class Engine:
         self.to_device(optimizer=False)
         self.root.eval()
         columns: dict[str, Tensor] = {}
-        sequences = batch.select(*SEQUENCE)
+        sequences = batch.select(*self._forward.columns(batch))
         padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
         for part in self.cutter.micro_batches(sequences, micro):
             for name, figures in self._forward(part, distribution).items():
@@ -222,11 +227,9 @@ class Engine:
         batch = batch.select(*SEQUENCE, *objective.columns)
         totals = self._totals(batch, objective)
         parts = list(self.cutter.micro_batches(batch, micro))
-
-        def passes() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            return self._passes(parts, objective, totals)
-
-        sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
+        passes = partial(self._passes, parts, objective, totals)
+        with self._forward.balancing(parts, objective.distribution):
+            sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
         counts = token_counts(batch, parts) if self.cutter.shares_prompts else {}
         sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
         sums = {name: figure / self.cutter.copies for name, figure in sums.items()}
@@ -248,6 +251,7 @@ class Engine:
         for number, part in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
                 share = objective.share(self._forward(part, objective.distribution), part.batch, totals)
+                share = share.plus("router_aux_loss", *self._forward.balance())
                 # FSDP averages gradients over the processes, but the loss needs their sum.
                 (share.loss * dist.get_world_size()).backward()
             for name, figure in {**share.metrics, "loss": share.loss.detach()}.items():

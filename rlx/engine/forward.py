@@ -3,9 +3,10 @@
 Shape letters: B rows, W columns of the window that holds the responses, K response tokens in it.
 """
 
+import contextlib
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rlx.data.batch import EXPERTS, SEQUENCE, Batch
+from rlx.engine.experts import ExpertOptions, Experts
 from rlx.engine.micro_batch import MicroBatch
 from rlx.heartbeat import beat
+from rlx.models.experts import ExpertRouting
 from rlx.models.head_log_probs import head_replaced
 from rlx.models.loading import ModelError
 from rlx.models.log_probs import token_log_probs
@@ -75,6 +79,7 @@ class Forward:
     ):
         self._root, self._plain, self._device, self._attention = root, plain, device, attention
         self._together = together
+        self.experts: Experts | None = None  # of a mixture of experts, if they are recorded, replayed or balanced
         self._name = type(plain).__name__.removeprefix("FSDP")
         # Until `packs` is asked for.
         self.why_padded: str | None = f"use_remove_padding=False or attn_implementation={attention}"
@@ -87,10 +92,16 @@ class Forward:
             distribution: of a language model; None for a value model.
 
         Returns:
-            For a language model log_probs of the window's tokens and, if asked for, entropy; for a value model values.
-            All are (B, W), in fp32 or wider.
+            For a language model log_probs of the window's tokens and, if asked for, entropy; for a value model values. If the
+            rows bring experts, also what `Experts.differing` compares. All are (B, W), in fp32 or wider.
         """
         beat()
+        if self.experts is None:
+            return self._of_response(part, distribution)
+        self.experts.begin(part)
+        return self._of_response(part, distribution) | self._differing(part, self.experts.differing())
+
+    def _of_response(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
         if part.packed is None:
             # The last token predicts nothing, so the model does not read it.
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
@@ -99,6 +110,43 @@ class Forward:
         inputs = self._inputs(*part.packed[:4], self._together)
         figures = self._figures(inputs, predicting, predicting, part.packed.targets, distribution)
         return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
+
+    def _differing(self, part: MicroBatch, figures_N: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the figures of the tokens that predict those of the window."""
+        shape = part.batch["response_mask"].shape
+        if part.packed is None:
+            return {name: x.view(shape[0], -1)[:, -shape[1] :] for name, x in figures_N.items()}
+        predicting, places = part.packed.predicting, part.packed.places
+        return {name: self._placed(x[predicting], places, shape) for name, x in figures_N.items()}
+
+    @contextlib.contextmanager
+    def balancing(self, parts: Sequence[MicroBatch], distribution: Distribution | None) -> Iterator[None]:
+        """Know the load of the experts in a mini-batch, if it is balanced, while its micro-batches run forward and backward."""
+        if self.experts is not None:
+            self.experts.weigh(parts, lambda part: self(part, distribution))
+        yield
+        if self.experts is not None:
+            self.experts.end()
+
+    def balance(self) -> tuple[Tensor | None, float]:
+        """Return the last forward's share of the load-balancing loss, with its graph, and its weight; None: there is none."""
+        return (None, 0.0) if self.experts is None else (self.experts.balance(), self.experts.options.balance)
+
+    def columns(self, batch: Batch) -> tuple[str, ...]:
+        """Return the columns of a batch that the model reads."""
+        return (*SEQUENCE, EXPERTS) if self.experts is not None and EXPERTS in batch else SEQUENCE
+
+    def find_experts(self, options: ExpertOptions | None) -> None:
+        """Find the routers of a mixture of experts, and from now on treat its experts as the options say, if there are any.
+
+        Raises:
+            RoutingError: the model has no experts, or chooses them in a way that cannot be watched.
+        """
+        if options is None:
+            return
+        inputs = {"input_ids": self._tokens([[0, 1, 0, 1, 1]])}
+        routing = ExpertRouting(self._plain, lambda: self._try(inputs), tokens=5)
+        self.experts = Experts(routing, options, self._device)
 
     def require_causal(self) -> None:
         """Try a few tokens.
@@ -271,6 +319,7 @@ class Forward:
         self._root.train(training)
         try:
             with (
+                contextlib.nullcontext() if self.experts is None else self.experts.routing.left_alone(),
                 torch.random.fork_rng(devices, device_type=self._device.type),
                 torch.compiler.set_stance("force_eager"),
             ):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlx.algorithms.partition import partition
-from rlx.data.batch import TENSORS, Batch
+from rlx.data.batch import EXPERTS, TENSORS, Batch
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
 
 
@@ -68,8 +68,9 @@ def _reach(mask: Tensor) -> Tensor:
 def groups_of(batch: Batch, lengths: Sequence[RowLength], least_gain: float) -> list[list[int]]:
     """Return rows with equal prompts together, if computing a prompt once saves more than a share of the rows' tokens."""
     width = batch["input_ids"].shape[1] - batch.response_length
+    keys = token_keys(batch) if least_gain < NEVER else batch["input_ids"]
     members: dict[bytes, list[int]] = {}
-    for row, (ids, length) in enumerate(zip(batch["input_ids"], lengths, strict=True)):
+    for row, (ids, length) in enumerate(zip(keys, lengths, strict=True)):
         members.setdefault(ids[width - length.prompt : width].numpy().tobytes(), []).append(row)
     found: list[list[int]] = []
     for rows in members.values():
@@ -77,6 +78,19 @@ def groups_of(batch: Batch, lengths: Sequence[RowLength], least_gain: float) -> 
         pays = every - unique_tokens(rows, lengths) > least_gain * every
         found += [rows] if pays else [[row] for row in rows]
     return found
+
+
+def token_keys(batch: Batch) -> Tensor:
+    """Return numbers (B, T) int64 that are equal where rows can share a token: the tokens are equal, and so are given experts."""
+    if EXPERTS not in batch:
+        return batch["input_ids"]
+    experts_BTLK = batch[EXPERTS]
+    size = experts_BTLK[0, 0].numel() if len(batch) else 1
+    factors = torch.randint(1, 1 << 62, (size,), generator=torch.Generator().manual_seed(0))
+    # A hash, by sums that wrap around; row by row, because it needs eight bytes for each expert.
+    hashes = [(row.flatten(1).long() * factors).sum(dim=1) for row in experts_BTLK]
+    keys = torch.stack([ids + own for ids, own in zip(batch["input_ids"], hashes, strict=True)]) if hashes else None
+    return batch["input_ids"] if keys is None else keys & torch.iinfo(torch.int64).max
 
 
 def unique_tokens(group: Sequence[int], lengths: Sequence[RowLength]) -> int:
@@ -182,6 +196,8 @@ class Packed(NamedTuple):
             for each response to it.
         targets: (1, K) int64, the response tokens they predict.
         places: (K,) int64, the indices of the targets in the flattened window (B, W).
+        copies: (N,) int64, how many rows hold each token; None in a part of a row.
+        experts: (N, L, K) given to the routers of a mixture of experts, if there are any.
     """
 
     input_ids: Tensor
@@ -191,6 +207,8 @@ class Packed(NamedTuple):
     predicting: Tensor
     targets: Tensor
     places: Tensor
+    copies: Tensor | None = None
+    experts: Tensor | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -229,8 +247,14 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain
     # A row without response tokens counts as having one, which is padding.
     sizes = [RowLength(max(1, prompt), max(1, response)) for prompt, response in chosen]
     width = max(size.response for size in sizes)
-    tokens = [ids[prompt_width - p : prompt_width + r] for ids, (p, r) in zip(share["input_ids"], sizes, strict=True)]
-    tree, pieces, places = tree_of_rows([own[:-1] for own in tokens], least_gain)
+
+    def own_tokens(column: Tensor) -> list[Tensor]:
+        return [x[prompt_width - p : prompt_width + r] for x, (p, r) in zip(column, sizes, strict=True)]
+
+    tokens = own_tokens(share["input_ids"])
+    keys = own_tokens(token_keys(share)) if least_gain < NEVER else tokens
+    tree, pieces, places = tree_of_rows([own[:-1] for own in keys], least_gain)
+    experts = own_tokens(share[EXPERTS]) if EXPERTS in share else None
     packed = Packed(
         torch.cat([tokens[row][slice(*columns)] for row, columns in pieces])[None],
         tree.positions()[None],
@@ -239,10 +263,16 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain
         torch.cat([own[p - 1 : p + r - 1] for own, (p, r) in zip(places, sizes, strict=True)]),
         torch.cat([own[p:] for own, (p, _) in zip(tokens, sizes, strict=True)])[None],
         torch.cat([torch.arange(r) + number * width for number, (_, r) in enumerate(sizes)]),
+        # A row without response tokens has one that is padding, and so one token less that predicts another.
+        torch.cat([own[: max(0, p + r - 1)] for own, (p, r) in zip(places, chosen, strict=True)]).bincount(
+            minlength=tree.starts[-1]
+        ),
+        None if experts is None else torch.cat([experts[row][slice(*columns)] for row, columns in pieces]),
     )
     last = {"": None, "T": prompt_width + width, "R": width}
     columns = {
-        name: x[:, : last[letter]] if (letter := TENSORS[name].shape[1:]) else x for name, x in share.tensors.items()
+        name: x[:, : last[letter]] if (letter := TENSORS[name].shape[1:]) else x
+        for name, x in share.drop(EXPERTS).tensors.items()
     }
     return MicroBatch(rows, Batch.of(columns), torch.zeros(len(sizes), dtype=torch.int64), packed)
 
@@ -270,7 +300,7 @@ def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
     }
 
     def lay_out(name: str, column: Tensor) -> Tensor:
-        letter = TENSORS[name].shape[1:]
+        letter = TENSORS[name].shape[1:2]
         return shifted(column, *starts[letter]) if letter else column
 
     chosen = batch.rows(rows)
@@ -281,19 +311,20 @@ def shifted(column: Tensor, start: Tensor, width: int) -> Tensor:
     """Return `width` entries of each row from the row's own start on, with 0 outside the row.
 
     Args:
-        column: (B, N).
+        column: (B, N, …).
         start: (B,) int64, may be negative.
         width: number of entries to return.
     """
     index = start[:, None] + torch.arange(width)
-    inside = (index >= 0) & (index < column.shape[1])
-    return column.gather(1, index.clamp(0, column.shape[1] - 1)).masked_fill(~inside, 0)
+    outside = (index < 0) | (index >= column.shape[1])
+    entries = column[torch.arange(len(column))[:, None], index.clamp(0, column.shape[1] - 1)]
+    return entries.masked_fill(outside.view(*outside.shape, *[1] * (column.dim() - 2)), 0)
 
 
 def _dummy(batch: Batch) -> Batch:
-    widths = {"": (), "T": (2,), "R": (1,)}
-    columns = {
-        name: torch.zeros(1, *widths[TENSORS[name].shape[1:]], dtype=column.dtype)
-        for name, column in batch.tensors.items()
-    }
+    def shape(name: str, column: Tensor) -> list[int]:
+        sizes = zip(TENSORS[name].shape, column.shape, strict=True)
+        return [{"B": 1, "T": 2, "R": 1}.get(letter, size) for letter, size in sizes]
+
+    columns = {name: torch.zeros(shape(name, column), dtype=column.dtype) for name, column in batch.tensors.items()}
     return Batch.of(columns | {"attention_mask": torch.ones(1, 2, dtype=torch.bool)})

@@ -15,7 +15,7 @@ from rlx.algorithms.kl import kl_estimate
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, PolicyLoss, value_loss
 from rlx.algorithms.rollout_correction import mismatch_sums
 from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
-from rlx.data.batch import Batch
+from rlx.data.batch import EXPERTS, Batch
 from rlx.engine.forward import Distribution
 from rlx.user_code import POLICY_LOSS, load_callable
 
@@ -38,6 +38,14 @@ class Share(NamedTuple):
     loss: Tensor
     metrics: dict[str, Tensor]
     maxima: Mapping[str, Tensor] = MappingProxyType({})
+
+    def plus(self, name: str, loss: Tensor | None, weight: float) -> "Share":
+        """Return the share with another loss, weighted, which is also a metric, unweighted; the same share without one."""
+        return (
+            self
+            if loss is None
+            else self._replace(loss=self.loss + weight * loss, metrics={**self.metrics, name: loss.detach()})
+        )
 
 
 class Objective(Protocol):
@@ -157,6 +165,7 @@ class PolicyObjective:
             "ref_log_probs": actor.use_kl_loss,
             "rollout_is_weights": correction.rollout_is is not None,
             "loss_mask": correction.rejects,
+            EXPERTS: actor.router_replay.mode == "R3",
         }
         self.columns = ("old_log_probs", "advantages", *(name for name, read in optional.items() if read))
 

@@ -107,7 +107,7 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     """Load a model on CPU in eval mode. All weights come from the checkpoint, except a value head that it lacks.
 
     Args:
-        config: reads path, trust_remote_code, override_config, attn_implementation.
+        config: reads path, trust_remote_code, override_config, attn_implementation, experts_implementation.
         head: `lm`: next-token logits (B, T, V). `value`: one number per token, logits (B, T, 1). `score`: one number
             per sequence, logits (B, 1).
         dtype: of all parameters.
@@ -128,6 +128,7 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
             config=loaded_config,
             dtype=dtype,
             attn_implementation=config.attn_implementation,
+            experts_implementation=experts_kernel(config, dtype),
             trust_remote_code=config.trust_remote_code,
             ignore_mismatched_sizes=True,  # reported below, with the shapes
             output_loading_info=True,
@@ -154,6 +155,7 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
             loaded_config,
             dtype=dtype,
             attn_implementation=config.attn_implementation,
+            experts_implementation=experts_kernel(config, dtype),
             trust_remote_code=config.trust_remote_code,
         )
     return model.eval()
@@ -187,6 +189,13 @@ def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedC
         "score": AutoModelForSequenceClassification,
     }
     return classes[head], loaded
+
+
+def experts_kernel(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Return the kernel of a mixture of experts, as transformers names it; None: transformers chooses."""
+    return (
+        "eager" if config.experts_implementation is None and dtype == torch.float64 else config.experts_implementation
+    )
 
 
 def rope_by_length(config: "PreTrainedConfig") -> str | None:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), processes: int = 1) -> list[str]:
+def faults_of(
+    model: ModelConfig, head: Head, together: Collection[int] = (), processes: int = 1, needs_experts: bool = False
+) -> list[str]:
     """Return the faults of a model's config, attention kernel and adapter targets, and of sharing its sequences.
 
     Only loading finds a kernel without its package or a checkpoint that lacks weights.
@@ -30,11 +32,12 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
         head: the kind of output it needs.
         together: numbers of processes that share each of its sequences, over the roles that use the model.
         processes: all of the run.
+        needs_experts: whether a key asks for something of its experts.
     """
     if model.path == TINY:  # it has no folder before the warm start
         with TemporaryDirectory() as folder:
             make_tiny_config(model.tiny, make_tiny_tokenizer()).save_pretrained(Path(folder))
-            return faults_of(replace(model, path=folder), head, together, processes)
+            return faults_of(replace(model, path=folder), head, together, processes, needs_experts)
     faults = _of_attention(model.attn_implementation)
     try:
         _, config = class_and_config(model, head)
@@ -50,6 +53,11 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
             with torch.device("meta"):
                 add_lora(skeleton, model)
             load_adapters(skeleton, model)
+        if needs_experts and not any(name.endswith(".experts") for name, _ in skeleton.named_modules()):
+            faults.append(
+                f"got a {type(skeleton).__name__} without experts, expected a mixture of experts; set "
+                "rollout.enable_rollout_routing_replay=False and actor.router_aux_loss_coef=0"
+            )
     except ModelError as error:
         faults.append(str(error))
     return faults

@@ -25,7 +25,7 @@ def generate_batch(
 
     Returns:
         The batch with input_ids, attention_mask, response_mask, policy_version and, if `sampling` asks for them,
-        rollout_log_probs, instead of prompt_ids and prompt_mask. A batch without rows gives one without rows.
+        rollout_log_probs and routed_experts, instead of prompt_ids and prompt_mask. A batch without rows gives one without rows.
 
     Raises:
         ValueError: max_tokens exceeds `response_length`.
@@ -53,6 +53,9 @@ def generate_batch(
         response_mask=response_mask,
         policy_version=torch.full((len(batch),), rollout.version, dtype=torch.int64),
     )
+    if sampling.with_experts and len(batch):
+        experts = [completion.experts for completion in completions]
+        samples = samples.with_(routed_experts=_placed(experts, starts, samples["input_ids"].shape[1]))
     if not sampling.with_log_probs:
         return samples
     log_probs = torch.zeros(response_mask.shape)
@@ -67,6 +70,17 @@ def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tup
     responses = torch.full(mask.shape, pad_token_id, dtype=torch.int64)
     responses[mask] = _joined([completion.token_ids for completion in completions], np.int64)
     return responses, mask
+
+
+def _placed(experts: Sequence[Tensor | None], starts: Sequence[int], width: int) -> Tensor:
+    """Return the experts of all rows, each from its first prompt token on, (B, width, L, K)."""
+    first = experts[0]
+    assert first is not None
+    placed = torch.zeros(len(experts), width, *first.shape[1:], dtype=first.dtype)
+    for row, (own, start) in enumerate(zip(experts, starts, strict=True)):
+        assert own is not None
+        placed[row, start : start + len(own)] = own
+    return placed
 
 
 def _joined(lists: Sequence[Sequence[float]], kind: "type[np.number]") -> Tensor:

@@ -39,6 +39,7 @@ def build_rollout(
         max_num_seqs=rollout.max_num_seqs,
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
+        with_experts=rollout.enable_rollout_routing_replay,
     )
     if model.sends_adapters:
         sampler.add_adapters(model)

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlx.config.schema import ModelConfig
 from rlx.heartbeat import beat
+from rlx.models.experts import ExpertRouting, recorded
 from rlx.models.loading import load_model
 from rlx.models.lora import Adapter, adapter_weights, add_lora
 from rlx.rollout.change_check import sample_of
+from rlx.rollout.hf_experts import experts_by_row
 from rlx.rollout.kv_cache import growing_cache
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.sampling import choose_tokens, request_uniforms
@@ -42,9 +44,11 @@ class HFRollout:
         max_num_seqs: sequences decoded at once.
         attn_implementation: attention kernel, as transformers names it.
         trust_remote_code: allow the config's model class to come from the model's folder.
+        with_experts: whether requests may ask for the experts of their tokens.
 
     Raises:
         EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
+        RoutingError: the model's experts cannot be recorded.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class HFRollout:
         max_num_seqs: int = 1024,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
+        with_experts: bool = False,
     ):
         self._device = torch.device(device)
         self._max_num_seqs = max_num_seqs
@@ -67,6 +72,7 @@ class HFRollout:
             )
         self._model.requires_grad_(False).eval()
         self._inputs = _Inputs.of(self._model)
+        self._routing = ExpertRouting(self._model, self._read_five, tokens=5) if with_experts else None
         self._version: int | None = None
         self._adapters: dict[str, Adapter] = {}
 
@@ -92,6 +98,9 @@ class HFRollout:
     def version(self) -> int | None:
         """Version of the weights in use; None until a complete set has arrived."""
         return self._version
+
+    def _read_five(self) -> None:
+        self._model(input_ids=torch.arange(5, device=self._device)[None], use_cache=False)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy a complete set of weights into the model, or after `add_adapters` of those of the adapters.
@@ -197,11 +206,15 @@ class HFRollout:
         stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
         prompts = [request.prompt_ids for request in batch]
-        decoder = _Decoder(self._model, self._inputs, prompts, sampling.max_tokens, self._device)
+        routing = self._routing if sampling.with_experts else None
+        decoder = _Decoder(self._model, self._inputs, prompts, sampling.max_tokens, self._device, routing)
+        # Of the last tokens that the decoder has read, with the rows that they belong to.
+        experts: list[tuple[Tensor, Tensor | None]] = []
         rows = torch.arange(len(batch), device=self._device)  # rows of the batch that the decoder still works on
         running = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not stopped
         for step in range(sampling.max_tokens):
             beat()
+            experts.append((rows, decoder.experts))
             chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling)
             tokens[rows, step] = chosen
             log_probs[rows, step] = chosen_log_probs
@@ -217,10 +230,13 @@ class HFRollout:
                 decoder.keep(keep)
                 rows, chosen, running = rows[keep], chosen[keep], running[keep]
             decoder.feed(chosen)
+        routed = experts_by_row(experts, [len(prompt) for prompt in prompts], lengths.tolist())
         return [
-            Completion(ids[:length], values[:length] if sampling.with_log_probs else None, "stop" if stop else "length")
-            for ids, values, length, stop in zip(
-                tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
+            Completion(
+                ids[:length], values[:length] if sampling.with_log_probs else None, "stop" if stop else "length", own
+            )
+            for ids, values, length, stop, own in zip(
+                tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), routed, strict=True
             )
         ]
 
@@ -323,8 +339,10 @@ class _Decoder:
         prompts: list[tuple[int, ...]],
         max_tokens: int,
         device: torch.device,
+        routing: ExpertRouting | None = None,
     ):
-        self._model, self._inputs = model, inputs
+        self._model, self._inputs, self._routing = model, inputs, routing
+        self.experts: Tensor | None = None  # of the tokens read last, (B, tokens, L, K)
         distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         width = max(len(prompt) for prompt in distinct)
         ids_DP = torch.zeros(len(distinct), width, dtype=torch.int64)
@@ -346,15 +364,20 @@ class _Decoder:
         mask_BT = (
             None if cache == "cache_params" and ids.shape[1] == 1 < self._length else self._mask_BT[:, : self._length]
         )
-        output = self._model(
-            input_ids=ids,
-            attention_mask=mask_BT,
-            use_cache=True,
-            logits_to_keep=1,
-            **{cache: self._cache},
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask_BT,
+            cache: self._cache,
             **({} if first is None else {"position_ids": positions + first}),
-        )
-        self.logits_BV = output.logits[:, -1]
+        }
+
+        def run() -> None:
+            self.logits_BV = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+        if self._routing is None:
+            return run()
+        layers = self._model.config.get_text_config().num_hidden_layers
+        self.experts = recorded(self._routing, layers, run).unflatten(0, ids.shape)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows; a row may be named several times."""
@@ -362,6 +385,7 @@ class _Decoder:
         self._mask_BT = self._mask_BT[rows]
         self._positions_B1 = self._positions_B1[rows]
         self.logits_BV = self.logits_BV[rows]
+        self.experts = None if self.experts is None else self.experts[rows]
 
     def feed(self, tokens_B: Tensor) -> None:
         """Append one token to each sequence and compute the logits of the next."""

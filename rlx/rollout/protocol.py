@@ -18,6 +18,7 @@ class Sampling:
         top_k: keep this many most likely tokens; -1 keeps all.
         stop_token_ids: the first of these ends a completion and belongs to it.
         with_log_probs: whether to return the log-prob of each token.
+        with_experts: whether to return the experts that process each token; the sampler must be built for it.
 
     Raises:
         ValueError: a value is out of its range.
@@ -29,6 +30,7 @@ class Sampling:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     with_log_probs: bool = True
+    with_experts: bool = False
 
     def __post_init__(self):
         if self.max_tokens < 1:
@@ -75,11 +77,14 @@ class Completion(NamedTuple):
         log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, before top-k and top-p:
             the trainer's definition. Greedy sampling uses temperature 1. None if they were not asked for.
         finish_reason: "stop", or "length" after `max_tokens`.
+        experts: of prompt and completion without the last token, which the model does not read: (tokens, decoder layers, experts
+            of a token) uint8, or int16 if a layer has more than 256; 0 in layers without experts. None if not asked for.
     """
 
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: Literal["stop", "length"]
+    experts: Tensor | None = None
 
 
 class Rollout(Protocol):

@@ -66,6 +66,7 @@ def engine_options(
         "enable_prefix_caching": rollout.enable_prefix_caching,
         # The trainer's definition of log-probs. Raw ones ignore the temperature; processed ones include top-k and top-p.
         "logprobs_mode": "raw_logprobs" if rollout.temperature == 1.0 else "processed_logprobs",
+        "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
         "disable_log_stats": True,
         "seed": seed,
     }

@@ -153,7 +153,7 @@ class VLLMEngine:
             answers = call()
         except Exception as error:
             raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
-        return [_completion(answer.outputs[0]) for answer in answers]
+        return [_completion(request, answer.outputs[0]) for request, answer in zip(requests, answers, strict=True)]
 
     def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
         """Return a function that calls vLLM with the requests and returns vLLM's own objects; it may be called repeatedly."""
@@ -369,9 +369,25 @@ def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
     )
 
 
-def _completion(output: Any) -> Completion:
+def _completion(request: Request, output: Any) -> Completion:
     log_probs = list(output.logprobs.logprobs) if output.logprobs is not None else None
     reason = cast(Any, output.finish_reason)
     if reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended a request with {reason!r}, expected stop or length")
-    return Completion(list(output.token_ids), log_probs, reason)
+    experts = experts_of(request, output) if request.sampling.with_experts else None
+    return Completion(list(output.token_ids), log_probs, reason, experts)
+
+
+def experts_of(request: Request, output: Any) -> Tensor:
+    """Return the experts of a request's tokens, as in `Completion`. Raises EngineError if vLLM lacks some."""
+    found, tokens = output.routed_experts, len(request.prompt_ids) + len(output.token_ids) - 1
+    if found is None or len(found) != tokens:
+        got = "none" if found is None else f"those of {len(found)} tokens"
+        raise EngineError(f"vLLM {_version} returned experts: got {got}, expected those of {tokens} tokens")
+    if not found.any() and found.shape[-1] > 1:  # no token has one expert twice
+        raise EngineError(
+            f"vLLM {_version} recorded no experts, because its kernel does not report them; set another by "
+            "engine_kwargs.vllm, or actor_rollout_ref.rollout.enable_rollout_routing_replay=False"
+        )
+    # It counts in uint8, or uint16, which torch hardly computes with.
+    return torch.from_numpy(found if found.dtype == "uint8" else found.astype("int16"))

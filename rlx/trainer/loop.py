@@ -10,7 +10,7 @@ from rlx.algorithms.kl import KLController
 from rlx.cluster.group import WorkerGroup
 from rlx.config.schema import GREEDY, PPOConfig
 from rlx.config.schema.roles import has_critic, has_reference, has_reference_model, has_reward_model, trained_roles
-from rlx.data.batch import SEQUENCE, Batch
+from rlx.data.batch import EXPERTS, SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
@@ -223,9 +223,10 @@ class Trainer:
             model_scores = self.workers.split("reward", "scores", self.rewards.sequences(batch))["model_scores"]
         return self.rewards.score(batch, self.folder / "failed_rewards", model_scores)
 
-    def extend(self, batch: Batch, role: str, method: str) -> Batch:
-        """Return the batch with the columns that the role computes from the sequences."""
-        answer = self.workers.split(role, method, batch.select(*SEQUENCE))
+    def extend(self, batch: Batch, role: str, method: str, *optional: str) -> Batch:
+        """Return the batch with the columns that the role computes from the sequences, and from optional columns."""
+        sent = batch.select(*SEQUENCE, *(name for name in optional if name in batch))
+        answer = self.workers.split(role, method, sent)
         return batch.with_(**dict(answer.tensors.items()))
 
     def old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
@@ -234,14 +235,15 @@ class Trainer:
         if correction.bypass_mode:
             return batch.with_(old_log_probs=batch["rollout_log_probs"]), {}
         with self.progress.phase("old_log_prob"):
-            batch = self.extend(batch, "actor", "log_probs")
+            batch = self.extend(batch, "actor", "log_probs", EXPERTS)
             batch, corrected = mismatch.correct(batch, correction)
             return batch, mismatch.measure(batch) | corrected
 
     def update_actor(self, batch: Batch, step: int) -> Metrics:
         """Take the policy's optimizer steps on this batch."""
         actor = self.config.actor_rollout_ref.actor
-        optional = (*(["ref_log_probs"] if actor.use_kl_loss else []), *mismatch.LOSS_COLUMNS)
+        replayed = [EXPERTS] if actor.router_replay.mode == "R3" else []
+        optional = (*(["ref_log_probs"] if actor.use_kl_loss else []), *mismatch.LOSS_COLUMNS, *replayed)
         columns = (*ACTOR_UPDATE, *(name for name in optional if name in batch))
         cut = (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle)
         return self.update("actor", batch, columns, step, *cut)

@@ -22,14 +22,16 @@ LOSS_COLUMNS = ("rollout_is_weights", "loss_mask")
 """The columns that `correct` may write for the policy's loss."""
 
 OF_UPDATE = "actor/mismatch/"
+DIFFERING = ("differing_experts", "differing_experts_used")
 
 
 def measure(batch: Batch) -> Metrics:
-    """Compare both policies' log-probs and return mismatch/...; empty if the sampler returned none."""
+    """Compare both policies' log-probs and experts, and return mismatch/... of those that the sampler returned."""
+    experts = _named({name: masked_mean(batch[name], batch["response_mask"]) for name in DIFFERING if name in batch})
     if "rollout_log_probs" not in batch:
-        return {}
+        return experts
     sums, largest = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
-    return _named(mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item()))
+    return experts | _named(mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item()))
 
 
 def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:

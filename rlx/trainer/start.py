@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rlx.cluster.runtime import check_options
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import TINY, has_reward_model, is_tiny, sharded_roles
+from rlx.config.schema.roles import TINY, asks_for_experts, has_reward_model, is_tiny, sharded_roles
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.errors import ExplainedError
@@ -184,7 +184,9 @@ def _faults_of_models(config: PPOConfig) -> Iterator[str]:
         if role.name in HEADS:
             model = replace(role.model, tiny=policy.tiny) if role.model.path == TINY else role.model
             shared = {each.together for each in roles if each.model_key == role.model_key}
-            yield from (f"{role.model_key}: {fault}" for fault in faults_of(model, HEADS[role.name], shared, count))
+            experts = role.name == "actor" and asks_for_experts(config.actor_rollout_ref)
+            faults = faults_of(model, HEADS[role.name], shared, count, experts)
+            yield from (f"{role.model_key}: {fault}" for fault in faults)
 
 
 def _sources(*prompts: PromptDataset | None) -> frozenset[str] | None:

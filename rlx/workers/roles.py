@@ -23,7 +23,7 @@ from rlx.rollout.batching import generate_batch
 from rlx.rollout.change_check import ChangeCheck
 from rlx.rollout.factory import build_rollout, sampler_dtype
 from rlx.rollout.protocol import EngineError, Sampling
-from rlx.workers.settings import Purpose, optimizer_steps, sampling_for
+from rlx.workers.settings import Purpose, expert_options, optimizer_steps, sampling_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,6 +104,7 @@ class ActorRole(TrainedRole):
             seed=config.trainer.seed,
             name="actor",
             sequence_parallel=actor.ulysses_sequence_parallel_size,
+            experts=expert_options(policy),
         )
         super().__init__("actor", engine, actor.checkpoint)
         self._temperature = policy.rollout.temperature
@@ -115,9 +116,9 @@ class ActorRole(TrainedRole):
         )
 
     def log_probs(self, batch: Batch) -> Batch:
-        """Return old_log_probs and entropy of the rows."""
+        """Return old_log_probs and entropy of the rows, and differing_experts* if the rows have routed_experts."""
         figures = self.engine.log_probs(batch, self._log_prob_rule, self._temperature)
-        return Batch.of({"old_log_probs": figures["log_probs"], "entropy": figures["entropy"]})
+        return Batch.of({"old_log_probs": figures.pop("log_probs"), **figures})
 
     def ref_log_probs(self, batch: Batch) -> Batch:
         """Return ref_log_probs of the rows; the reference is this model with its adapters off."""

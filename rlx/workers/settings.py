@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import ActorRolloutRefConfig, PPOConfig
+from rlx.config.schema.roles import asks_for_experts
+from rlx.engine.experts import ExpertOptions
 from rlx.rollout.protocol import Sampling
 
 Purpose = Literal["train", "val", "greedy"]
@@ -22,13 +24,21 @@ def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
     return steps * (config.data.train_batch_size // settings.ppo_mini_batch_size) * settings.ppo_epochs
 
 
+def expert_options(policy: ActorRolloutRefConfig) -> ExpertOptions | None:
+    """Return what the actor does with experts; None if no key asks for anything."""
+    actor = policy.actor
+    options = ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
+    return options if asks_for_experts(policy) else None
+
+
 def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int, ...]) -> Sampling:
     """Return how responses are sampled for `purpose`."""
     rollout = config.actor_rollout_ref.rollout
     length = config.data.max_response_length
     if purpose == "train":
         cut = rollout.temperature, rollout.top_p, rollout.top_k or -1
-        return Sampling(length, *cut, stop_token_ids, rollout.calculate_log_probs)
+        experts = rollout.enable_rollout_routing_replay
+        return Sampling(length, *cut, stop_token_ids, rollout.calculate_log_probs, experts)
     val = rollout.val_kwargs
     if purpose == "greedy" or not val.do_sample:
         return Sampling(length, temperature=0.0, stop_token_ids=stop_token_ids, with_log_probs=False)

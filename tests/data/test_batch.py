@@ -37,7 +37,7 @@ def test_layout_names_every_writer():
     assert {column.writer for column in TENSORS.values()} <= {
         *("data", "trainer", "rollout", "rewards", "actor", "ref", "critic", "reward", "algorithms")
     }
-    assert all(set(column.shape) <= set("BPRT") and column.shape[0] == "B" for column in TENSORS.values())
+    assert all(set(column.shape) <= set("BPRTLK") and column.shape[0] == "B" for column in TENSORS.values())
     assert set(INFO) >= {"data_source", "ground_truth", "extra_info", "prompt_text", "response_text"}
 
 

@@ -33,8 +33,8 @@ def build(
 ) -> Engine:
     chosen = ModelConfig(path=folder, **(model or {}))
     optim = OptimConfig(lr=lr, lr_warmup_steps=2, lr_scheduler_type="cosine")
-    defaults = {"optim": optim, "total_steps": 10, "grad_clip": 1e9}
-    return Engine(chosen, fsdp, strategy=strategy, device=torch.device("cpu"), **(defaults | options))
+    defaults = {"optim": optim, "total_steps": 10, "grad_clip": 1e9, "device": torch.device("cpu")}
+    return Engine(chosen, fsdp, strategy=strategy, **(defaults | options))
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -146,5 +146,5 @@ class Gradients:
                     name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in root.named_parameters()
                 }
         else:
-            found = {name: p.grad.full_tensor().clone() for name, p in root.named_parameters()}
+            found = {name: p.grad.full_tensor().clone() for name, p in root.named_parameters() if p.requires_grad}
         return torch.cat([found[name].flatten() for name in sorted(found)])

@@ -199,6 +199,40 @@ def test_packed_rows_follow_each_other_without_padding_and_without_their_last_to
     assert taken["advantages"].tolist() == [[6, 7], [0, 1], [3, 4]]
 
 
+def with_experts(rows: Batch, layers: int = 2) -> Batch:
+    """Experts that are numbers of their tokens, the second of the last layer 7 for all."""
+    experts = rows["input_ids"][:, :, None, None].repeat(1, 1, layers, 2)
+    experts[..., -1, 1] = 7
+    return rows.with_(routed_experts=experts.to(torch.uint8))
+
+
+def test_experts_lie_beside_their_tokens():
+    rows = with_experts(batch())
+    taken = take(rows, [2, 0, 1], row_lengths(rows)).batch
+    found = taken["routed_experts"] * taken["attention_mask"][:, :, None, None]
+    assert found[..., 0, 0].tolist() == (taken["input_ids"] * taken["attention_mask"]).tolist()
+    _, left, _, packed = pack(rows, [2, 0, 1], row_lengths(rows))
+    assert "routed_experts" not in left
+    assert packed.experts[:, 0, 0].tolist() == packed.input_ids[0].tolist() and (packed.experts[:, 1, 1] == 7).all()
+    assert packed.copies.tolist() == [0, 1, 1, 1, 1, 1, 1], "the empty row predicts nothing"
+    for empty in (take(rows, [], []).batch["routed_experts"], pack(rows, [], []).packed.experts):
+        assert empty.shape[-2:] == (2, 2) and not empty.any()
+
+
+def test_prompts_are_shared_where_their_experts_are_equal():
+    ids = torch.tensor([[5, 6, 1, 2], [5, 6, 3, 4], [5, 6, 1, 9]])
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    rows = with_experts(Batch.of({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 2:]}))
+    packed = pack(rows, [0, 1, 2], row_lengths(rows), least_gain=0.0).packed
+    assert packed.input_ids.tolist() == [[5, 6, 1, 3]] and packed.copies.tolist() == [3, 3, 2, 1]
+    assert groups_of(rows, row_lengths(rows), 0.0) == [[0, 1, 2]]
+    rows["routed_experts"][1, 1, 1, 0] = 3
+    packed = pack(rows, [0, 1, 2], row_lengths(rows), least_gain=0.0).packed
+    assert packed.copies.tolist() == [3, 2, 2, 1, 1], "the first token alone is that of all rows"
+    assert packed.experts[:, 1, 0].tolist() == [5, 6, 1, 3, 3]
+    assert groups_of(rows, row_lengths(rows), 0.0) == [[0, 2], [1]]
+
+
 def test_a_packed_dummy_is_one_token_that_counts_for_nothing():
     rows, dummy, _, packed = pack(batch(), [], [])
     assert rows == [] and not dummy["response_mask"].any()

@@ -66,3 +66,12 @@ def test_several_faults_come_together(folders, tmp_path: Path):
     assert len(faults_of(ModelConfig(path=str(tmp_path)), "lm")) == 1, "an empty folder"
     (fault,) = faults_of(model(folders), "score")
     assert "expected one for sequence classification with one label" in fault
+
+
+def test_keys_of_experts_need_experts(folders, experts_folder):
+    assert faults_of(ModelConfig(path=experts_folder), "lm", needs_experts=True) == []
+    for dense in (model(folders), ModelConfig(path="builtin:tiny")):
+        (fault,) = faults_of(dense, "lm", needs_experts=True)
+        assert "without experts, expected a mixture of experts" in fault
+    (fault,) = faults_of(ModelConfig(path=experts_folder, experts_implementation="grouped"), "lm")
+    assert "grouped_mm" in fault

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 from rlx.config.schema import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
+from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.rollout.batching import generate_batch
@@ -100,11 +101,17 @@ def pair(request, gpu, cudnn_attention, tmp_path_factory) -> Iterator[Pair]:
     make_model(request.param).save_pretrained(folder)
     model = ModelConfig(path=str(folder))
     fsdp = FSDPConfig(param_offload=True, optimizer_offload=True)
-    engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=0.0), total_steps=100)
+    experts = ExpertOptions() if request.param == "experts" else None
+    optim = OptimConfig(lr=0.0)
+    engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=optim, total_steps=100, experts=experts)
     engine.to_host()
     # Graphs and their compiler for one of them.
     rollout = RolloutConfig(
-        name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=request.param == "experts"
+        name="vllm",
+        gpu_memory_utilization=UTILIZATION,
+        max_num_seqs=64,
+        enforce_eager=request.param == "experts",
+        enable_rollout_routing_replay=request.param == "experts",
     )
     before = used_bytes()
     vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
@@ -192,6 +199,35 @@ def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):
     # here; with experts, where rounding decides now and then which are asked, 0.02. Other random weights are 0.5 away.
     assert rounding <= (4e-2 if pair.has_experts else 5e-3)
     assert difference <= 1.5 * rounding
+
+
+def test_replay_uses_the_experts_of_the_sampler(pair):
+    if not pair.has_experts:
+        pytest.skip("a dense model has no experts")
+    assert pair.engine.root.get_experts_implementation() == {"": "grouped_mm"}
+    sync(pair, 0)
+    sampling = Sampling(RESPONSE, with_experts=True)
+    batch, again = sampled(pair.vllm, sampling), sampled(pair.vllm, sampling)  # the second time from the prefix cache
+    same = (batch["input_ids"] == again["input_ids"]).all(dim=1)
+    assert same.float().mean() > 0.5
+    in_prompt = batch["attention_mask"][:, :PROMPT]
+    cached = (batch["routed_experts"] == again["routed_experts"])[:, :PROMPT][in_prompt]
+    real = batch["response_mask"]
+    found = []
+    for replays in (False, True):
+        pair.engine._forward.experts.options = ExpertOptions(replays)
+        figures = pair.engine.log_probs(batch, ROWS, 1.0)
+        off = (figures["log_probs"] - batch["rollout_log_probs"]).abs()[real].mean().item()
+        found.append((off, *(figures[name][real].mean().item() for name in sorted(figures) if "differing" in name)))
+    pair.engine._forward.experts.options = ExpertOptions()
+    pair.engine.to_host()
+    print(
+        f"log-probs off, experts differing, differing as used: {found}; equal from the cache: {cached.float().mean()}"
+    )
+    (own, differing, used), (replayed, _, none) = found
+    assert 0 < differing == used < 0.2 and none == 0
+    assert replayed < own
+    assert cached.float().mean() > 0.99
 
 
 @torch.no_grad()

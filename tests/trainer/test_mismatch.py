@@ -32,6 +32,13 @@ def test_the_mismatch_is_measured_wherever_the_sampler_returned_log_probs(batch)
     assert mismatch.measure(batch.drop("rollout_log_probs")) == {}
 
 
+def test_the_share_of_differing_experts_is_that_of_response_tokens(batch):
+    shares = torch.tensor([[0.5, 0.0, 1.0], [0.25, 0.0, 0.5]])
+    figures = mismatch.measure(batch.with_(differing_experts=shares, differing_experts_used=shares * 0))
+    assert figures["mismatch/differing_experts"] == pytest.approx(1.25 / 5)
+    assert figures["mismatch/differing_experts_used"] == 0
+
+
 def test_nothing_is_corrected_unless_asked_for(batch):
     for columns in (batch, batch.drop("rollout_log_probs")):
         same, metrics = mismatch.correct(columns, RolloutCorrectionConfig())

@@ -23,6 +23,7 @@ OWNERS = {
     "enable_chunked_prefill": f"{ROLLOUT}.enable_chunked_prefill",
     "enable_prefix_caching": f"{ROLLOUT}.enable_prefix_caching",
     "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
+    "enable_return_routed_experts": f"{ROLLOUT}.enable_rollout_routing_replay",
     "seed": "trainer.seed",
     **dict.fromkeys(("load_format", "skip_tokenizer_init", "generation_config", "logprobs_mode", "model_impl"), None),
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), "actor_rollout_ref.model.lora_rank"),

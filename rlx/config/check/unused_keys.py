@@ -188,6 +188,11 @@ UNUSED_KEYS = (
     _if(f"{CORRECTION}.rollout_is", None, *_below(CORRECTION, "rollout_is_threshold", "rollout_is_batch_normalize")),
     _without(f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"),
     _if(f"{CORRECTION}.bypass_mode", True, f"{ROLLOUT}.log_prob_*"),
+    _row(
+        "bypass_mode compares no experts, and router_replay.mode replays none",
+        lambda s: s.value(f"{CORRECTION}.bypass_mode") and s.value(f"{ACTOR}.router_replay.mode") == "disabled",
+        f"{ROLLOUT}.enable_rollout_routing_replay",
+    ),
     *(
         _row("adv_estimator does not read it", _does_not_estimate_with(name), f"algorithm.{name}")
         for name in (GAMMA, LAM, NORM_BY_STD)

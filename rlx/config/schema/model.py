@@ -95,6 +95,11 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
+    experts_implementation: str | None = key(
+        None,
+        "Kernel for a mixture of experts, as transformers names it; null: grouped_mm if the model's class has it, eager in fp64, "
+        "which grouped products do not know.",
+    )
     use_liger: bool = key(False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from rlx.config.schema import (
     CRITIC,
     ActorConfig,
+    ActorRolloutRefConfig,
     CriticConfig,
     FSDPConfig,
     ModelConfig,
@@ -202,6 +203,11 @@ def has_frozen_layers(role: ModelRole) -> bool:
 def trained_roles(config: PPOConfig) -> list[ModelRole]:
     """Return the roles with an optimizer."""
     return [actor_role(config), *([critic_role(config)] if has_critic(config) else [])]
+
+
+def asks_for_experts(policy: ActorRolloutRefConfig) -> bool:
+    """Whether the experts of the policy, a mixture of experts, are recorded, replayed or balanced."""
+    return policy.rollout.enable_rollout_routing_replay or policy.actor.router_aux_loss_coef > 0
 
 
 def sharded_roles(config: PPOConfig) -> list[ModelRole]:

@@ -34,6 +34,11 @@ class RolloutConfig:
     )
     max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
     calculate_log_probs: bool = key(True, "Return the sampler's log-probs, which show its mismatch with the trainer.")
+    enable_rollout_routing_replay: bool = key(
+        False,
+        "Mixture of experts: return the experts that the sampler uses for each token; see actor.router_replay.mode and the metrics "
+        "mismatch/differing_experts*.",
+    )
     seed_requests: bool = key(
         True,
         "vLLM: give each sample its own seed, so that it does not depend on other samples; False draws all from one "

@@ -76,6 +76,16 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig:
+    mode: str = key(
+        "disabled",
+        "Mixture of experts: whose choice of experts the log-probs and updates of the policy use: R3 that of the sampler, which "
+        "rollout.enable_rollout_routing_replay records; disabled their own.",
+        choices=("disabled", "R3"),
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     strategy: str = key("fsdp2", "Sharding: FSDP2 or FSDP1.", choices=("fsdp", "fsdp2"))
     ppo_mini_batch_size: int = key(256, "Prompts per optimizer step; divides data.train_batch_size.", minimum=1)
@@ -101,6 +111,13 @@ class ActorConfig:
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = key(0.001, "Its weight.", minimum=0)
     kl_loss_type: str = key("low_var_kl", "Its estimator.", choices=KL_LOSS_ESTIMATORS)
+    router_aux_loss_coef: float = key(
+        0.0,
+        "Mixture of experts: weight of the load-balancing loss of the mini-batch; needs a forward more per update unless "
+        "router_replay.mode=R3.",
+        minimum=0,
+    )
+    router_replay: RouterReplayConfig = group(RouterReplayConfig, "Choice of experts in training.")
     grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
     use_torch_compile: bool = key(False, "Compile each layer; cannot be combined with activation offloading.")
     optim: OptimConfig = group(OptimConfig, "Optimizer.")

@@ -121,6 +121,10 @@ CASES = [
         f"{CORRECTION}.bypass_mode=True {ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
         [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"],
     ),
+    (
+        f"{CORRECTION}.bypass_mode=True {ROLLOUT}.enable_rollout_routing_replay=True",
+        [f"{ROLLOUT}.enable_rollout_routing_replay"],
+    ),
     (f"{GAE} algorithm.norm_adv_by_std_in_grpo=False", ["algorithm.norm_adv_by_std_in_grpo"]),
     (
         "algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9 algorithm.lam=0.9 trainer.critic_warmup=2",

