@@ -23,6 +23,7 @@ from rlx.errors import StorageError, did_you_mean, storing
 from rlx.supervisor.link import tell
 
 _PROBE_S = 10.0
+_LOOK_S = 0.3
 # By the end of the program's or script's name; the raylet ends when one of its agents does.
 RAY_PROCESSES = {
     "/gcs_server": "the gcs_server",
@@ -65,7 +66,7 @@ def session(config: PPOConfig) -> Iterator[None]:
             _set_local_environment()
             folder = _private_folder(options.pop("_temp_dir", None))
             tell(scratch=str(folder))
-            with _postponed_interrupt():
+            with _postponed_interrupt(), _told_as_they_start():
                 _start_here(folder / "ray", {**quiet, **options})
         else:
             _join(address, {**quiet, **options})
@@ -168,6 +169,24 @@ def _parts_of_ray(address: str) -> dict[str, Any]:
                 found[name] = process.pid
     needed = {name: pid for name, pid in found.items() if name in NEEDED_PROCESSES}
     return {"daemons": needed, "helpers": {name: pid for name, pid in found.items() if name not in needed}}
+
+
+@contextmanager
+def _told_as_they_start() -> Iterator[None]:
+    """Tell the supervisor Ray's processes as they appear. Without one of them `ray.init` would wait for a minute."""
+    over = threading.Event()
+
+    def tell_often() -> None:
+        while not over.wait(_LOOK_S):
+            tell(**_parts_of_ray("local"))
+
+    thread = threading.Thread(target=tell_often, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _probe(address: str) -> None:

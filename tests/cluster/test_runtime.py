@@ -1,5 +1,7 @@
 import contextlib
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import ray
 from rlx.cluster.errors import ClusterError
 from rlx.cluster.runtime import check_options, session
 from rlx.config.schema import PPOConfig, RayConfig
+from rlx.supervisor.link import DESCRIPTOR
 
 STUCK = """
     import ctypes, ray, signal
@@ -105,6 +108,32 @@ def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
         driver.wait()
 
 
+def test_the_supervisor_knows_the_processes_of_ray_before_ray_is_up(tmp_path):
+    told, given = os.pipe()
+    script = "from rlx.cluster.runtime import session; from rlx.config.schema import PPOConfig; " + (
+        "session(PPOConfig()).__enter__(); print('up', flush=True)"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, DESCRIPTOR: str(given)},
+        pass_fds=[given],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(given)
+    try:
+        with os.fdopen(told) as lines:
+            parts = (json.loads(line).get("daemons") for line in lines)
+            gcs_server = next(part for part in parts if part)["the gcs_server"]
+            assert psutil.Process(gcs_server).name() == "gcs_server"
+        assert not select.select([driver.stdout], [], [], 0)[0], "Ray is not up yet"
+    finally:
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+    assert wait_until(lambda: not psutil.pid_exists(gcs_server))
+
+
 def session_members(leader):
     """Living processes of the Unix session that the process has led; zombies have ended."""
     found = []
@@ -147,6 +176,7 @@ def test_local_session_ignores_stale_addresses_and_keeps_out_of_the_home_folder(
         import os, ray
         from rlx.cluster.runtime import session
         from rlx.config.schema import PPOConfig, RayConfig
+from rlx.supervisor.link import DESCRIPTOR
 
         config = PPOConfig(ray_kwargs=RayConfig({{"num_cpus": 3, "_temp_dir": {str(short_folder)!r}}}))
         for attempt in range(2):
@@ -177,6 +207,7 @@ def test_an_address_that_cannot_be_joined_is_told_at_once(address):
         from rlx.cluster.errors import ClusterError
         from rlx.cluster.runtime import session
         from rlx.config.schema import PPOConfig, RayConfig
+from rlx.supervisor.link import DESCRIPTOR
 
         try:
             with session(PPOConfig(ray_kwargs=RayConfig({{"address": {address!r}}}))):
