@@ -81,7 +81,7 @@ def critic_settings(config: PPOConfig) -> CriticConfig:
     filled = {name: getattr(policy.actor, name) for name in inherited if getattr(critic, name) is None}
     if critic.model.path is None:
         default = ModelConfig()
-        loading = ("override_config", "trust_remote_code", "attn_implementation")
+        loading = ("override_config", "trust_remote_code", "attn_implementation", "experts_implementation")
         same = [name for name in loading if getattr(critic.model, name) == getattr(default, name)]
         filled["model"] = replace(critic.model, **{name: getattr(policy.model, name) for name in ("path", *same)})
     if critic.ppo_micro_batch_size_per_gpu is None and not critic.use_dynamic_bsz:
