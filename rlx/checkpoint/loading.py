@@ -16,7 +16,7 @@ MOST_NAMED = 3
 
 
 def load(
-    state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, groups_may_lack: bool = False
+    state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, groups_may_differ: bool = False
 ) -> set[str]:
     """Fill the tensors of a sharded state in place; all processes join. Any number of processes may have written the folder.
 
@@ -24,10 +24,11 @@ def load(
         state: by name; DTensors, or plain tensors.
         folder: checked against its manifest before.
         trusted_pickle: the folder is DCP's own format of rlx's earlier checkpoints. Reading it runs code that it holds.
-        groups_may_lack: whether the folder may have none of the tensors whose names share all but the last part.
+        groups_may_differ: whether the folder may lack all tensors whose names share all but the last part, and whether it may
+            have such groups that `state` lacks.
 
     Returns:
-        What the names of such tensors share; they are unchanged.
+        What the names of tensors share that the folder lacks so; they are unchanged.
 
     Raises:
         CheckpointError: names, shapes, types or numbers of elements differ, or the files cannot be read.
@@ -35,9 +36,9 @@ def load(
     reader = _reader(folder, trusted_pickle)
     metadata = _metadata(reader, folder)
     held = {_group(name) for name in metadata.state_dict_metadata}
-    lacking = {_group(name) for name in state} - held if groups_may_lack else set()
+    lacking = {_group(name) for name in state} - held if groups_may_differ else set()
     state = {name: tensor for name, tensor in state.items() if _group(name) not in lacking}
-    _require_same(state, metadata, folder)
+    _require_same(state, metadata, folder, within={_group(name) for name in state} if groups_may_differ else held)
     try:
         dcp.load(dict(state), storage_reader=reader)
     except CheckpointException as error:
@@ -49,13 +50,13 @@ def load(
 def load_all(folder: Path, trusted_pickle: bool = False) -> dict[str, Tensor]:
     """Return all tensors of a folder on the CPU; works in a single process without process group. Arguments: see `load`."""
     reader = _reader(folder, trusted_pickle)
-    entries = _metadata(reader, folder).state_dict_metadata
+    metadata = _metadata(reader, folder)
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    _require_same(state, _metadata(reader, folder), folder)
+    _require_same(state, metadata, folder, within={_group(name) for name in state})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
         dcp.load(state, storage_reader=reader, no_dist=True)
@@ -77,9 +78,17 @@ def _metadata(reader: dcp.StorageReader, folder: Path) -> Metadata:
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path) -> None:
-    """Compare before loading: DCP would fill tensors in part, convert types, and leave missing pieces as they are."""
-    entries = {n: e for n, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
+def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path, within: set[str]) -> None:
+    """Compare before loading: DCP would fill tensors in part, convert types, and leave missing pieces as they are.
+
+    Args:
+        within: groups of the folder's tensors that `state` must have.
+    """
+    entries = {
+        name: entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and _group(name) in within
+    }
     faults = [f"{name} is not in it" for name in sorted(set(state) - set(entries))]
     faults += [f"{name} is not in this model" for name in sorted(set(entries) - set(state))]
     for name in sorted(set(state) & set(entries)):

@@ -10,7 +10,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,11 +132,23 @@ def read_description(folder: Path, trusted: bool = False) -> Description:
         raise CheckpointError(f"{path}: is no description that rlx wrote ({error})") from None
 
 
-def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, trusted: bool = False) -> Description:
+def read(
+    folder: Path,
+    head: str,
+    sharded: Sharded,
+    optimizer: AdamW | None,
+    trusted: bool = False,
+    in_parts: Callable[[Callable[[], None]], None] = lambda make: make(),
+) -> Description:
     """Replace model and optimizer by those of a checkpoint; all processes join.
 
     Any number of processes and either kind of FSDP may have written it. If it lacks the optimizer's state or the position in the
     schedule, these start anew, with a warning. The digests of the tensors are not checked, see `require_undamaged`.
+
+    Args:
+        folder, head, sharded, optimizer: the checkpoint, and what continues from it.
+        trusted: allow a checkpoint of an earlier version, which can run code.
+        in_parts: calls its argument, once or for some of the optimizer's parameters at a time, to make their state.
 
     Returns:
         The description, with the counters from which to continue.
@@ -157,12 +169,7 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, tru
     if optimizer is not None:
         optimizer.state.clear()
         if (folder / "optimizer").is_dir():
-            state = _optimizer_state(sharded, optimizer)
-            lacking = load(_tensors(state), folder / "optimizer", pickled, groups_may_lack=True)
-            set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
-            for name, parameter in sharded.root.named_parameters():
-                if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
-                    optimizer.state.pop(parameter, None)
+            in_parts(lambda: _read_optimizer(folder / "optimizer", sharded, optimizer, pickled))
         elif description.steps:
             logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
             description = replace(description, steps=0)
@@ -170,6 +177,16 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, tru
             logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
             description = replace(description, updates=0)
     return description
+
+
+def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: bool) -> None:
+    """Make the state of the parameters that the optimizer has now; all processes join."""
+    state = _optimizer_state(sharded, optimizer)
+    lacking = load(_tensors(state), folder, pickled, groups_may_differ=True)
+    set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
+    for name, parameter in sharded.root.named_parameters():
+        if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
+            optimizer.state.pop(parameter, None)
 
 
 def require_undamaged(folder: Path, trusted: bool = False) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
@@ -49,9 +50,16 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
 
 
 def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
-    """Return the bytes of AdamW's state for this process's shard: two moments in the parameter's type, or three fp32 numbers."""
-    shard = local(parameter)
-    return 12 * shard.numel() if isinstance(optimizer, MasterAdamW) else 2 * shard.nbytes
+    """Return the bytes of AdamW's state for the largest shard: two moments in the parameter's type, or three fp32 numbers.
+
+    All processes get the same number, also where shards differ in size.
+    """
+    elements = parameter.numel()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        shards = math.prod(mesh.size(dim) for dim, placed in enumerate(parameter.placements) if placed.is_shard())
+        elements = -(-elements // shards)
+    return elements * (12 if isinstance(optimizer, MasterAdamW) else 2 * parameter.itemsize)
 
 
 def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -180,12 +180,16 @@ def sharding_group_divides_processes(s: CheckContext) -> Faults:
 
 
 def one_way_to_the_host(s: CheckContext) -> Faults:
-    """FSDP's own CPU offload and rlx's offload between roles exclude each other."""
+    """FSDP's own CPU offload and rlx's offload exclude each other, as do two places of the optimizer's state."""
     for role in sharded_roles(s.config):
-        own = [name for name in ("param_offload", "optimizer_offload") if getattr(role.fsdp, name)]
+        own = [name for name in ("param_offload", "optimizer_offload", "optimizer_state") if getattr(role.fsdp, name)]
+        if role.fsdp.optimizer_offload and role.fsdp.optimizer_state not in (None, "host"):
+            keys = tuple(f"{role.fsdp_key}.{name}" for name in ("optimizer_offload", "optimizer_state"))
+            remedy = f"set {keys[0]}=False, or {keys[1]}=host"
+            yield s.fault("the optimizer's state has two places", "one of the two, or host", remedy, *keys)
         if role.fsdp.offload_policy and own:
             keys = (f"{role.fsdp_key}.offload_policy", *(f"{role.fsdp_key}.{name}" for name in own))
-            remedy = f"set {keys[0]}=False to move whole roles, or {' and '.join(keys[1:])} to False"
+            remedy = f"set {keys[0]}=False, or leave out {' and '.join(keys[1:])}"
             yield s.fault("parameters cannot be offloaded in two ways at once", "one of them", remedy, *keys)
 
 

@@ -1,9 +1,10 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
-from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast, Phase
 from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
+LONGEST = ("longest that fits", "full beyond")
 
 
 def short_text(forecast: MemoryForecast) -> str:
@@ -19,8 +20,8 @@ def short_text(forecast: MemoryForecast) -> str:
             f"{largest.name}, in addition to the memory of Python and torch"
         )
     elif phases:
-        rows = [("memory by phase", "peak GB", "of", "longest that fits"), *(_row(forecast, phase) for phase in phases)]
-        lines += [*aligned(rows, texts=1), _legend(forecast), *_host(forecast, phases)]
+        rows = [("memory by phase", "peak GB", "of", *LONGEST), *(_row(forecast, phase) for phase in phases)]
+        lines += [*aligned(rows, texts=1), _legend(forecast), *_states(forecast), *_host(forecast, phases)]
     return "\n".join(lines)
 
 
@@ -28,12 +29,12 @@ def long_text(forecast: MemoryForecast) -> str:
     """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
-    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", "longest that fits", "host", "disk", "peak in")]
+    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", *LONGEST, "host", "disk", "peak in")]
     for phase in phases:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         peaks.append((*_row(forecast, phase), _cell(phase.host), _cell(phase.disk), phase.where or "-"))
-    tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast), *_host(forecast, phases)] if phases else []
-    return "\n".join([*_unknown(forecast), *tables])
+    tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast)] if phases else []
+    return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *(_host(forecast, phases) if phases else ())])
 
 
 def gb(nbytes: float) -> str:
@@ -47,10 +48,13 @@ def _cell(nbytes: float) -> str:
 
 def _row(forecast: MemoryForecast, phase: Phase) -> tuple[str, ...]:
     if phase.limit is None:
-        return (phase.name, gb(phase.peak), "?", "?")
+        return (phase.name, gb(phase.peak), "?", "?", "?")
     longest = forecast.longest(phase.name)
-    text = "any" if longest is None else f"{longest:,}" if longest else "none"
-    return (phase.name, gb(phase.peak), gb(phase.limit), text)
+    if longest is None:
+        return (phase.name, gb(phase.peak), gb(phase.limit), "any", "-")
+    beyond = forecast.phase(phase.name, longest + LENGTH_STEP)
+    full = "host" if forecast.on_device and beyond.fits_device() else "device" if forecast.on_device else "memory"
+    return (phase.name, gb(phase.peak), gb(phase.limit), f"{longest:,}" if longest else "none", full)
 
 
 def _legend(forecast: MemoryForecast) -> str:
@@ -60,6 +64,15 @@ def _legend(forecast: MemoryForecast) -> str:
         f"memory of {what}: {whole}; predicted for sequences of {forecast.length:,} tokens, the longest that the "
         "configuration allows (docs/planning.md)"
     )
+
+
+def _states(forecast: MemoryForecast) -> list[str]:
+    """Return a line for each role whose optimizer state is split over device and host."""
+    return [
+        f"optimizer state: of the {name}'s {gb(staying + moving)} GB in each process {gb(staying)} stay on the device and "
+        f"{gb(moving)} are in host memory"
+        for name, staying, moving in forecast.decided().split_states()
+    ]
 
 
 def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:

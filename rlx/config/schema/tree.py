@@ -1,6 +1,6 @@
 """Flatten the typed tree into dotted keys, and put a key's type into words."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -41,6 +41,13 @@ def value_at(config: PPOConfig, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def with_value(config: PPOConfig, key: str, value: Any) -> PPOConfig:
+    """Return the configuration with another value of a dotted key."""
+    name, _, below = key.partition(".")
+    changed: PPOConfig = replace(config, **{name: with_value(getattr(config, name), below, value) if below else value})
+    return changed
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
