@@ -32,7 +32,8 @@ from rlx.engine.optimizer import build_optimizer, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
-from rlx.engine.sharding import precision_of, shard
+from rlx.engine.sharded import precision_of
+from rlx.engine.sharding import shard
 from rlx.offload import HostArena
 from rlx.offload.benchmark.device import clock
 from rlx.offload.plan.shapes import SHAPES

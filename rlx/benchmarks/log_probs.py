@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlx.benchmarks.common import benchmark_parser, cell, chosen_device, seconds_of, title, write_json
-from rlx.engine.sharding import TRAINING_DTYPES
+from rlx.engine.sharded import TRAINING_DTYPES
 from rlx.models import head_log_probs as head_module
 from rlx.models.head_log_probs import head_log_probs
 from rlx.models.log_probs import token_log_probs

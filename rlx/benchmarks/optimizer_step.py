@@ -38,7 +38,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 from rlx.offload.benchmark.device import clock, name_of, peak_bytes, reset_peak, used_bytes
 from rlx.offload.benchmark.modes import PEERS
 from rlx.offload.plan.shapes import SHAPES

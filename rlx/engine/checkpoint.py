@@ -26,7 +26,7 @@ from torch.optim import AdamW
 
 from rlx.checkpoint.loading import load, load_all
 from rlx.checkpoint.manifest import FORMAT, CheckpointError, FileEntry, damage, damaged_chunks, read_json
-from rlx.engine.sharding import Sharded
+from rlx.engine.sharded import Sharded
 from rlx.errors import storing
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import Adapter, merged_weights

@@ -17,19 +17,10 @@ from torch.optim import AdamW
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
+from rlx.engine.cutting import Cutter
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
-from rlx.engine.micro_batch import (
-    MicroBatch,
-    MicroBatchRule,
-    cut,
-    groups_of,
-    pack,
-    row_lengths,
-    shifted,
-    take,
-    token_counts,
-)
+from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, shifted, token_counts
 from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
@@ -37,12 +28,13 @@ from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
 from rlx.engine.sequence_group import SequenceGroup
-from rlx.engine.sharding import local, precision_of, shard
+from rlx.engine.sharded import precision_of
+from rlx.engine.sharding import shard
+from rlx.engine.units import local
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
-from rlx.models.prefix_tree import NEVER
 from rlx.offload import (
     OffloadOptions,
     OffloadStats,
@@ -111,10 +103,11 @@ class Engine:
         self.sharded = shard(plain, strategy, fsdp, precision, device)
         self.root = self.sharded.root
         text_config = plain.config.get_text_config()
-        self._sequences = SequenceGroup(sequence_parallel, text_config) if sequence_parallel > 1 else None
+        sequences = SequenceGroup(sequence_parallel, text_config) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
-        together = self._sequences and self._sequences.processes
+        together = sequences and sequences.processes
         self._forward = Forward(self.root, plain, device, attention, together)
+        self.cutter = Cutter(self._forward, sequences, model.least_gain, device)
         self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:
             register_attention(packed_attention)
@@ -176,7 +169,7 @@ class Engine:
         self.to_device(optimizer=False)
         self.root.eval()
         pad, found_B = self.card.config.get_text_config().pad_token_id, torch.zeros(len(batch))
-        for part in self._micro_batches(batch.select(*SEQUENCE), micro):
+        for part in self.cutter.micro_batches(batch.select(*SEQUENCE), micro):
             scores = sequence_scores(self.root, part.batch["input_ids"], part.batch["attention_mask"], pad).cpu()
             found_B = found_B.to(scores.dtype)
             if part.rows:
@@ -191,7 +184,7 @@ class Engine:
         columns: dict[str, Tensor] = {}
         sequences = batch.select(*SEQUENCE)
         padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
-        for part in self._micro_batches(sequences, micro):
+        for part in self.cutter.micro_batches(sequences, micro):
             for name, figures in self._forward(part, distribution).items():
                 column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=figures.dtype))
                 if part.rows:
@@ -199,25 +192,6 @@ class Engine:
                     column[part.rows] = own.masked_fill(padding_BR[part.rows], 0)
         self.sharded.reshard()
         return columns
-
-    def _micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
-        """Yield this process's rows on the device. All processes yield equally many micro-batches; empty ones are dummies."""
-        lengths, packs, least_gain = row_lengths(batch), self._forward.packs, self._least_gain
-        groups = groups_of(batch, lengths, least_gain)
-        if micro.tokens is not None:
-            micro = MicroBatchRule(tokens=micro.tokens * self._copies)
-        count, most = 0, 1
-        while count < most:  # on all processes together
-            count = most
-            parts = cut(lengths, micro, packs, count, groups)
-            largest = torch.tensor(len(parts), device=self.device)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            most = int(largest)
-        for rows in parts:
-            part = pack(batch, rows, lengths, least_gain) if packs else take(batch, rows, lengths)
-            if self._sequences is not None and part.packed is not None:
-                part = part._replace(packed=self._sequences.own(part.packed))
-            yield part.to(self.device)
 
     # Learning -----------------------------------------------------------------------------------------------------
 
@@ -244,15 +218,15 @@ class Engine:
         self.root.train()
         batch = batch.select(*SEQUENCE, *objective.columns)
         totals = self._totals(batch, objective)
-        parts = list(self._micro_batches(batch, micro))
+        parts = list(self.cutter.micro_batches(batch, micro))
 
         def passes() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             return self._passes(parts, objective, totals)
 
         sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
-        counts = token_counts(batch, parts) if self._least_gain < NEVER else {}
+        counts = token_counts(batch, parts) if self.cutter.shares_prompts else {}
         sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
-        sums = {name: figure / self._copies for name, figure in sums.items()}
+        sums = {name: figure / self.cutter.copies for name, figure in sums.items()}
         probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
@@ -283,18 +257,7 @@ class Engine:
         mask_BR = objective.mask(batch)
         counts = torch.stack([objective.denominator(mask_BR), mask_BR.sum()]).double().to(self.device)
         dist.all_reduce(counts)
-        return Totals(*(counts / self._copies).clamp(min=1).tolist())
-
-    @property
-    def _least_gain(self) -> float:
-        """As `ModelConfig.least_gain`, for this model."""
-        wanted = self.model_config.least_gain
-        return wanted if wanted < NEVER and self._forward.shares_prefixes else NEVER
-
-    @property
-    def _copies(self) -> int:
-        """Number of processes that have the same rows."""
-        return 1 if self._sequences is None else self._sequences.size
+        return Totals(*(counts / self.cutter.copies).clamp(min=1).tolist())
 
     def _over_processes(self, each: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> Metrics:
         if not each:

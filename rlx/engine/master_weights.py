@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 
 MASTER = "master"
 NARROW = (torch.bfloat16, torch.float16)

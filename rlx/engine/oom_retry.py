@@ -31,8 +31,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
+from rlx.engine.fsdp2 import FSDP2Model
 from rlx.engine.optimizer import state_bytes
-from rlx.engine.sharding import FSDP2Model, Sharded, local
+from rlx.engine.sharded import Sharded
+from rlx.engine.units import local
 from rlx.offload import ActivationOffloading
 
 logger = logging.getLogger(__name__)

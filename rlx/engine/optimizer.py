@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.master_weights import NARROW, MasterAdamW
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 
 PART = 32  # parameters per call of the optimizer
 

@@ -23,7 +23,7 @@ from torch.optim import AdamW
 
 from rlx.engine.optimizer import state_bytes, step_in_parts, stepping_only
 from rlx.engine.residency import HandOverError, TensorOffload
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 from rlx.offload import HostArena
 
 PIECE_BYTES = 1 << 30

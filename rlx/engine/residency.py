@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rlx.config.host_memory import host_memory
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 from rlx.errors import ExplainedError
 from rlx.offload import Block, HostArena, trim
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 
 MOST_TENSORS = 64  # at most; each gives up to ELEMENTS evenly spaced elements of this process's shard
 ELEMENTS = 512

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 from rlx.models.loading import load_model
 from rlx.offload import host_arena
 
@@ -210,7 +210,7 @@ def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tu
     engine.root.train()
     objective, batch = policy(), make_batch(24)
     totals = engine._totals(batch, objective)
-    parts = list(engine._micro_batches(batch, MicroBatchRule(rows=1)))
+    parts = list(engine.cutter.micro_batches(batch, MicroBatchRule(rows=1)))
 
     def gradient(chosen: list[MicroBatch]) -> torch.Tensor:
         engine._passes(chosen, objective, totals)

@@ -97,7 +97,7 @@ def behind_the_last_collective(folder):
     engine.root.train()
     own, counts = share(), []
     for _ in range(4):
-        parts = list(engine._micro_batches(own, RULE))
+        parts = list(engine.cutter.micro_batches(own, RULE))
         totals = engine._totals(own, policy())
         runs.clear()
         engine._oom_retry.run(passes)

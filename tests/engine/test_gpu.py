@@ -27,7 +27,7 @@ from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import HandOverError
-from rlx.engine.sharding import local
+from rlx.engine.units import local
 from rlx.offload import host_arena
 
 pytestmark = [

@@ -152,6 +152,7 @@ def test_a_killed_supervisor_takes_the_driver_along(keep):
     driver = psutil.Process(int(process.stdout.readline()))
     process.kill()
     driver.wait(20)
+    assert not driver.is_running()
 
 
 def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep):

@@ -63,8 +63,9 @@ def test_a_zombie_and_a_reused_process_number_hold_nothing(tmp_path: Path, holde
     time.sleep(0.5)
     with RunLock(tmp_path):
         change(tmp_path, started="1")
-        with RunLock(tmp_path):
-            pass
+        with RunLock(tmp_path) as lock:
+            lock.check()
+            assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
 
 
 def test_another_hosts_lock_is_respected_while_it_is_touched(tmp_path: Path):

@@ -1,0 +1,98 @@
+"""A model sharded with FSDP2."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlx.config.schema import FSDPConfig
+from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of
+from rlx.engine.units import Unit, materialise, own_names, sharding_units
+
+
+class FSDP2Model(Sharded):
+    """A model sharded by `fully_shard`, whose parameters become DTensors in place."""
+
+    state_dict_shares_storages = True
+
+    def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
+        mesh = build_mesh(fsdp.fsdp_size, device)
+        layers = sharding_units(model)
+        self.device, self.root, self.sum_dtype = device, model, sum_dtype_of(precision)
+        self.replicas = mesh.size() // mesh["shard"].size()
+        self.state_options = StateDictOptions()
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, mesh.size())}
+        # On the CPU parameters already are in host memory, as under the policy.
+        options["offload_policy"] = (
+            CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
+        )
+        self.units = [Unit("", model, own_names(model, list(layers)), model)]
+        for name, layer in layers.items():
+            self.units.append(Unit(f"{name}.", layer, own_names(layer, []), layer))
+            materialise(layer, [], device)
+            fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
+        materialise(model, list(layers.values()), device)
+        # The head is the last part of forward and the first of backward, so freeing it in between would only gather it again.
+        fully_shard(model, reshard_after_forward=False, **options)
+        if fsdp.forward_prefetch:
+            for layer, following in pairwise(layers.values()):
+                layer.set_modules_to_forward_prefetch([following])
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """See Sharded. With replicas (HSDP) only the sum of the last micro-batch is reduced between them."""
+        self.root.set_requires_all_reduce(last)
+        yield
+        if last:
+            return
+        for parameter in self.root.parameters():
+            # FSDP2 adds the next micro-batch's gradient to this one in place.
+            if parameter.grad is not None and parameter.grad.dtype != self.sum_dtype:
+                parameter.grad_dtype = None  # any type
+                parameter.grad = parameter.grad.to(self.sum_dtype)
+
+    def reshard(self) -> None:
+        """See Sharded."""
+        for unit in self.units:
+            assert isinstance(unit.wrapped, FSDPModule)
+            unit.wrapped.reshard()
+
+    def recover(self) -> None:
+        """Prepare for the next forward after an exception ended a forward or backward. All processes call it together.
+
+        Needs torch 2.13, see Note [why torch 2.13] in `oom_retry.py`. Without the loop, gradients that backward summed in
+        gathered parameters would be added to the next ones.
+        """
+        assert isinstance(self.root, FSDPModule)
+        self.root.reset_iter_state()
+        for unit in self.units:
+            assert isinstance(unit.wrapped, FSDPModule)
+            unit.wrapped.unshard()
+            for tensor in unit.tensors().values():
+                tensor.grad = None
+            unit.wrapped.reshard()
+
+    @contextmanager
+    def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
+        """See Sharded."""
+        self.reshard()
+        yield self._full
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().clone()
+        # The device's collectives cannot reach shards that an offload policy keeps in host memory.
+        full = tensor.detach().to(self.device).full_tensor()
+        return full.clone() if tensor.device_mesh.size() == 1 else full
+
+
+def _mixed_precision_policy(precision: Precision, processes: int) -> MixedPrecisionPolicy:
+    compute = None if precision.compute == precision.stored else precision.compute
+    # A single process sums nothing: it would write values in the wider type, copy them and round them back to the same bits.
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce if processes > 1 else None)
