@@ -168,9 +168,9 @@ def read(
     set_model_state_dict(sharded.root, model, options=sharded.state_options)
     if optimizer is not None:
         optimizer.state.clear()
-        if (folder / "optimizer").is_dir():
-            in_parts(lambda: _read_optimizer(folder / "optimizer", sharded, optimizer, pickled))
-        elif description.steps:
+        saved = folder / "optimizer"
+        in_parts(lambda: _read_optimizer(saved, sharded, optimizer, pickled) if saved.is_dir() else None)
+        if not saved.is_dir() and description.steps:
             logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
             description = replace(description, steps=0)
         if "extra" not in description.contents and description.updates:

@@ -55,7 +55,7 @@ class OomRetry:
         sharded: the model.
         optimizer: of the model's parameters; it does not step during the passes.
         device: of this process.
-        keeps_state: whether the optimizer's state stays on the device.
+        stays_for: the parameters whose optimizer state stays on the device; None: all.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class OomRetry:
         sharded: Sharded,
         optimizer: AdamW,
         device: torch.device,
-        keeps_state: bool = True,
+        stays_for: list[Tensor] | None = None,
     ):
-        self._keeps_state = keeps_state
+        self._stays_for = stays_for
         self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
         can_reset = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
         self._recover = sharded.recover if can_reset else None
@@ -172,8 +172,8 @@ class OomRetry:
     def _missing_state_bytes(self) -> int:
         """Return the bytes of state that the optimizer's first step will allocate; 0 after that step."""
         state = self._optimizer.state
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]] if self._keeps_state else []
-        missing = (p for p in parameters if not state.get(p))
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        missing = (p for p in (parameters if self._stays_for is None else self._stays_for) if not state.get(p))
         return sum(state_bytes(self._optimizer, p) for p in missing if local(p).device.type != "cpu")
 
     def _random_state(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from rlx.config.schema import OptimConfig
 from rlx.engine.master_weights import NARROW, MasterAdamW
 from rlx.engine.units import local
 
-PART = 32  # parameters per call of the optimizer
+PART, PART_ELEMENTS = (
+    32,
+    1 << 28,
+)  # most parameters and elements per call of the optimizer, which may copy gradients in fp32
 
 
 def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -85,9 +89,12 @@ def step_in_parts(optimizer: AdamW) -> None:
     of after the last. AdamW treats each parameter separately, so the result equals that of one step, bit for bit.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for start in range(0, len(parameters), PART):
-        with stepping_only(optimizer, parameters[start : start + PART]):
+    while parameters:
+        ends = accumulate(local(p).numel() for p in parameters[:PART])
+        count = max(1, sum(end <= PART_ELEMENTS for end in ends))
+        with stepping_only(optimizer, parameters[:count]):
             optimizer.step()
+        parameters = parameters[count:]
 
 
 @contextmanager

@@ -44,8 +44,11 @@ class OptimizerStateOnHost:
         arena: host memory for the state.
         name: of the state, for accounts and messages.
         device: where the optimizer steps.
-        device_bytes: state that may stay on the device.
         piece_bytes: state to fetch at a time; the state of one parameter is never divided.
+        device_bytes: state that may stay on the device.
+
+    Attributes:
+        staying: the parameters whose state stays there.
     """
 
     def __init__(
@@ -54,8 +57,8 @@ class OptimizerStateOnHost:
         arena: HostArena,
         name: str,
         device: torch.device,
-        device_bytes: float = 0,
         piece_bytes: int = PIECE_BYTES,
+        device_bytes: float = 0,
     ):
         self._optimizer, self._arena, self._name, self._device = optimizer, arena, name, device
         self._arriving = self._leaving = None
@@ -63,7 +66,8 @@ class OptimizerStateOnHost:
             self._arriving, self._leaving = torch.Stream(device), torch.Stream(device)
         sizes = {p: state_bytes(optimizer, p) for group in optimizer.param_groups for p in group["params"]}
         self.staying = _largest_within(sizes, device_bytes)
-        moving = {p: nbytes for p, nbytes in sizes.items() if p not in self.staying}
+        stays = set(self.staying)
+        moving = {p: nbytes for p, nbytes in sizes.items() if p not in stays}
         cut = _largest_inside(_cut(moving, piece_bytes), key=lambda piece: piece[1])
         self._pieces = [_Piece(piece, nbytes, TensorOffload(arena, name)) for piece, nbytes in cut]
 
