@@ -153,7 +153,7 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
             activation_offload=ActivationOffloadConfig(save=options.save),
             tiled_mlp="auto",
         ),
-        FSDPConfig(model_dtype="bf16", optimizer_state=options.optimizer_state),
+        FSDPConfig(model_dtype="bf16", optimizer_state=options.optimizer_state[0]),
         strategy="fsdp2",
         device=device,
         optim=OptimConfig(lr=1e-6, master_weights=not options.lossy),
@@ -306,9 +306,9 @@ def main() -> int:
     parser.add_argument("--lossy", action="store_true", help="rlx: bf16 moments, no fp32 masters")
     parser.add_argument(
         "--optimizer-state",
-        type=lambda text: text if text in ("device", "host") else int(float(text) * GB),
-        default="device",
-        help="rlx: device, host, or the part of AdamW's state on the device [10^9 bytes] (default device)",
+        type=lambda text: [part if part in ("device", "host") else int(float(part) * GB) for part in text.split(",")],
+        default=["device"],
+        help="rlx: device, host, or the part of AdamW's state on the device [10^9 bytes]; one or several (default device)",
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="rlx: sequences of a step (default 1)")
     parser.add_argument("--steps", type=int, default=2, help="number of steps; the last is measured (default 2)")
@@ -341,14 +341,17 @@ def main() -> int:
         write_random_model(Path(folder), options.shape, device, **changed)
         passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
         passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
-        state = options.optimizer_state
-        passed_on += [f"--optimizer-state={state if isinstance(state, str) else state / GB}"]
         passed_on += [f"--micro-batches={options.micro_batches}"] + ["--lossy"] * options.lossy
-        for mode in options.modes:
+        for mode, state in [
+            (m, s) for m in options.modes for s in (options.optimizer_state if m == RLX else ["device"])
+        ]:
+            where = state if isinstance(state, str) else f"{state / GB:g}"
+            name = f"{mode}, {where}" if mode == RLX else mode
             for tokens in sorted(options.tokens):
-                figures = in_own_process([f"--modes={mode}", f"--tokens={tokens}", *passed_on])
-                results.append((mode, tokens, figures))
-                print(line(mode, tokens, figures), flush=True)
+                arguments = [f"--modes={mode}", f"--tokens={tokens}", f"--optimizer-state={where}", *passed_on]
+                figures = in_own_process(arguments)
+                results.append((name, tokens, figures))
+                print(line(name, tokens, figures), flush=True)
                 (options.out / "results.json").write_text(json.dumps(results, indent=1))
                 if "error" in figures:
                     break
