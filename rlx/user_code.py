@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from rlx.errors import ExplainedError, did_you_mean
 
+TEMPLATE_LIMIT_S = 10.0  # for one chat: a template is a program that comes with a model
+
 
 class UserCodeError(ExplainedError, ValueError):
     """A user's file is missing, cannot be imported, or lacks the name; or the object of that name cannot be used."""

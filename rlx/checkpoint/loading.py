@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from rlx.checkpoint.manifest import CheckpointError
 
@@ -93,13 +93,23 @@ def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path,
     faults += [f"{name} is not in this model" for name in sorted(set(entries) - set(state))]
     for name in sorted(set(state) & set(entries)):
         tensor, entry = state[name], entries[name]
-        held = sum(chunk.sizes.numel() for chunk in entry.chunks)
+        chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
+        held = sum(chunk.sizes.numel() for chunk in chunks)
         if tuple(entry.size) != tuple(tensor.shape):
             faults.append(f"{name}: got shape {tuple(entry.size)}, expected {tuple(tensor.shape)}")
         elif entry.properties.dtype != tensor.dtype:
             faults.append(f"{name}: got {entry.properties.dtype}, expected {tensor.dtype} (fsdp_config.model_dtype)")
         elif held != tensor.shape.numel():
             faults.append(f"{name}: got {held} elements, expected {tensor.shape.numel()}")
+        elif any(map(_overlap, chunks, chunks[1:])):
+            faults.append(f"{name}: two of its pieces overlap, so others are missing")
+        elif any(offset < 0 for chunk in chunks for offset in chunk.offsets):
+            faults.append(f"{name}: a piece lies outside of it")
     if faults:
         more = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
         raise CheckpointError(f"{folder} does not fit: {'; '.join(faults[:MOST_NAMED])}{more}")
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(first < then + its_size and then < first + size for first, size, then, its_size in boxes)

@@ -116,6 +116,15 @@ def damage(folder: Path) -> list[str]:
     return sorted(faults)
 
 
+def is_of_later_version(folder: Path) -> bool:
+    """Whether a later version of rlx wrote the manifest, so that the folder may be whole although this version refuses it."""
+    try:
+        found = read_json(folder / MANIFEST).get("format")
+    except CheckpointError:
+        return False
+    return isinstance(found, int) and found > FORMAT
+
+
 def damaged_chunks(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Return the chunks whose digests are wrong, among this `part` of `parts` of all chunks; reads that share of the folder."""
     unreadable: list[str] = []
@@ -155,6 +164,9 @@ def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEn
         return
     unlisted = set(_names(folder)) - set(files)
     faults += [f"{folder / name}: is not in the manifest; remove it" for name in unlisted]
+    faults += [
+        f"{folder / name}: is a symbolic link; put the file there" for name in files if (folder / name).is_symlink()
+    ]
     for name, entry in files.items():
         yield folder, name, entry
         inner = folder / name

@@ -26,7 +26,7 @@ from rlx.checkpoint.manifest import Digest, FileEntry
 WRITE_BYTES = 8 << 20
 WRITES_AHEAD = 4  # buffers that are written but not yet digested
 SHARDING = "DCP_SHARDING_INFO"  # the entry of a file's metadata that torch's reader looks for
-DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -55,10 +55,17 @@ class Piece(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A piece and a function that returns its bytes, as one-dimensional uint8 tensors in host memory."""
+    """A piece and where its bytes are.
+
+    Attributes:
+        piece: to write.
+        read: returns the bytes, as one-dimensional uint8 tensors in host memory.
+        let_go: is called, in a thread, when nobody reads these tensors any more. They may not be on the disk yet.
+    """
 
     piece: Piece
     read: Callable[[], Iterable[Tensor]]
+    let_go: Callable[[], None] = lambda: None
 
 
 def pieces_of(state: Mapping[str, Tensor]) -> list[Piece]:
@@ -142,6 +149,7 @@ def write_safetensors(path: Path, sources: Iterable[Source]) -> FileEntry:
                 put(memoryview(part.numpy()))
                 written += part.numel()
             assert written == source.piece.tensor.nbytes, f"{source.piece.name}: {written} bytes were read"
+            pending.append(hasher.submit(source.let_go))  # after the digests of its bytes
         os.fsync(file.fileno())
         for each in pending:
             each.result()
@@ -155,7 +163,11 @@ def _header(pieces: list[Piece]) -> bytes:
     end = 0
     for name, _, tensor in pieces:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

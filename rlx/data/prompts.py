@@ -13,12 +13,11 @@ from rlx.data import gsm8k
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, Rows, open_rows
-from rlx.user_code import DATASET, UserCodeError, load_callable, time_limit
+from rlx.user_code import DATASET, TEMPLATE_LIMIT_S, UserCodeError, load_callable, time_limit
 
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
-TEMPLATE_LIMIT_S = 10.0
 BAR_FROM_ROWS = 20_000
 
 Content: TypeAlias = str | list[dict[str, Any]]

@@ -56,7 +56,7 @@ class PromptSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken, maybe with another batch size. Raises DataError if the order differs."""
-        saved = {name: state[name] for name in self._identity()}
+        saved = {name: state.get(name) for name in self._identity()}
         if saved != self._identity():
             raise DataError(
                 f"the checkpoint's sampler had {saved}, this run has {self._identity()}: it cannot continue in the same "

@@ -10,13 +10,15 @@ nothing: the stream's next kernels see the tensors filled. The host's block beco
 own streams wait for the current one before they read a parameter.
 
 Note [a checkpoint reads the block]
-A save in the background writes offloaded bytes from their block. `lend` keeps the block allocated until the write has ended, even
-if `fetch` gives its bytes back to the device before. `begin_offload` is the only method that writes to a lent block. It runs in
-the optimizer's step, before which the engine waits for the write (`rlx/engine/saving.py`).
+A save in the background writes offloaded bytes from their block (`rlx/engine/saving.py`). `lend` keeps the block allocated and
+unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_offload`, in the optimizer's
+step, leaves a lent block as it is and copies to another one. Only if the host has no room for that, it waits.
 """
 
+import logging
+import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,10 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlx.config.host_memory import host_memory
+from rlx.config.host_memory import SHORT_SHARE, host_memory
 from rlx.engine.units import local
 from rlx.errors import ExplainedError
 from rlx.offload import Block, HostArena, trim
+
+NOTICEABLE_S = 1.0
+logger = logging.getLogger(__name__)
 
 
 class HandOverError(ExplainedError, ValueError):
@@ -120,7 +125,7 @@ class TensorOffload:
         return list(range_of(self._offloaded.block, start, start + nbytes))
 
     def lend(self, until: Future[Any]) -> None:
-        """Keep the block allocated and its bytes unchanged until a reader has ended. See Note [a checkpoint reads the block]."""
+        """Keep the block allocated and its bytes unchanged until `until` is done. See Note [a checkpoint reads the block]."""
         self._lent_until = until
 
     def _free(self, block: Block, after: torch.Event | None) -> None:
@@ -157,9 +162,34 @@ class TensorOffload:
     def begin_offload(self, stream: torch.Stream | None) -> None:
         """Queue the copies of prefetched bytes back to the host on a stream; `release` frees their device memory."""
         assert self._offloaded is not None
+        if self._lent_until is not None and not self._lent_until.done():
+            self._leave_lent_block(self._offloaded, self._lent_until)
         self._copied = _copy_on(
             stream, ((there, here) for here, there in _pairs(self._offloaded.storages, self._offloaded.block))
         )
+
+    def _leave_lent_block(self, offloaded: OffloadedStorages, until: Future[Any]) -> None:
+        storages, _, block = offloaded
+        if (other := self._spare(block.nbytes)) is not None:
+            self._free(block, _event(storages[0].device))
+            self._offloaded = offloaded._replace(block=other)
+            return
+        began = time.monotonic()
+        wait([until])
+        if (seconds := time.monotonic() - began) > NOTICEABLE_S:
+            text = (
+                "%s: the optimizer's step waited %.1f s for a checkpoint, because the host has no %.2f GB to go on with"
+            )
+            logger.info(text, self._account.name, seconds, block.nbytes / 1e9)
+
+    def _spare(self, nbytes: int) -> Block | None:
+        """Return a block beside those in use, or None if that would make host memory short."""
+        arena, memory = self._account.arena, host_memory()
+        spare_bytes = memory.available_bytes - SHORT_SHARE * memory.total_bytes
+        if arena.max_bytes is not None:
+            spare_bytes = min(spare_bytes, arena.max_bytes - arena.reserved_bytes)
+        has_room = nbytes <= arena.reserved_bytes - arena.held_bytes + max(0, spare_bytes)
+        return self._account.allocate(nbytes) if has_room else None
 
     def wait_for_copy(self) -> None:
         """Make the current stream wait for the last copy that was queued."""

@@ -2,9 +2,14 @@
 
 Note [who waits for a save]
 `begin` copies device memory to staging in the arena, and waits for these copies. Bytes that are in host memory already are written
-from where they are: offloaded parameters and states from their block, and tensors of FSDP's own CPU offload. These are the *live*
-bytes. They are written first, and the optimizer's next step waits until they are. Nothing else waits. If the host has no room for
-staging, `begin` writes before it returns, one tensor at a time.
+from where they are, before all others: these are the *live* bytes. Nobody waits for them to be on the disk, only to be read.
+
+- Offloaded parameters and states are lent, each `TensorOffload` until its own bytes are read. The file has them in the order of the
+  optimizer's pieces, so the step follows the write. A piece that is still lent goes to another block
+  (`rlx/engine/residency.py`, Note [a checkpoint reads the block]).
+- The optimizer changes tensors of FSDP's own CPU offload where they are. Its step waits until all of them are read.
+
+If the host has no room for staging, `begin` writes before it returns, one tensor at a time.
 """
 
 import logging
@@ -33,26 +38,53 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 logger = logging.getLogger(__name__)
 
 
+class _Live:
+    """Host memory that a save reads in place: as many sources as were counted.
+
+    Attributes:
+        read: is done when the save needs the memory no more.
+    """
+
+    def __init__(self) -> None:
+        self.read: Future[None] = Future()
+        self._left = 0
+
+    def count(self) -> None:
+        """Expect one more source."""
+        self._left += 1
+
+    def let_go(self) -> None:
+        """Count a source that has been read; the thread that writes does."""
+        self._left -= 1
+        if not self._left:
+            self.give_up()
+
+    def give_up(self, *_: object) -> None:
+        """The save reads nothing more, because it has read all or has failed."""
+        if not self.read.done():
+            self.read.set_result(None)
+
+
 class _Save(NamedTuple):
-    """A save on its way: its folder, the job that writes parts with live bytes, all jobs, and how to start another one."""
+    """A save on its way: its folder, tensors that the optimizer changes in place, all jobs, and how to start another one."""
 
     folder: Path
-    live: Future[Entries]
+    in_place: _Live | None
     jobs: list[Future[Entries]]
     submit: Callable[..., Future[Entries]]
 
 
 class _Found(NamedTuple):
-    """A piece and where its bytes are: in host memory as these parts, or on the device."""
+    """A piece and where its bytes are: in host memory as these parts, which may be live, or on the device."""
 
     piece: Piece
     on_host: list[Tensor] | None
-    is_live: bool = False
+    live: _Live | None = None
 
     def source(self) -> Source:
         """Return the source to write from; bytes on the device are copied when they are read."""
         if (parts := self.on_host) is not None:
-            return Source(self.piece, lambda: parts)
+            return Source(self.piece, lambda: parts, *([self.live.let_go] if self.live else []))
         # A copy on the CPU too, because a tensor that numpy has seen cannot be resized, and so not be offloaded, any more.
         return Source(self.piece, lambda: [_bytes(self.piece.tensor).to("cpu", copy=True)])
 
@@ -89,8 +121,7 @@ class Saves:
         pieces = {part: pieces_of(state) for part, state in parts.items()}
         needed_bytes = sum(_gather(sum(piece.tensor.nbytes for each in pieces.values() for piece in each)))
         _together(folder, lambda: _make_folders(folder, [*parts], needed_bytes))
-        where = {storage: (each, start) for each in offloads for storage, start in each.starts().items()}
-        found = {part: [_find(piece, where, self._device) for piece in each] for part, each in pieces.items()}
+        found, live = _find_all(pieces, offloads, self._device)
         block = None
         if in_background:
             found, block = self._stage(found)
@@ -98,15 +129,18 @@ class Saves:
             torch.accelerator.current_stream(self._device).synchronize()
         in_background = in_background and all(f.on_host is not None for each in found.values() for f in each)
         submit: Callable[..., Future[Entries]] = self._thread.submit if in_background else _at_once
-        live = {part: each for part, each in found.items() if any(f.is_live for f in each)}
-        write_live = submit(_write, partial, live)
         for offload in offloads:
-            if offload.is_offloaded:
-                offload.lend(write_live)
-        write_rest = submit(_write, partial, {part: each for part, each in found.items() if part not in live})
+            if (lent := live.get(offload)) is not None:
+                offload.lend(lent.read)
+        # The optimizer's part comes first: its step may wait for that.
+        first = {part: each for part, each in reversed(found.items()) if any(f.live for f in each)}
+        write_live = submit(_write, partial, first)
+        for each in live.values():
+            write_live.add_done_callback(each.give_up)
+        write_rest = submit(_write, partial, {part: each for part, each in found.items() if part not in first})
         if block is not None:
             write_rest.add_done_callback(lambda _: self._account.free(block))
-        self._save = _Save(folder, write_live, [write_live, write_rest], submit)
+        self._save = _Save(folder, live.get(None), [write_live, write_rest], submit)
         return partial
 
     def beside(self, write: Callable[[], Entries]) -> None:
@@ -120,11 +154,11 @@ class Saves:
         return self._save is None or all(job.done() for job in self._save.jobs)
 
     def before_step(self) -> None:
-        """Wait until no live byte has to be written any more, because the optimizer will change them."""
-        if self._save is None or self._save.live.done():
+        """Wait until the tensors that the optimizer changes in host memory, where they are, have been read."""
+        if self._save is None or self._save.in_place is None or self._save.in_place.read.done():
             return
         began = time.monotonic()
-        wait([self._save.live])
+        wait([self._save.in_place.read])
         if (seconds := time.monotonic() - began) > NOTICEABLE_S:
             text = "%s: the optimizer's step waited %.1f s until its state in host memory was in the checkpoint"
             logger.info(text, self._name, seconds)
@@ -182,18 +216,30 @@ class Saves:
         return filled, block
 
 
-def _find(
-    piece: Piece, where: Mapping[torch.UntypedStorage, tuple[TensorOffload, int]], device: torch.device
-) -> _Found:
-    tensor = piece.tensor
-    if (place := where.get(tensor.untyped_storage())) is not None:
-        offload, start = place
-        assert tensor.is_contiguous(), f"{piece.name}: an offloaded shard is contiguous"
-        first = start + tensor.storage_offset() * tensor.itemsize
-        return _Found(piece, offload.host_bytes(first, tensor.nbytes), is_live=True)
-    if tensor.device.type == "cpu" != device.type:
-        return _Found(piece, [_bytes(tensor)], is_live=True)
-    return _Found(piece, None)
+def _find_all(
+    pieces: Mapping[str, list[Piece]], offloads: Sequence[TensorOffload], device: torch.device
+) -> tuple[dict[str, list[_Found]], dict[TensorOffload | None, _Live]]:
+    """Find each part's pieces, live ones in order of the offloads; return also what is live by its offload, None for no offload."""
+    place = {storage: (n, start) for n, each in enumerate(offloads) for storage, start in each.starts().items()}
+    last, live = (len(offloads), 0), dict[TensorOffload | None, _Live]()
+    found: dict[str, list[_Found]] = {}
+    for part, each in pieces.items():
+        found[part] = []
+        for piece in sorted(each, key=lambda piece: place.get(piece.tensor.untyped_storage(), last)):
+            tensor, offload = piece.tensor, None
+            if (where := place.get(tensor.untyped_storage())) is not None:
+                assert tensor.is_contiguous(), f"{piece.name}: an offloaded shard is contiguous"
+                offload, first = offloads[where[0]], where[1] + tensor.storage_offset() * tensor.itemsize
+                on_host = offload.host_bytes(first, tensor.nbytes)
+            elif tensor.device.type == "cpu" != device.type:
+                on_host = [_bytes(tensor)]
+            else:
+                found[part].append(_Found(piece, None))
+                continue
+            here = live.setdefault(offload, _Live())
+            here.count()
+            found[part].append(_Found(piece, on_host, here))
+    return found, live
 
 
 def _bytes(tensor: Tensor) -> Tensor:

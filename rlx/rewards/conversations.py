@@ -4,12 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.data.batch import SEQUENCE, Batch, left_padded
 from rlx.errors import ExplainedError
-from rlx.user_code import time_limit
+from rlx.user_code import TEMPLATE_LIMIT_S, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TEMPLATE_LIMIT_S = 10.0
 
 
 class ConversationError(ExplainedError, ValueError):

@@ -18,7 +18,7 @@ from rlx.errors import ExplainedError, storing
 from rlx.rewards import gsm8k
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
-from rlx.rewards.pool import Call, InProcess, NotSendable, ProcessPool
+from rlx.rewards.pool import InProcess, NotSendable, ProcessPool, RewardCall
 
 logger = logging.getLogger(__name__)
 
@@ -198,19 +198,19 @@ class RewardManager:
         for row, function in enumerate(functions):
             rows_of.setdefault(function, []).append(row)
         reports: dict[int, Report] = {}
-        calls: list[tuple[list[int], Call]] = []
+        calls: list[tuple[list[int], RewardCall]] = []
         for function, rows in rows_of.items():
             if function in self._here:
                 reports |= {row: self._call_here(function, samples[row]) for row in rows}
             elif function.batched:
                 lists = {name: [samples[row][one] for row in rows] for one, name in zip(SINGLE, BATCHED, strict=True)}
-                calls.append((rows, Call(function, lists, len(rows))))
+                calls.append((rows, RewardCall(function, lists, len(rows))))
             else:
-                calls += [([row], Call(function, samples[row])) for row in rows]
+                calls += [([row], RewardCall(function, samples[row])) for row in rows]
         reports |= self._reports_of(calls)
         return [reports[row] for row in range(len(samples))]
 
-    def _reports_of(self, calls: list[tuple[list[int], Call]]) -> dict[int, Report]:
+    def _reports_of(self, calls: list[tuple[list[int], RewardCall]]) -> dict[int, Report]:
         """Return the reports of calls by row. Divide a failing list in halves if failures score 0."""
         reports: dict[int, Report] = {}
         answered: set[Function] = set()  # functions that answered at least a part of their lists
@@ -228,7 +228,7 @@ class RewardManager:
             self._taken["retries"] += len(calls)
         return reports
 
-    def _run(self, calls: list[Call]) -> list[Outcome]:
+    def _run(self, calls: list[RewardCall]) -> list[Outcome]:
         try:
             outcomes, counts = self._pool.run(calls)
         except NotSendable as fault:
@@ -281,11 +281,11 @@ class RewardManager:
         logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)
 
 
-def _halves(rows: list[int], call: Call) -> list[tuple[list[int], Call]]:
+def _halves(rows: list[int], call: RewardCall) -> list[tuple[list[int], RewardCall]]:
     middle, found = len(rows) // 2, []
     for part in (slice(None, middle), slice(middle, None)):
         lists = {name: values[part] for name, values in call.arguments.items()}
-        found.append((rows[part], Call(call.function, lists, len(rows[part]))))
+        found.append((rows[part], RewardCall(call.function, lists, len(rows[part]))))
     return found
 
 

@@ -51,7 +51,7 @@ class NotSendable(TypeError):
     """Arguments of a call cannot be sent to another process."""
 
 
-class Call(NamedTuple):
+class RewardCall(NamedTuple):
     """One call of a function: its arguments by name, and the number of samples in them."""
 
     function: Function
@@ -219,7 +219,7 @@ class ProcessPool:
         if fault is not None:
             raise fault from (InProcess(f"\n{traceback}") if traceback else None)
 
-    def run(self, calls: Sequence[Call]) -> tuple[list[Outcome], Counts]:
+    def run(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Counts]:
         """Return the outcome of each call, in order. See Note [who ends a call in time] and Note [once more].
 
         Raises:
@@ -241,7 +241,7 @@ class ProcessPool:
         """Return a process to the idle ones."""
         self._idle.append(process)
 
-    def _cut(self, calls: Sequence[Call]) -> list[list[int]]:
+    def _cut(self, calls: Sequence[RewardCall]) -> list[list[int]]:
         """Return the indices of the calls that are sent together."""
         places: dict[Function, list[int]] = {}
         for place, call in enumerate(calls):
@@ -259,7 +259,7 @@ class ProcessPool:
 class _Run:
     """The calls of one batch: waiting ones, those in processes, and outcomes by index."""
 
-    def __init__(self, pool: ProcessPool, calls: Sequence[Call], waiting: deque[list[int]]):
+    def __init__(self, pool: ProcessPool, calls: Sequence[RewardCall], waiting: deque[list[int]]):
         self._pool, self._calls, self._waiting = pool, calls, waiting
         self.busy: set[_Process] = set()
         self.outcomes: dict[int, Outcome] = {}

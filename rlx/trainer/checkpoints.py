@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_json
+from rlx.checkpoint.manifest import MANIFEST, CheckpointError, damage, is_of_later_version, read_json
 from rlx.config.check.folders import runs_folder
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import trained_roles
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """Whether the folder was written to its end, now or by an earlier version. `faults_of` tells whether it still is whole."""
+    """Whether the folder was written to its end, now or by an earlier version. `refusal_of` tells whether it still is whole."""
     return (checkpoint / MANIFEST).is_file() or (checkpoint / "driver.json").is_file()
 
 
@@ -79,7 +79,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def faults_of(checkpoint: Path, trusted: bool) -> list[str]:
+class Refusal(NamedTuple):
+    """Why a finished checkpoint cannot be used: its faults, none if it can; and whether it may be whole but is unreadable here."""
+
+    faults: list[str]
+    may_be_whole: bool = False
+
+
+def refusal_of(checkpoint: Path, trusted: bool) -> Refusal:
     """Return why a finished checkpoint cannot be used, as far as names, sizes and small files show it; takes milliseconds.
 
     Args:
@@ -88,36 +95,43 @@ def faults_of(checkpoint: Path, trusted: bool) -> list[str]:
     """
     pickled = is_pickled(checkpoint)
     if pickled and not trusted:
-        return [
+        text = (
             f"{checkpoint}: is of an earlier version, whose tensors are pickles; reading them runs the code that they hold. If you "
             "trust whoever could write to this folder, set trainer.trust_checkpoint=True"
-        ]
+        )
+        return Refusal([text], may_be_whole=True)
     try:
         if not pickled and (faults := damage(checkpoint)):
-            return faults
+            return Refusal(faults, is_of_later_version(checkpoint))
         read_driver_state(checkpoint)
     except CheckpointError as error:
-        return [str(error)]
+        return Refusal([str(error)])
     except OSError as error:
-        return [f"{error.filename}: cannot be read ({error.strerror})"]
-    return []
+        return Refusal([f"{error.filename}: cannot be read ({error.strerror})"], may_be_whole=True)
+    return Refusal([])
 
 
 def newest_whole(folder: Path, trusted: bool = False, before: int | None = None) -> Choice:
-    """Return the checkpoint of the latest step without faults.
+    """Return the checkpoint of the latest step without faults, or None if there is none or all are damaged.
 
     Args:
         folder: the checkpoints of one run.
-        trusted: see `faults_of`.
+        trusted: see `refusal_of`.
         before: only checkpoints of earlier steps than this.
+
+    Raises:
+        ResumeError: none can be used, but not because all are damaged: another setting or version could read one.
     """
-    passed_over = []
+    passed_over, may_be_whole = [], False
     for checkpoint in reversed(checkpoints_in(folder)):
         if before is None or step_of(checkpoint) < before:
-            faults = faults_of(checkpoint, trusted)
-            if not faults:
+            refusal = refusal_of(checkpoint, trusted)
+            if not refusal.faults:
                 return Choice(checkpoint, passed_over)
-            passed_over.append(f"passed over {checkpoint.name}: {few(faults)}")
+            passed_over.append(f"passed over {checkpoint.name}: {few(refusal.faults)}")
+            may_be_whole |= refusal.may_be_whole
+    if may_be_whole:
+        raise none_is_whole(folder, passed_over)
     return Choice(None, passed_over)
 
 
@@ -129,10 +143,12 @@ def few(faults: list[str]) -> str:
 def starting_checkpoint(config: PPOConfig) -> Choice:
     """Return the checkpoint to continue from.
 
-    `auto` takes the newest run that has checkpoints, by the time in its folder's name, and in it the latest step that is whole.
+    `auto` takes the newest run that has checkpoints, by the time in its folder's name, and in it the latest step that is whole. If
+    all of them are damaged, training begins anew in another folder: nobody may be there to decide, and nothing is lost by it.
 
     Raises:
-        ResumeError: resume_from_path is no whole checkpoint, or no checkpoint of the newest run is whole.
+        ResumeError: resume_from_path is no whole checkpoint; or none of the newest run can be used, but another setting or version
+            could use one, or trainer.val_only asks for one.
     """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
@@ -146,7 +162,7 @@ def starting_checkpoint(config: PPOConfig) -> Choice:
         return Choice(None, [])
     newest = max(runs, key=lambda folder: folder.parent.name)
     choice = newest_whole(newest, trainer.trust_checkpoint)
-    if choice.checkpoint is None:
+    if choice.checkpoint is None and trainer.val_only:
         raise none_is_whole(newest, choice.passed_over)
     return choice
 
@@ -166,7 +182,7 @@ def _named(path: Path, trusted: bool) -> Path:
             f"trainer.resume_from_path={path}: got a folder without {MANIFEST}, expected a finished checkpoint; "
             f"finished ones there: {[c.name for c in checkpoints_in(path.parent)]}"
         )
-    if faults := faults_of(path, trusted):
+    if faults := refusal_of(path, trusted).faults:
         raise ResumeError(f"trainer.resume_from_path={path} cannot be used: {few(faults)}")
     return path
 
@@ -232,8 +248,13 @@ def read_driver_state(checkpoint: Path) -> DriverState:
     """
     path = checkpoint / "driver.json"
     found = read_json(path)
-    if set(found) != {field.name for field in fields(DriverState)}:
+    kinds = {field.name: int if field.type is int else dict for field in fields(DriverState)}
+    if set(found) != set(kinds):
         raise CheckpointError(f"{path}: got the keys {sorted(found)}, expected those of rlx's driver")
+    if wrong := [name for name, kind in kinds.items() if type(found[name]) is not kind]:
+        raise CheckpointError(
+            f"{path}: got a value of another type for {', '.join(wrong)}, expected those of rlx's driver"
+        )
     if found["step"] != step_of(checkpoint):
         raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step_of(checkpoint)}")
     return DriverState(**found)

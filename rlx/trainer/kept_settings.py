@@ -63,7 +63,7 @@ FREE = (
 """Keys that change where, how fast and how often, but not what is computed, up to rounding. All others are said, as those of SAID."""
 
 
-class Change(NamedTuple):
+class ChangedKey(NamedTuple):
     """Another value of a key than the part of the run before had."""
 
     key: str
@@ -74,7 +74,7 @@ class Change(NamedTuple):
         return f"{self.key}: {_text(self.before)} -> {_text(self.now)}"
 
 
-def changes(folder: Path, step: int, text: str) -> list[Change]:
+def changes(folder: Path, step: int, text: str) -> list[ChangedKey]:
     """Return what a resume from `step` changes.
 
     Args:
@@ -89,7 +89,7 @@ def changes(folder: Path, step: int, text: str) -> list[Change]:
         return []
     before, now = _at(folder, step), _flat(_read(text, "the new configuration"))
     known = [key for key in now if key in before and not _is_one_of(key, OF_THE_RESUME)]
-    found = [Change(key, before[key], now[key]) for key in known if before[key] != now[key]]
+    found = [ChangedKey(key, before[key], now[key]) for key in known if before[key] != now[key]]
     refused = [
         f"{change} ({what})" for what, keys in REFUSED.items() for change in found if _is_one_of(change.key, keys)
     ]
@@ -101,9 +101,9 @@ def changes(folder: Path, step: int, text: str) -> list[Change]:
     return found
 
 
-def keep(folder: Path, text: str, step: int | None, changed: list[Change]) -> list[str]:
-    """Write the configuration of a new run (`step` None), or the changes of a resumed one; return what to tell the user."""
-    if step is None or not (folder / FIRST).is_file():
+def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[str]:
+    """Write the configuration of a new run, or the changes of one that goes on from `step`; return what to tell the user."""
+    if not (folder / FIRST).is_file():
         _write(folder / FIRST, text)
         return []
     later = _later(folder)

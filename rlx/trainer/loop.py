@@ -19,7 +19,7 @@ from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Stopping, Terminated
 from rlx.trainer import memory, mismatch, sample_selection, steps, validation
 from rlx.trainer.balancing import balance
-from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later
+from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later, step_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.saver import Saver
 from rlx.trainer.tracking import Tracker
@@ -345,22 +345,28 @@ class Trainer:
 
         Args:
             checkpoint: whole, as far as `newest_whole` can tell. The workers check its tensors before they read them.
-            falls_back: take an older one of the run instead of a damaged one.
+            falls_back: take an older one of the run instead of a damaged one, and begin anew if all are damaged.
 
         Raises:
-            ResumeError: it is damaged, and so are the older ones.
+            ResumeError: it is damaged.
         """
-        checkpoint, passed_over = self.saver.undamaged(checkpoint, falls_back)
+        whole, passed_over = self.saver.undamaged(checkpoint, falls_back)
         for line in passed_over:
             self.progress.notice(line)
-        state = read_driver_state(checkpoint)
-        for role in trained_roles(self.config):
-            self.workers.broadcast(role.name, "load", str(checkpoint / role.name), self.config.trainer.trust_checkpoint)
-        self.tracker.rewind(state.step)
-        if not self.config.trainer.val_only and (later := set_aside_later(checkpoint.parent, state.step)):
+        self.tracker.rewind(-1 if whole is None else step_of(whole))
+        later = (
+            [] if self.config.trainer.val_only else set_aside_later(checkpoint.parent, step_of(whole) if whole else 0)
+        )
+        if later:
             self.progress.notice(
                 f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}"
             )
+        if whole is None:
+            self.progress.notice("all checkpoints of this run are damaged: it begins anew")
+            return
+        state = read_driver_state(whole)
+        for role in trained_roles(self.config):
+            self.workers.broadcast(role.name, "load", str(whole / role.name), self.config.trainer.trust_checkpoint)
         self.sampler.load_state_dict(state.sampler)
         self.kl_controller.load_state_dict(state.kl_controller)
         self.finished_steps, self.seed = state.step, state.seed

@@ -12,7 +12,7 @@ from rlx.checkpoint.manifest import MANIFEST
 from rlx.checkpoint.remote import RemoteFolder
 from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig
-from rlx.trainer.checkpoints import STEP_FOLDER, faults_of, is_finished, step_of
+from rlx.trainer.checkpoints import STEP_FOLDER, is_finished, refusal_of, step_of
 
 
 class RemoteRun:
@@ -112,7 +112,7 @@ def fetch_newest(config: PPOConfig, url: str) -> None:
         if not is_finished(local) and remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
             remote.download(f"{run}/checkpoints/{name}", local)
             _fetch_files(remote, run, base / run)
-        if is_finished(local) and not faults_of(local, config.trainer.trust_checkpoint):
+        if is_finished(local) and not refusal_of(local, config.trainer.trust_checkpoint).faults:
             return
 
 

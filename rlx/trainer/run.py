@@ -14,8 +14,8 @@ from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
-from rlx.trainer.checkpoints import newest_whole, none_is_whole, read_driver_state, run_folder
-from rlx.trainer.kept_settings import keep
+from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, read_driver_state, run_folder, set_aside_later
+from rlx.trainer.kept_settings import changes, keep
 from rlx.trainer.loop import Trainer, roles_of
 from rlx.trainer.progress import Progress
 from rlx.trainer.report import write_report
@@ -47,13 +47,15 @@ def run(config: PPOConfig, yaml: str) -> Path:
 
 
 def continued(config: PPOConfig) -> PPOConfig:
-    """Return the configuration of a restart: resume from the run's newest whole checkpoint, or begin anew without any."""
+    """Return the configuration of a restart: resume from the run's newest whole checkpoint, or begin anew without any.
+
+    Raises:
+        ResumeError: none can be used, but not because all are damaged.
+    """
     folder = link.folder_to_continue()
     if folder is None:
         return config
-    saved, passed_over = newest_whole(Path(folder) / "checkpoints", config.trainer.trust_checkpoint)
-    if saved is None and passed_over:
-        raise none_is_whole(Path(folder) / "checkpoints", passed_over)
+    saved = newest_whole(Path(folder) / "checkpoints", config.trainer.trust_checkpoint).checkpoint
     resume = {"resume_mode": "resume_path", "resume_from_path": str(saved)} if saved else {"resume_mode": "disable"}
     return replace(config, trainer=replace(config.trainer, **resume))
 
@@ -66,13 +68,15 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
     step = read_driver_state(checkpoint).step if checkpoint else 0
     only_validates = checkpoint is not None and config.trainer.val_only  # then the run's own rows and settings stay
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
-    told = [] if only_validates else keep(folder, yaml, step if checkpoint else None, changed)
-    for notice in (*prepared.notices(config), *told):
+    for notice in prepared.notices(config):
         progress.notice(notice)
     if checkpoint is not None:
         progress.remark(f"resuming from step {step}: {checkpoint}")
-    elif config.trainer.resume_mode == "auto":
-        progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
+    else:
+        for notice in (*_set_aside_damaged(folder, config), *keep(folder, yaml, 0, changes(folder, 0, yaml))):
+            progress.notice(notice)
+        if config.trainer.resume_mode == "auto":
+            progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
     names = config.trainer.project_name, config.trainer.experiment_name
     rows = (None, VAL_ONLY_FILE) if only_validates else (step if checkpoint else -1, METRICS_FILE)
     with (
@@ -85,6 +89,11 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto" or own is not None)
+            if not only_validates:
+                if (found := trainer.finished_steps) != step:  # it fell back
+                    changed = changes(folder, found, yaml)
+                for notice in keep(folder, yaml, found, changed):
+                    progress.notice(notice)
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)
@@ -92,6 +101,16 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         picture = write_report(folder / METRICS_FILE, folder / "report.png")
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
     return folder
+
+
+def _set_aside_damaged(folder: Path, config: PPOConfig) -> list[str]:
+    """Set the checkpoints of a restarted run aside, all of which are damaged; return what to tell the user."""
+    checkpoints = folder / "checkpoints"
+    passed_over = newest_whole(checkpoints, config.trainer.trust_checkpoint).passed_over
+    set_aside_later(checkpoints, 0)
+    if passed_over:
+        passed_over.append(f"all checkpoints of this run are damaged: it begins anew; they are now in {SUPERSEDED}")
+    return passed_over
 
 
 def start_workers(config: PPOConfig) -> WorkerGroup:

@@ -57,26 +57,28 @@ class Saver:
         for leftover in folder.glob(".global_step_*.partial"):  # of a run that was killed
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def undamaged(self, checkpoint: Path, falls_back: bool) -> tuple[Path, list[str]]:
+    def undamaged(self, checkpoint: Path, falls_back: bool) -> tuple[Path | None, list[str]]:
         """Return a checkpoint whose tensors have their digests, and the newer ones that do not; each worker reads a share.
 
         Args:
             checkpoint: the first to check; whole as far as `newest_whole` can tell.
-            falls_back: take an older one of the run instead of a damaged one.
+            falls_back: take an older one of the run instead of a damaged one; None if all are damaged.
 
         Raises:
-            ResumeError: it is damaged, and so are the older ones.
+            ResumeError: it is damaged and may not fall back, or the configuration asks only for a validation.
         """
         passed_over: list[str] = []
-        trusted = self._config.trainer.trust_checkpoint
+        trainer = self._config.trainer
         while damage := self._damage_of(checkpoint):
             if not falls_back:
                 raise ResumeError(f"{checkpoint} cannot be used: {few(damage)}")
             passed_over.append(f"passed over {checkpoint.name}: {few(damage)}")
-            older = newest_whole(checkpoint.parent, trusted, before=step_of(checkpoint))
+            older = newest_whole(checkpoint.parent, trainer.trust_checkpoint, before=step_of(checkpoint))
             passed_over += older.passed_over
             if older.checkpoint is None:
-                raise none_is_whole(checkpoint.parent, passed_over)
+                if trainer.val_only:
+                    raise none_is_whole(checkpoint.parent, passed_over)
+                return None, passed_over
             checkpoint = older.checkpoint
             require_parts(self._config, checkpoint)
         return checkpoint, passed_over

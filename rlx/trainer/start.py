@@ -19,7 +19,7 @@ from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
 from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, starting_checkpoint, step_of
-from rlx.trainer.kept_settings import Change, changes
+from rlx.trainer.kept_settings import ChangedKey, changes
 from rlx.trainer.remote_runs import fetch
 from rlx.trainer.run_lock import RunLock
 
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
 
     checkpoint: Path | None
     lock: RunLock | None
-    changed: list[Change]
+    changed: list[ChangedKey]
     tokenizer: "PreTrainedTokenizerBase"
     train: PromptDataset
     val: PromptDataset
@@ -150,7 +150,9 @@ def _sampler(config: PPOConfig, size: int, checkpoint: Path | None) -> PromptSam
     drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation may have few training prompts
     sampler = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
     if checkpoint is not None:
-        sampler.load_state_dict(read_driver_state(checkpoint).sampler)  # DataError if it was made for other prompts
+        # DataError if it was made for other prompts. The trainer loads it again, or another one if this is damaged.
+        unused = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
+        unused.load_state_dict(read_driver_state(checkpoint).sampler)
     return sampler
 
 
@@ -170,7 +172,7 @@ def _checkpoint(config: PPOConfig) -> Choice:
     return choice
 
 
-def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[Change]:
+def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
     # A validation writes no checkpoint, so it may have any settings.
     return [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, step_of(checkpoint), yaml)
 

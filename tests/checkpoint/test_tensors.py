@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from rlx.checkpoint import manifest, tensors
 from rlx.checkpoint.loading import load, load_all
 from rlx.checkpoint.manifest import CheckpointError
-from rlx.checkpoint.tensors import DTYPES, Piece, Source, shard_name, write_safetensors
+from rlx.checkpoint.tensors import SAFETENSORS_DTYPES, Piece, Source, shard_name, write_safetensors
 
 
 def source(name, tensor, offsets=None, parts=1):
@@ -21,7 +21,7 @@ def source(name, tensor, offsets=None, parts=1):
 
 def of_every_type():
     values = torch.arange(35).reshape(5, 7)
-    found = {str(dtype): values.to(dtype) for dtype in DTYPES}
+    found = {str(dtype): values.to(dtype) for dtype in SAFETENSORS_DTYPES}
     return {**found, "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "a/b.c": torch.ones(1, dtype=torch.int8)}
 
 

@@ -1,5 +1,7 @@
 import gc
 import pickle
+import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -162,3 +164,29 @@ def test_the_memory_of_a_forgotten_offload_is_free():
     del offload
     gc.collect()
     assert arena.held_bytes == 0
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_lent_block_keeps_its_bytes_until_the_reader_has_ended(room, monkeypatch):
+    monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory((1 << 40) * room, 1 << 40))
+    arena = HostArena(pinned=False)
+    arena.limit(4 * MIB if not room else None)
+    (tensor,) = tensors(3 * MIB)
+    before, offload, reader = tensor.clone(), TensorOffload(arena, "state"), Future()
+    offload._account.free(offload._account.allocate(3 * MIB))
+    offload.offload([tensor])
+    (lent,) = offload.host_bytes(0, 3 * MIB)
+    offload.lend(reader)
+    offload.prefetch(None)
+    tensor.add_(1)
+    if not room:
+        threading.Timer(0.2, reader.set_result, [None]).start()
+    offload.begin_offload(None)
+    assert reader.done() != room
+    offload.release()
+    if room:
+        assert torch.equal(lent, before) and arena.holders() == {"state": 6 * MIB}
+        reader.set_result(None)
+    assert arena.holders() == {"state": 3 * MIB}
+    offload.fetch()
+    assert torch.equal(tensor, before + 1)

@@ -10,7 +10,7 @@ import pytest
 
 from rlx.rewards.answers import LONGEST_LINE, BadAnswer, Lines, of_loaded, send, to_loaded, to_outcomes
 from rlx.rewards.function import Function, Outcome
-from rlx.rewards.pool import Call, ProcessPool
+from rlx.rewards.pool import ProcessPool, RewardCall
 from rlx.user_code import ImportFailed
 
 HOSTILE = """
@@ -47,7 +47,7 @@ def test_a_pickle_and_a_forged_answer_lose_only_their_sample(write_module, tmp_p
     texts = ["a", "pickle", "b", "forged", "c"]
     arguments = {"data_source": "d", "ground_truth": str(tmp_path / "ran"), "extra_info": {}}
     with ProcessPool(2, None, 1) as pool:
-        outcomes, _ = pool.run([Call(function, {**arguments, "solution_str": text}) for text in texts])
+        outcomes, _ = pool.run([RewardCall(function, {**arguments, "solution_str": text}) for text in texts])
     assert [outcome.kind for outcome in outcomes] == ["", "crash", "", "crash", ""]
     assert outcomes[1].fault == "sent an answer that is no JSON, or too long"
     assert outcomes[3].fault == "sent an answer of another form than rlx's"
@@ -122,7 +122,7 @@ def test_hostile_mathematics_costs_its_time_and_no_process():
     arguments = {"data_source": "math", "ground_truth": "7", "extra_info": {}}
     texts = [*hostile, "7"]
     with ProcessPool(2, None, 1) as pool:
-        calls = [Call(function, {**arguments, "solution_str": f"\\boxed{{{text}}}"}) for text in texts]
+        calls = [RewardCall(function, {**arguments, "solution_str": f"\\boxed{{{text}}}"}) for text in texts]
         outcomes, counts = pool.run(calls)
     assert [outcome.kind for outcome in outcomes] == ["timeout"] * 8 + [""] and outcomes[8].answers == [{"score": 1.0}]
     assert counts == (0, 0)

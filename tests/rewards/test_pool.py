@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlx.rewards.function import Function
-from rlx.rewards.pool import Call, NotSendable, ProcessPool
+from rlx.rewards.pool import NotSendable, ProcessPool, RewardCall
 from rlx.user_code import UserCodeError
 
 FUNCTIONS = """
@@ -90,7 +90,7 @@ def hasty(path):
 
 
 def call(function, text="ok", truth=None):
-    return Call(function, {"data_source": "d", "solution_str": text, "ground_truth": truth, "extra_info": {}})
+    return RewardCall(function, {"data_source": "d", "solution_str": text, "ground_truth": truth, "extra_info": {}})
 
 
 def scores(outcomes):
@@ -167,7 +167,7 @@ def test_one_call_takes_a_list(pool, path):
     pool.check(listed)
     names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
     (outcome,), _ = pool.run(
-        [Call(listed, dict(zip(names, (["d"] * 3, ["a", "bb", ""], [1] * 3, [{}] * 3), strict=True)), 3)]
+        [RewardCall(listed, dict(zip(names, (["d"] * 3, ["a", "bb", ""], [1] * 3, [{}] * 3), strict=True)), 3)]
     )
     assert outcome.answers == [{"score": s, "of": 3.0} for s in (10.0, 20.0, 0.0)]
 
@@ -202,7 +202,7 @@ def assert_ended(processes):
 DRIVER = """
 import signal, sys
 from rlx.rewards.function import Function
-from rlx.rewards.pool import Call, ProcessPool
+from rlx.rewards.pool import RewardCall, ProcessPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sample = {"data_source": "d", "solution_str": "hang in C", "ground_truth": None, "extra_info": {}}
@@ -210,7 +210,7 @@ with ProcessPool(2, None, 1) as pool:
     function = Function(sys.argv[1], "compute_score", 1000.0)
     pool.check(function)
     print("ready", flush=True)
-    pool.run([Call(function, sample)] * 2)
+    pool.run([RewardCall(function, sample)] * 2)
 """
 
 

@@ -93,6 +93,14 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_if_it_is_named(
     with pytest.raises(ck.ResumeError, match=said):
         ck.starting_checkpoint(config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(harmed)))
     shutil.rmtree(whole)
+    validating = config_in(tmp_path, resume_mode="auto", val_only=True)
+    with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):
+        ck.starting_checkpoint(validating)
+    if damage != "later format":
+        assert ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto")) == (None, auto.passed_over), (
+            "it begins anew"
+        )
+        return
     with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):
         ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
 

@@ -26,7 +26,7 @@ def resume(folder: Path, step: int, *overrides: str) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run that began with a learning rate of 1e-6."""
-    assert keep(tmp_path, text(f"{LR}=1e-6"), None, []) == []
+    assert keep(tmp_path, text(f"{LR}=1e-6"), 0, []) == []
     return tmp_path
 
 

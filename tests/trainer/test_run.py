@@ -152,7 +152,7 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
 
 
 @pytest.mark.slow
-def test_a_run_passes_over_a_damaged_checkpoint_and_resumes_on_more_processes_with_the_other_strategy(
+def test_a_run_passes_over_damaged_checkpoints_resumes_on_other_processes_and_begins_anew_without_a_whole_one(
     train, custom, capfd, monkeypatch
 ):
     monkeypatch.setattr(manifest, "SMALL_BYTES", 0)  # so that the workers find the damage and not the driver
@@ -176,6 +176,14 @@ def test_a_run_passes_over_a_damaged_checkpoint_and_resumes_on_more_processes_wi
     assert len(os.listdir(saved / "global_step_3/actor/model")) == 2, "one file of each process"
     for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/lr", "train/policy_version"):
         assert resumed[3][name] == pytest.approx(unbroken[3][name], rel=1e-3, abs=1e-6), name
+
+    for shard in saved.glob("global_step_*/actor/optimizer/*"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    again, anew = train(*options, "trainer.resume_mode=auto")
+    printed = capfd.readouterr()
+    assert again == folder and "passed over global_step_1" in printed.out + printed.err
+    assert [results(anew[step]) for step in (1, 2, 3)] == [results(unbroken[step]) for step in (1, 2, 3)]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_real_gsm8k_trains_and_the_model_leaves(train):

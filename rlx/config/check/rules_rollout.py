@@ -9,7 +9,7 @@ from rlx.config.vllm_range import VLLM_RANGE, in_range
 ROLLOUT = "actor_rollout_ref.rollout"
 NAME, PARALLEL, KWARGS = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm"
 # vLLM's engine arguments that rlx sets itself -> the key that sets them.
-OWN = {
+OWNERS = {
     "model": "actor_rollout_ref.model.path",
     "tokenizer": "actor_rollout_ref.model.path",
     "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
@@ -64,8 +64,8 @@ def options_have_one_owner(s: CheckContext) -> Faults:
     if rollout.name != "vllm":
         return
     for name, value in rollout.engine_kwargs.vllm.items():
-        if name in OWN:
-            owner = OWN[name]
+        if name in OWNERS:
+            owner = OWNERS[name]
             remedy = f"set {owner} instead" if owner else "remove it: rlx sets the value that it needs"
             got = f"{KWARGS}.{name}={value}"
             yield s.fault("an option of vLLM that rlx sets itself", "another", remedy, KWARGS, got=got)

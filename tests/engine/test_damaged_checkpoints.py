@@ -1,0 +1,332 @@
+"""Damaged checkpoints: each is refused, none is trained on, and none runs code.
+
+A resume looks three times: the driver at names, sizes and small files (`refusal_of`), the workers at the digests of their shares
+(`damaged_chunks`), and the engine at the tensors' names, shapes, types and places before it reads any. Damage by accident
+stops at the first two. A forged checkpoint has a manifest that fits (`seal`), so the engine has to refuse it.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rlx.checkpoint.manifest import damaged_chunks, seal
+from rlx.export import main
+from rlx.trainer.checkpoints import DriverState, refusal_of, write_driver_state
+
+STEP = "global_step_3"
+MODEL, OPTIMIZER = (f"actor/{part}/shard-0000{{}}-of-00002.safetensors".format for part in ("model", "optimizer"))
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+def state_of(step):
+    sampler = {"epoch": 0, "position": 6, "size": 9, "shuffle": True, "seed": 1}
+    return DriverState(step, 1, 4, sampler, {"coef": 0.1}, 0, {"val/accuracy": 0.25})
+
+
+@pytest.fixture(scope="module")
+def saved(model_folder, two_ranks, tmp_path_factory):
+    """Two checkpoints of two processes: that of step 3, and an older one with other weights."""
+    base = tmp_path_factory.mktemp("saved")
+    for step, updates in ((3, 2), (2, 1)):
+        folder = base / f"global_step_{step}"
+        folder.mkdir()
+        contents = ("model", "optimizer", "extra")
+        two_ranks("checkpoint", "stopped", model_folder, "fsdp2", str(folder / "actor"), 0, contents, updates)
+        write_driver_state(folder, state_of(step))
+        seal(folder, {})
+    return base
+
+
+class Bomb:
+    """Makes the file RAN when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path(os.environ["RAN"]),)
+
+
+def bombs():
+    return pickle.dumps(Bomb())
+
+
+# By accident: what it does to the folder, and what is said of it. -----------------------------------------------------
+
+
+def flip(name, where=0.5):
+    def harm(folder):
+        data = bytearray((folder / name).read_bytes())
+        data[int(where * (len(data) - 1))] ^= 4
+        (folder / name).write_bytes(data)
+
+    return harm
+
+
+def cut(name, left):
+    return lambda folder: os.truncate(folder / name, int(left * (folder / name).stat().st_size))
+
+
+def write(name, data):
+    return lambda folder: (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def remove(name):
+    def harm(folder):
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+    return harm
+
+
+def from_older(name, to=None):
+    """Put a part of the older checkpoint in its place."""
+
+    def harm(folder):
+        source, target = folder.parent / "global_step_2" / name, folder / (to or name)
+        if source.is_dir():
+            shutil.rmtree(target)
+            shutil.copytree(source, target)
+        else:
+            shutil.copyfile(source, target)
+
+    return harm
+
+
+def swap(one, other):
+    def harm(folder):
+        (folder / one).rename(folder / "aside")
+        (folder / other).rename(folder / one)
+        (folder / "aside").rename(folder / other)
+
+    return harm
+
+
+def link(name, to):
+    def harm(folder):
+        target = folder.parent / STEP / "linked"
+        (folder / name).rename(target) if to == "itself" else remove(name)(folder)
+        (folder / name).symlink_to(target if to == "itself" else to)
+
+    return harm
+
+
+def instead(name, make):
+    return lambda folder: (remove(name)(folder), make(folder / name))
+
+
+ENTRY = '{"format": 2, "files": {"%s": {"bytes": %s, "xxh3_128": %s}}}'
+CHANGED, MISSING, ALIEN = "have changed since they were written", "is missing", "is no manifest that rlx wrote"
+ACCIDENTS = {
+    "bit of a shard's header": (flip(MODEL(1), 0.01), CHANGED),
+    "bit of the weights": (flip(MODEL(2)), CHANGED),
+    "last byte of the optimizer's state": (flip(OPTIMIZER(2), 1.0), CHANGED),
+    "bit of the description": (flip("actor/checkpoint.json"), CHANGED),
+    "bit of the driver's state": (flip("driver.json"), CHANGED),
+    "bit of the card": (flip("actor/card/config.json"), CHANGED),
+    "bit of the role's manifest": (flip("actor/manifest.json", 0.9), "manifest.json"),
+    "bit of the manifest": (flip("manifest.json", 0.9), "manifest.json|have changed"),
+    "zeros in the weights": (lambda c: write(MODEL(1), b"\0" * (c / MODEL(1)).stat().st_size)(c), CHANGED),
+    "half a shard": (cut(MODEL(1), 0.5), "got .* bytes, expected"),
+    "empty shard": (cut(OPTIMIZER(1), 0), "got 0 bytes, expected"),
+    "empty driver's state": (cut("driver.json", 0), "got 0 bytes, expected"),
+    "half a manifest": (cut("manifest.json", 0.5), "is not valid JSON"),
+    "longer shard": (lambda c: (c / MODEL(1)).open("ab").write(b"more"), "got .* bytes, expected"),
+    "missing shard of the model": (remove(MODEL(1)), MISSING),
+    "missing shard of the optimizer": (remove(OPTIMIZER(2)), MISSING),
+    "missing model": (remove("actor/model"), MISSING),
+    "missing description": (remove("actor/checkpoint.json"), MISSING),
+    "missing role": (remove("actor"), MISSING),
+    "missing manifest of the role": (remove("actor/manifest.json"), MISSING),
+    "missing manifest": (remove("manifest.json"), MISSING),
+    "missing driver's state": (remove("driver.json"), MISSING),
+    "stale shard of another division": (
+        from_older(MODEL(1), "actor/model/shard-00001-of-00001.safetensors"),
+        "is not in the manifest",
+    ),
+    "stale shard of the same name": (from_older(MODEL(2)), CHANGED),
+    "stale role": (from_older("actor"), CHANGED),
+    "stale state of the driver": (from_older("driver.json"), CHANGED),
+    "swapped shards": (swap(MODEL(1), MODEL(2)), "got .* bytes, expected|have changed"),
+    "swapped model and optimizer": (swap("actor/model", "actor/optimizer"), "got .* bytes, expected"),
+    "link to the same shard": (link(MODEL(1), "itself"), "is a symbolic link"),
+    "link to nowhere": (link(MODEL(1), "/nowhere"), MISSING),
+    "link to a folder": (link("actor/model", "/tmp"), MISSING),
+    "folder instead of a shard": (instead(MODEL(1), Path.mkdir), MISSING),
+    "pipe instead of the driver's state": (instead("driver.json", os.mkfifo), MISSING),
+    "pickle beside the shards": (lambda c: write("actor/model/.metadata", bombs())(c), "is not in the manifest"),
+    "pickle instead of a shard": (lambda c: write(MODEL(1), bombs())(c), "got .* bytes, expected"),
+    "pickle instead of a manifest": (lambda c: write("manifest.json", bombs())(c), "is not valid JSON"),
+    "manifest of another version": (write("manifest.json", '{"format": 3}'), "this version reads 2"),
+    "manifest that is a list": (write("manifest.json", "[]"), "got a JSON list"),
+    "manifest without end": (write("manifest.json", "[" * 99_999), "is not valid JSON"),
+    "manifest with a path outside": (write("manifest.json", ENTRY % ("../driver.json", 0, '[""]')), ALIEN),
+    "manifest with an absolute path": (write("manifest.json", ENTRY % ("/etc/passwd", 0, '[""]')), ALIEN),
+    "manifest with a size below 0": (
+        write("manifest.json", ENTRY % ("driver.json", -1, '[""]')),
+        "got .* bytes|rlx wrote",
+    ),
+    "manifest with NaN for a size": (write("manifest.json", ENTRY % ("driver.json", "NaN", '[""]')), ALIEN),
+    "manifest without digests": (write("manifest.json", ENTRY % ("driver.json", 9, "[]")), ALIEN),
+    "manifest of nothing": (write("manifest.json", '{"format": 2, "files": {}}'), "is not in the manifest"),
+}
+
+
+# Forged: the manifests fit. ------------------------------------------------------------------------------------------
+
+
+def rewritten(change, *shards):
+    """Change the tensors and places of some shards of the model."""
+
+    def harm(folder):
+        for path in folder.glob("actor/model/*"):
+            if not shards or path.name[10] in shards:
+                with safe_open(path, "pt") as file:
+                    tensors, metadata = {n: file.get_tensor(n) for n in file.keys()}, file.metadata()  # noqa: SIM118
+                offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+                change(tensors, offsets)
+                save_file(tensors, path, {**metadata, "DCP_SHARDING_INFO": json.dumps(offsets)})
+
+    return harm
+
+
+def header(change, shard=1):
+    """Change the header of a shard of the model, as text."""
+
+    def harm(folder):
+        data = (folder / MODEL(shard)).read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        text = change(data[8:end].decode()).encode()
+        (folder / MODEL(shard)).write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return harm
+
+
+def edited(name, **values):
+    def harm(folder):
+        found = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**found, **values}))
+
+    return harm
+
+
+def pickled(folder):
+    """As an earlier version wrote it: tensors in pickles, no manifests."""
+    edited("actor/checkpoint.json", format=1)(folder)
+    for part in ("model", "optimizer"):
+        for path in folder.glob(f"actor/{part}/*"):
+            path.unlink()
+        for name in (".metadata", "__0_0.distcp"):
+            write(f"actor/{part}/{name}", bombs())(folder)
+
+
+def without(name):
+    return lambda tensors, offsets: (tensors.pop(name), offsets.pop(name))
+
+
+def place(*at):
+    return lambda _, offsets: offsets[UP].update(saved_offsets=list(at))
+
+
+FORGED = {
+    "missing tensor": (rewritten(without(NORM)), f"{NORM} is not in it"),
+    "missing piece": (rewritten(without(UP), "1"), "elements, expected"),
+    "another type": (
+        rewritten(lambda tensors, _: tensors.update({n: t.float() for n, t in tensors.items()})),
+        "got torch.float32, expected torch.float64",
+    ),
+    "another shape": (
+        rewritten(lambda tensors, _: tensors.update({NORM: torch.zeros(7, dtype=torch.float64)})),
+        r"expected \(32,\)",
+    ),
+    "foreign tensor": (
+        rewritten(lambda t, o: (t.update(other=torch.zeros(1)), o.update(other={"saved_offsets": [0]}))),
+        "other is not in this model",
+    ),
+    "piece in another piece's place": (rewritten(place(24, 0), "1"), "two of its pieces overlap"),
+    "piece outside": (rewritten(place(999, 0), "1"), r"got shape .*expected \(48, 32\)"),
+    "piece before the beginning": (rewritten(place(-24, 0), "1"), "a piece lies outside"),
+    "pieces without places": (
+        header(lambda text: text.replace("DCP_SHARDING_INFO", "DCP_SHARDING_OFNI"), shard=2),
+        "cannot be read|does not fit",
+    ),
+    "header of words": (header(lambda text: "x" * len(text)), "cannot be read"),
+    "tensor beyond the end": (
+        header(lambda t: re.sub(r"(data_offsets.: .\d+, )(\d+)", r"\g<1>9\2", t, count=1)),
+        "cannot be read",
+    ),
+    "header of 2^62 bytes": (lambda c: write(MODEL(1), (1 << 62).to_bytes(8, "little") + b"{}")(c), "cannot be read"),
+    "pickle for a shard": (lambda c: write(MODEL(1), bombs())(c), "cannot be read"),
+    "no shard": (remove("actor/model"), "cannot be read|does not fit"),
+    "head of another role": (edited("actor/checkpoint.json", head="value"), "got head value"),
+    "adapters of another form": (edited("actor/checkpoint.json", adapters=[1]), "is no description that rlx wrote"),
+    "unknown field": (edited("actor/checkpoint.json", code="import os"), "is no description that rlx wrote"),
+    "description of another version": (edited("actor/checkpoint.json", format=9), "this version reads 2"),
+    "pickles of an earlier version": (pickled, "trust_checkpoint=True"),
+    "state of another step": (edited("driver.json", step=7), "got the state of step 7"),
+    "step that is a text": (edited("driver.json", seed="1"), "another type for seed"),
+    "sampler that is a list": (edited("driver.json", sampler=[]), "another type for sampler"),
+}
+
+
+@pytest.fixture
+def harmed(saved, tmp_path, monkeypatch):
+    """harmed(harm) returns a checkpoint that was harmed, beside an older one."""
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+
+    def make(harm):
+        for step in (3, 2):
+            shutil.copytree(saved / f"global_step_{step}", tmp_path / f"global_step_{step}")
+        harm(tmp_path / STEP)
+        return tmp_path / STEP
+
+    yield make
+    assert not (tmp_path / "ran").exists(), "a pickle was read"
+
+
+@pytest.mark.parametrize("damage", ACCIDENTS)
+def test_damage_by_accident_is_found_before_any_tensor_is_read(damage, harmed):
+    harm, said = ACCIDENTS[damage]
+    checkpoint = harmed(harm)
+    faults = refusal_of(checkpoint, trusted=False).faults or damaged_chunks(checkpoint)
+    assert any(re.search(said, fault) for fault in faults), faults
+    assert all(str(checkpoint) in fault for fault in faults), "each names its file"
+    assert not refusal_of(checkpoint.parent / "global_step_2", trusted=False).faults, "the older one is whole"
+
+
+@pytest.mark.parametrize("damage", FORGED)
+def test_a_forged_checkpoint_is_refused_and_nothing_has_changed(damage, harmed, model_folder, two_ranks):
+    harm, said = FORGED[damage]
+    checkpoint = harmed(harm)
+    for folder in (checkpoint / "actor", checkpoint):
+        (folder / "manifest.json").unlink()
+        seal(folder, {})
+    assert damaged_chunks(checkpoint) == []
+    if faults := refusal_of(checkpoint, trusted=False).faults:
+        assert re.search(said, faults[0]), faults
+        return
+    message, unchanged = two_ranks("checkpoint", "damaged", model_folder, str(checkpoint / "actor"))[0]
+    assert re.search(said, message) and str(checkpoint / "actor") in message, message
+    assert unchanged
+
+
+def test_pickles_beside_the_tensors_are_never_read_even_if_they_are_listed(harmed, model_folder, two_ranks, tmp_path):
+    def harm(folder):
+        for name in ("model/.metadata", "optimizer/.metadata", "model/__0_0.distcp", "card/rlx.pkl"):
+            write(f"actor/{name}", bombs())(folder)
+
+    folder = harmed(harm) / "actor"
+    assert main([str(folder), str(tmp_path / "out")]) == 2
+    (folder / "manifest.json").unlink()
+    seal(folder, {})
+    two_ranks("checkpoint", "resumed", model_folder, "fsdp2", str(folder))
+    assert main([str(folder), str(tmp_path / "out")]) == 0
+
+
+def test_a_checkpoint_without_damage_is_taken(saved):
+    assert not refusal_of(saved / STEP, trusted=False).faults and damaged_chunks(saved / STEP) == []
+    assert len(ACCIDENTS) + len(FORGED) >= 60
