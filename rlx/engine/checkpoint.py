@@ -78,8 +78,9 @@ def _flat(sharded: Sharded) -> Any:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Leave out numbers such as learning rates, which come from the configuration."""
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    """Leave out numbers such as learning rates, which come from the configuration; torchao's are tensors."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in tensors.items() if not name.startswith("param_groups.")}
 
 
 def write_beside(

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.master_weights import NARROW, MasterAdamW
+from rlx.engine.torchao_adamw import build_torchao
 from rlx.engine.units import local
 
 PART, PART_ELEMENTS = (
@@ -39,13 +40,15 @@ def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> flo
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> AdamW:
-    """Return AdamW over the parameters that are trained.
+    """Return AdamW, or the optimizer of torchao that `optim.optimizer` names, over the parameters that are trained.
 
     On an accelerator this is torch's fused kernel. It reads parameters, gradients and state once instead of a dozen times,
     needs no extra memory, and rounds a bf16 parameter once per step. On the CPU it is torch's default. With
     `optim.master_weights`, bf16 parameters have fp32 masters.
     """
     trained = [p for p in parameters if p.requires_grad]
+    if optim.optimizer != "AdamW":
+        return build_torchao(optim.optimizer, trained, lr=optim.lr, **_constants(optim))  # type: ignore[return-value]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
     kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else AdamW
     optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
@@ -63,7 +66,9 @@ def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
         mesh = parameter.device_mesh
         shards = math.prod(mesh.size(dim) for dim, placed in enumerate(parameter.placements) if placed.is_shard())
         elements = -(-elements // shards)
-    return elements * (12 if isinstance(optimizer, MasterAdamW) else 2 * parameter.itemsize)
+    if isinstance(optimizer, MasterAdamW):
+        return 12 * elements
+    return elements * 2 * (1 if type(optimizer).__name__ == "AdamW8bit" else parameter.itemsize)
 
 
 def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +84,11 @@ def _constants(optim: OptimConfig) -> dict[str, Any]:
 def configure(optimizer: AdamW, optim: OptimConfig, lr: float) -> None:
     """Restore the configured numbers, which loading a state may have replaced."""
     for group in optimizer.param_groups:
-        group.update(_constants(optim), lr=lr)
+        group.update(_constants(optim))
+        if isinstance(group["lr"], Tensor):  # torchao's, which compiled code reads
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def step_in_parts(optimizer: AdamW) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_tools import FP64, ROWS, build, make_batch, own_share, policy, value, weights_of
+from rank_tools import FP64, ROWS, SPLIT_BYTES, build, make_batch, own_share, policy, value, weights_of
 
 from rlx.checkpoint.manifest import CheckpointError
 from rlx.config.schema import FSDPConfig
@@ -123,11 +123,16 @@ def saved_beside_training(folder, strategy, out, offload):
 
 
 def with_masters(folder, strategy, out, in_background):
-    """bf16 weights with fp32 masters: metrics and weights of two updates after a save, and by an engine that loads it."""
-    fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=in_background)
+    """bf16 weights with fp32 masters: metrics and weights of two updates after a save, and by engines that load it.
+
+    The masters of the engine that saves are split over device and host, as those of the second one; the third one has all on the
+    device.
+    """
     found = []
-    for loads in (False, True):
-        engine = build(folder, fsdp, strategy=strategy, lr=1e-5)
+    for loads, stays in ((False, SPLIT_BYTES), (True, SPLIT_BYTES), (True, "device")):
+        engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=stays), strategy=strategy, lr=1e-5)
+        if stays == SPLIT_BYTES:
+            assert engine._state_on_host.staying and engine._state_on_host.offloads
         if loads:
             engine.load(out)
         else:

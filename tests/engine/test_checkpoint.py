@@ -113,9 +113,10 @@ def test_a_save_beside_training_holds_the_state_at_its_beginning(strategy, offlo
 @pytest.mark.parametrize(("strategy", "in_background"), [("fsdp2", True), ("fsdp", False)])
 def test_bf16_weights_come_back_with_their_fp32_masters(strategy, in_background, model_folder, two_ranks, tmp_path):
     ranks = two_ranks("checkpoint", "with_masters", model_folder, strategy, str(tmp_path / "actor"), in_background)
-    for unbroken, resumed in ranks:
-        assert resumed[0] == unbroken[0]
-        same(unbroken[1], resumed[1])
+    for unbroken, *resumed in ranks:
+        for metrics, weights in resumed:
+            assert metrics == unbroken[0]
+            same(unbroken[1], weights)
     masters = {n: t for n, t in load_all(tmp_path / "actor/optimizer").items() if n.endswith(".master")}
     assert masters and {tensor.dtype for tensor in masters.values()} == {torch.float32}
     assert {tensor.dtype for tensor in load_all(tmp_path / "actor/model").values()} == {torch.bfloat16}

@@ -25,7 +25,7 @@ def give_gradients(parameters, seed, without=()):
     g = torch.Generator().manual_seed(seed)
     for number, parameter in enumerate(parameters):
         gradient = torch.randn(parameter.shape, generator=g)
-        parameter.grad = None if number in without else gradient
+        parameter.grad = None if number in without else gradient.to(parameter)
 
 
 def pair(arena=None, piece_bytes=600, fused=None):
@@ -169,11 +169,8 @@ def test_a_state_split_over_device_and_host_steps_as_fp32_weights_do(device, dev
     for number in range(4):
         give_gradients(narrow, number)
         for one, other in zip(wide, narrow, strict=True):
-            other.grad = other.grad.bfloat16().to(device)
             one.grad = other.grad.float() * (0.5 if number == 2 else 1.0)
         masters.gradient_scale = 0.5 if number == 2 else 1.0
-        if number == 3:  # a step that is skipped touches nothing
-            state.to_host()
         reference.step()
         state.step()
         assert all(torch.equal(one.bfloat16(), other) for one, other in zip(wide, narrow, strict=True))

@@ -137,12 +137,45 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
     """A step of bf16 weights without masters is not smaller than half the distance to the next number at a typical weight."""
     for role in trained_roles(s.config):
         lr, masters, lossy = (f"{role.key}.optim.{name}" for name in ("lr", "master_weights", "allow_lossy_updates"))
-        is_lossy = role.fsdp.model_dtype == "bf16" and not s.value(masters)
+        rounds_stochastically = s.value(f"{role.key}.optim.optimizer") != "AdamW"
+        is_lossy = role.fsdp.model_dtype == "bf16" and not s.value(masters) and not rounds_stochastically
         if is_lossy and not s.value(lossy) and 0 < s.value(lr) < HALF_DISTANCE:
             what = f"bf16 weights lose most updates: one step moves {moving_share(s.value(lr)):.1%} of them, rounding hides the rest"
             remedy = f"set {masters}=True, or {role.fsdp_key}.model_dtype=fp32, or {lossy}=True to train anyway"
             keys = (f"{role.fsdp_key}.model_dtype", masters, lr, lossy)
             yield s.fault(what, f"fp32 masters, or a learning rate of {HALF_DISTANCE:.0e} or more", remedy, *keys)
+
+
+def torchao_can_do_it(s: CheckContext) -> Faults:
+    """torchao's optimizers step bf16 weights of FSDP2 on the device; moments in 8 bits cannot be written to a checkpoint."""
+    for role in trained_roles(s.config):
+        key, fsdp = f"{role.key}.optim.optimizer", role.fsdp_key
+        name = s.value(key)
+        if name == "AdamW":
+            continue
+        strategy = f"{role.key if role.name == 'critic' else 'actor_rollout_ref.actor'}.strategy"
+        places = [f"{fsdp}.{n}" for n in ("optimizer_offload", "optimizer_state", "offload_policy")]
+        saved = f"{role.key}.checkpoint.save_contents"
+        wrong: list[tuple[bool, str, str, tuple[str, ...]]] = [
+            (role.fsdp.model_dtype != "bf16", "bf16 weights", f"{fsdp}.model_dtype=bf16", (f"{fsdp}.model_dtype",)),
+            (role.strategy != "fsdp2", "FSDP2", f"{strategy}=fsdp2", (strategy,)),
+            (
+                role.fsdp.offload_policy or role.fsdp.device_state_bytes < math.inf,
+                "its state on the device",
+                f"{places[1]}=device and the other two to False",
+                tuple(places),
+            ),
+            (
+                name == "AdamW8bit" and "optimizer" in s.value(saved),
+                "no optimizer in checkpoints",
+                f"{saved}=[model,extra]: a resumed run then begins with new moments",
+                (saved,),
+            ),
+        ]
+        for is_wrong, expected, remedy, keys in wrong:
+            if is_wrong:
+                what = f"torchao's {name} cannot be used here"
+                yield s.fault(what, expected, f"set {remedy}, or {key}=AdamW", key, *keys)
 
 
 def betas_are_two(s: CheckContext) -> Faults:
@@ -244,6 +277,7 @@ TRAINING_RULES = (
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
     updates_survive_rounding,
+    torchao_can_do_it,
     betas_are_two,
     tiny_heads_fit,
     sharding_group_divides_processes,

@@ -158,6 +158,16 @@ UNUSED_KEYS = (
         ),
     ),
     _row(
+        "torchao's AdamW has no masters",
+        lambda s: s.value(f"{ACTOR}.optim.optimizer") != "AdamW",
+        f"{ACTOR}.optim.master_weights",
+    ),
+    _row(
+        "torchao's AdamW has no masters",
+        lambda s: s.value("critic.optim.optimizer") != "AdamW",
+        "critic.optim.master_weights",
+    ),
+    _row(
         "the reference has no optimizer", _always, *_below(f"{REF}.fsdp_config", "optimizer_offload", "optimizer_state")
     ),
     _row(

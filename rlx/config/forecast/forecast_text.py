@@ -4,7 +4,7 @@ from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast, Pha
 from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
-LONGEST = ("longest that fits", "full beyond")
+LONGEST = "longest that fits"
 
 
 def short_text(forecast: MemoryForecast) -> str:
@@ -20,7 +20,7 @@ def short_text(forecast: MemoryForecast) -> str:
             f"{largest.name}, in addition to the memory of Python and torch"
         )
     elif phases:
-        rows = [("memory by phase", "peak GB", "of", *LONGEST), *(_row(forecast, phase) for phase in phases)]
+        rows = [("memory by phase", "peak GB", "of", LONGEST), *(_row(forecast, phase) for phase in phases)]
         lines += [*aligned(rows, texts=1), _legend(forecast), *_states(forecast), *_host(forecast, phases)]
     return "\n".join(lines)
 
@@ -29,10 +29,11 @@ def long_text(forecast: MemoryForecast) -> str:
     """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
-    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", *LONGEST, "host", "disk", "peak in")]
+    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", LONGEST, "full beyond", "host", "disk", "peak in")]
     for phase in phases:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
-        peaks.append((*_row(forecast, phase), _cell(phase.host), _cell(phase.disk), phase.where or "-"))
+        full = _full_beyond(forecast, phase)
+        peaks.append((*_row(forecast, phase), full, _cell(phase.host), _cell(phase.disk), phase.where or "-"))
     tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast)] if phases else []
     return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *(_host(forecast, phases) if phases else ())])
 
@@ -48,13 +49,18 @@ def _cell(nbytes: float) -> str:
 
 def _row(forecast: MemoryForecast, phase: Phase) -> tuple[str, ...]:
     if phase.limit is None:
-        return (phase.name, gb(phase.peak), "?", "?", "?")
+        return (phase.name, gb(phase.peak), "?", "?")
     longest = forecast.longest(phase.name)
+    text = "any" if longest is None else f"{longest:,}" if longest else "none"
+    return (phase.name, gb(phase.peak), gb(phase.limit), text)
+
+
+def _full_beyond(forecast: MemoryForecast, phase: Phase) -> str:
+    """Return which memory is full first with longer sequences than those that fit: `device` or `host`."""
+    longest = None if phase.limit is None else forecast.longest(phase.name)
     if longest is None:
-        return (phase.name, gb(phase.peak), gb(phase.limit), "any", "-")
-    beyond = forecast.phase(phase.name, longest + LENGTH_STEP)
-    full = "host" if forecast.on_device and beyond.fits_device() else "device" if forecast.on_device else "memory"
-    return (phase.name, gb(phase.peak), gb(phase.limit), f"{longest:,}" if longest else "none", full)
+        return "-"
+    return "device" if not forecast.phase(phase.name, longest + LENGTH_STEP).fits_device() else "host"
 
 
 def _legend(forecast: MemoryForecast) -> str:

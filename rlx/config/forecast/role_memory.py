@@ -11,7 +11,6 @@ from rlx.offload.plan.memory import STEP_BYTES, StateBytes, state_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 PIECE_BYTES = 1 << 30  # of rlx.engine.optimizer_state
-MASTER_BYTES = 12  # of a bf16 weight: an fp32 master and two fp32 moments
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -109,7 +108,7 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
             summed_in=reduced,
             is_resharded=fsdp.reshard_after_forward,
             gradient_bytes=stored if takes_one else max(stored, reduced),
-            optimizer_bytes=MASTER_BYTES if role.has_masters else None,
+            optimizer_bytes=role.optimizer_bytes,
         )
 
     update, forward = states(role.trained), states(False)

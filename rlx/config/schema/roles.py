@@ -41,7 +41,9 @@ class ModelRole(NamedTuple):
     micro: MicroSize  # size of a forward on one process
     trained: bool  # whether it has gradients and an optimizer
     together: int = 1  # processes that share each sequence
-    has_masters: bool = False  # whether the optimizer keeps fp32 masters of bf16 weights
+    optimizer_bytes: float | None = (
+        None  # of the optimizer's state for a weight; None: two numbers of the weight's type
+    )
 
 
 def has_critic(config: PPOConfig) -> bool:
@@ -99,8 +101,11 @@ def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
     return update_size(actor) if rows is None else MicroSize(rows, None)
 
 
-def _has_masters(optim: OptimConfig, fsdp: FSDPConfig) -> bool:
-    return optim.master_weights and fsdp.model_dtype == "bf16"
+def _optimizer_bytes(optim: OptimConfig, fsdp: FSDPConfig) -> float | None:
+    if optim.optimizer == "AdamW8bit":
+        return 2 * (1 + 4 / 256)  # a scale in fp32 for each 256 numbers
+    has_masters = optim.optimizer == "AdamW" and optim.master_weights and fsdp.model_dtype == "bf16"
+    return 12 if has_masters else None  # an fp32 master and two fp32 moments
 
 
 def actor_role(config: PPOConfig) -> ModelRole:
@@ -118,7 +123,7 @@ def actor_role(config: PPOConfig) -> ModelRole:
         micro=update_size(actor),
         trained=True,
         together=actor.ulysses_sequence_parallel_size,
-        has_masters=_has_masters(actor.optim, actor.fsdp_config),
+        optimizer_bytes=_optimizer_bytes(actor.optim, actor.fsdp_config),
     )
 
 
@@ -138,7 +143,7 @@ def critic_role(config: PPOConfig) -> ModelRole:
         micro=update_size(critic),
         trained=True,
         together=critic.ulysses_sequence_parallel_size or 1,
-        has_masters=_has_masters(critic.optim, critic.fsdp),
+        optimizer_bytes=_optimizer_bytes(critic.optim, critic.fsdp),
     )
 
 

@@ -11,8 +11,13 @@ from rlx.config.schema.rollout import RolloutConfig
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    optimizer: str = key(
+        "AdamW",
+        "AdamW is torch's. Of torchao: _AdamW rounds bf16 weights stochastically, AdamW8bit does so too and has moments in 8 bits.",
+        choices=("AdamW", "_AdamW", "AdamW8bit"),
+    )
     lr: float = key(1e-6, "Peak learning rate.", minimum=0)
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
     lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", minimum=0, maximum=1)
