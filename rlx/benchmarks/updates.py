@@ -114,7 +114,7 @@ def train(form: str, model: TinyModelConfig, lr: float, steps: int, device: torc
     fsdp, changes = FORMS[form]
     with tempfile.TemporaryDirectory(prefix="rlx-updates-") as folder:
         made, tokenizer = make_tiny(model)
-        made.save_pretrained(folder)
+        made.bfloat16().float().save_pretrained(folder)  # all forms start from the same numbers
         tokenizer.save_pretrained(folder)
         optim = OptimConfig(lr=lr, weight_decay=0.0, allow_lossy_updates=True, **changes)
         engine = Engine(ModelConfig(path=folder), fsdp, strategy="fsdp2", device=device, optim=optim, name=form)

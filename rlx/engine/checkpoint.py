@@ -183,7 +183,13 @@ def read(
 def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: bool) -> None:
     """Make the state of the parameters that the optimizer has now; all processes join."""
     state = _optimizer_state(sharded, optimizer)
-    lacking = load(_tensors(state), folder, pickled, groups_may_differ=True)
+    try:
+        lacking = load(_tensors(state), folder, pickled, groups_may_differ=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "
+            "save without the optimizer to begin with new moments"
+        ) from None
     set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
     for name, parameter in sharded.root.named_parameters():
         if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet

@@ -215,7 +215,8 @@ def sharding_group_divides_processes(s: CheckContext) -> Faults:
 def one_way_to_the_host(s: CheckContext) -> Faults:
     """FSDP's own CPU offload and rlx's offload exclude each other, as do two places of the optimizer's state."""
     for role in sharded_roles(s.config):
-        own = [name for name in ("param_offload", "optimizer_offload", "optimizer_state") if getattr(role.fsdp, name)]
+        own = [name for name in ("param_offload", "optimizer_offload") if getattr(role.fsdp, name)]
+        own += ["optimizer_state"] * (role.fsdp.optimizer_state is not None)
         if role.fsdp.optimizer_offload and role.fsdp.optimizer_state not in (None, "host"):
             keys = tuple(f"{role.fsdp_key}.{name}" for name in ("optimizer_offload", "optimizer_state"))
             remedy = f"set {keys[0]}=False, or {keys[1]}=host"

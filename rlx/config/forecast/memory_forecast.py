@@ -170,11 +170,13 @@ class MemoryForecast:
             return moving
         if all(phase.fits_device() for phase in of_whole):
             return whole
-        free = max(0.0, min((phase.limit or 0.0) - phase.peak for phase in of_moving))
-        split = {}
-        for name, key in keys.items():
-            split[key] = int(min(free, self._memories[name].update.optimizer))
-            free -= split[key]
+        split, found = dict.fromkeys(keys.values(), 0), of_moving
+        for _ in range(3):  # the more stays, the smaller are the pieces that the step fetches
+            free = int(max(0.0, min((phase.limit or 0.0) - phase.peak for phase in found)))
+            for name, key in keys.items():
+                more = min(free, int(self._memories[name].update.optimizer) - split[key])
+                split[key], free = split[key] + more, free - more
+            _, found = phases(split)
         return phases(split)[0]
 
     def split_states(self) -> list[tuple[str, float, float]]:
