@@ -1,4 +1,4 @@
-"""Activation offloading: tensors that autograd saves for backward wait in host memory or on disk.
+"""Offloading: tensors that autograd saves for backward wait in host memory or on disk, frozen weights in host memory.
 
 A library of its own: it imports torch only and works on any `nn.Module` in any training loop. Public names are loaded at
 their first use, so that `rlx.offload.plan`, which is arithmetic, does not load torch.
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlx.offload.storage.spill_file import DiskError
     from rlx.offload.storage.stats import LayerStats, OffloadStats
     from rlx.offload.storage.tiers import trim
+    from rlx.offload.streaming.layers import LayerOffloading, enable_layer_offloading
     from rlx.offload.tiling.tiling import Tiling, enable_tiling
 
 __all__ = [
@@ -24,12 +25,14 @@ __all__ = [
     "Block",
     "DiskError",
     "HostArena",
+    "LayerOffloading",
     "LayerStats",
     "OffloadOptions",
     "OffloadStats",
     "RecomputeError",
     "Tiling",
     "enable_activation_offloading",
+    "enable_layer_offloading",
     "enable_tiling",
     "host_arena",
     "offload_activations",
@@ -40,6 +43,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("ActivationOffloading", "enable_activation_offloading", "offload_activations"), "api"),
     **dict.fromkeys(("Account", "Block", "HostArena", "host_arena"), "storage.arena"),
+    **dict.fromkeys(("LayerOffloading", "enable_layer_offloading"), "streaming.layers"),
     **dict.fromkeys(("LayerStats", "OffloadStats"), "storage.stats"),
     **dict.fromkeys(("Tiling", "enable_tiling"), "tiling.tiling"),
     "DiskError": "storage.spill_file",

@@ -14,6 +14,7 @@ from rlx.offload.runtime.pytree import tensors_in
 from rlx.offload.runtime.session import Layer, LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange
 from rlx.offload.storage.regions import (
+    KeptTensor,
     TensorLayout,
     is_parameter,
     is_plain,
@@ -21,26 +22,10 @@ from rlx.offload.storage.regions import (
     size_bytes,
     storage_address,
 )
+from rlx.offload.streaming.weights import SavedWeight, saved_weight
 
 # A region without layers is cut into layer calls of this many offloaded bytes each, so that backward can fetch ahead.
 STRETCH_BYTES = 64 << 20
-
-
-class KeptTensor:
-    """A saved tensor that is kept on the device, as an alias: the tensor itself could be an output, which holds its own graph."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor if tensor.is_leaf else tensor.detach()
-        self._version = tensor._version
-
-    def restore(self) -> Tensor:
-        """Return the tensor; RuntimeError if it was written to since."""
-        tensor = self._tensor
-        if tensor._version != self._version:
-            raise modified_in_place(tensor.shape, tensor.dtype, self._version, f"but is at version {tensor._version}")
-        return tensor
 
 
 class OffloadedTensor:
@@ -63,7 +48,7 @@ class OffloadedTensor:
         return layout.restore(*self._offloaded.on_device())
 
 
-def unpack(packed: KeptTensor | OffloadedTensor) -> Tensor:
+def unpack(packed: KeptTensor | OffloadedTensor | SavedWeight) -> Tensor:
     """The unpack hook."""
     return packed.restore()
 
@@ -80,9 +65,11 @@ class SaveAllCall(LayerCall):
         self._fixed = fixed
         self.offloaded_bytes = 0
 
-    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
+    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor | SavedWeight:
         """The pack hook."""
-        if is_parameter(tensor) or (address := storage_address(tensor)) in self._fixed:
+        if is_parameter(tensor):
+            return saved_weight(tensor) or KeptTensor(tensor)
+        if (address := storage_address(tensor)) in self._fixed:
             return KeptTensor(tensor)
         # Tangents that are all zeros may have no storage.
         if address and tensor.device.type == self._device_type and is_plain(tensor):
@@ -126,7 +113,7 @@ class RegionHooks:
         session.layers.append(self._layer)
         self._call: Callable[[], SaveAllCall | None] = lambda: None
 
-    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
+    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor | SavedWeight:
         """The pack hook."""
         call = self._call()
         if call is None or call.offloaded_bytes >= STRETCH_BYTES:

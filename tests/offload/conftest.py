@@ -248,6 +248,30 @@ class Stack(nn.Module):
         return self.head(x).sum()
 
 
+class Adapted(nn.Module):
+    """A frozen linear map with an adapter, as LoRA has it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features) / 4)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2) / 4)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def adapt(model):
+    """Freeze a model and put an adapter around each linear map in its layers."""
+    seed(3)
+    model.requires_grad_(False)
+    for name, module in [*model.layers.named_modules()]:
+        if isinstance(module, nn.Linear):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.layers.get_submodule(parent), leaf, Adapted(module))
+    return model
+
+
 @pytest.fixture(scope="session")
 def toys():
     """The toy modules and helpers of this folder."""
@@ -258,6 +282,7 @@ def toys():
         kit = Kit
         stack = Stack
         grade = staticmethod(graded)
+        adapt = staticmethod(adapt)
 
         @staticmethod
         def batch(rows=4, width=8, seed=1):

@@ -11,6 +11,7 @@ from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode
 from rlx.offload.runtime.pytree import tensors_in
 from rlx.offload.runtime.session import Layer, LayerCall, OffloadSession
+from rlx.offload.streaming.weights import weights_are_refetched
 
 
 class NoRecomputeCall(LayerCall):
@@ -64,9 +65,10 @@ def run_without_recompute(
     call = NoRecomputeCall(session, layer, instructions)
     before = call.previous()
     if call.prefetches_early or before is None or not before.offloaded:
-        outputs = forward(*args, **kwargs)
+        with weights_are_refetched():
+            outputs = forward(*args, **kwargs)
     else:
-        with _LateHook(call, instructions.prefetch_call):
+        with weights_are_refetched(), _LateHook(call, instructions.prefetch_call):
             outputs = forward(*args, **kwargs)
     _hook(outputs, call.enter)
     return outputs

@@ -5,6 +5,7 @@ Without arguments: the Qwen2-7B shape with an accelerator, a tiny one without. E
     python -m rlx.offload.benchmark --case 8192x28 --case 32768x14 --modes plain,checkpointing,boundary,attention
     python -m rlx.offload.benchmark --model llama3-8b --modes checkpointing,boundary,boundary:prefetch_layers=0
     python -m rlx.offload.benchmark --gpus 2 --modes checkpointing,boundary,attention
+    python -m rlx.offload.benchmark --frozen --case 32768 --case 8192
     python -m rlx.offload.benchmark --overhead
 """
 
@@ -24,6 +25,7 @@ import torch
 
 from rlx.offload.benchmark.device import name_of
 from rlx.offload.benchmark.distributed import run_on
+from rlx.offload.benchmark.frozen import ADAPTER_RANK, with_adapters
 from rlx.offload.benchmark.measure import Benchmark
 from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
 from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, Mode, parse_mode
@@ -33,6 +35,7 @@ from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.storage.spill_file import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
+_DEFAULT_MODES_FROZEN = "checkpointing,boundary,boundary:resident=0"
 _DEFAULT_MODES_FSDP2 = "checkpointing,boundary,attention"  # each has sharded weights of its own
 
 
@@ -93,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="N processes with FSDP2, each with a GPU; default: one without FSDP2",
     )
+    add(
+        "--frozen",
+        action="store_true",
+        help=f"train LoRA adapters of rank {ADAPTER_RANK} only; default modes {_DEFAULT_MODES_FROZEN}, where resident=N streams "
+        "the frozen weights of all layers but N",
+    )
     add("--overhead", action="store_true", help="measure the Python overhead per layer instead, on the CPU")
     add("--no-picture", action="store_true", help="neither record memory over a step nor draw")
     add("--out", type=Path, default=Path("offload_benchmark"), metavar="DIR", help="default: ./offload_benchmark")
@@ -115,7 +124,14 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
     options = {"tier": given.tier, "directory": given.directory, "cache_directory": None}
     if device.type == "cpu":
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
-    modes = _modes(given.modes or (_DEFAULT_MODES if given.gpus is None else _DEFAULT_MODES_FSDP2), options)
+    default = _DEFAULT_MODES_FROZEN if given.frozen else _DEFAULT_MODES if given.gpus is None else _DEFAULT_MODES_FSDP2
+    modes = _modes(given.modes or default, options)
+    if given.frozen and given.gpus is not None:
+        raise ValueError("--frozen runs in one process; leave --gpus out")
+    if not given.frozen and (streaming := [mode.name for mode in modes if mode.resident is not None]):
+        raise ValueError(
+            f"--modes {streaming[0]}: resident= streams frozen weights, which models have with --frozen only"
+        )
     cases = given.case or [Case(128 if device.type == "cpu" else 8192, 0)]
     about = {**about, "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus or 1}
     about["options"] = {mode.name: asdict(mode.options) for mode in modes if mode.options is not None}
@@ -133,6 +149,7 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
         title=f"{name} on {given.gpus or 1} x {about['device']}, {given.dtype}",
         about=about,
         folder=given.out,
+        adapt=with_adapters() if given.frozen else None,
     )
 
 

@@ -57,7 +57,7 @@ def _work(rank: int, world_size: int, port: int, benchmark: Benchmark) -> None:
     try:
         ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
         shard = functools.partial(_shard, mesh=init_device_mesh(device.type, (world_size,)))
-        is_measured = benchmark._replace(device=device, shard=shard).run(ranks)
+        is_measured = benchmark._replace(device=device, adapt=shard).run(ranks)
     finally:
         dist.destroy_process_group()
     if not is_measured:

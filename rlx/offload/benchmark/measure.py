@@ -41,8 +41,8 @@ class Benchmark(NamedTuple):
     title: str  # of the pictures
     about: dict[str, Any]  # further content of the JSON file
     folder: Path  # an existing one, for the files
-    # Shards each model over several processes; None: one process, in which the modes share one set of weights.
-    shard: Callable[[nn.Module], nn.Module] | None = None
+    # Makes each mode's own model of a fresh one: shards it, or adds adapters. None: the modes share one set of weights.
+    adapt: Callable[[nn.Module], nn.Module] | None = None
 
     def run(self, ranks: Ranks) -> bool:
         """Measure all cases; the first process reports. Return whether at least one mode was measured in each case."""
@@ -83,6 +83,8 @@ class Entrant:
         self.curve: MemoryCurve | None = None
         self.held_bytes = 0
         self.before = OffloadStats()
+        self.streamed_before = OffloadStats()
+        self.standing_bytes = 0  # weights, gradients and what remains between steps
         self._model, self._ids, self._kind = model, ids, mode.kind
         self.prepared = mode.prepare(model)
 
@@ -126,6 +128,8 @@ class Entrant:
         clock(self._ids.device)
         if handle is not None:
             self.before = handle.stats()
+        if self.prepared.streaming is not None:
+            self.streamed_before = self.prepared.streaming.stats()
 
 
 class CaseRun:
@@ -184,6 +188,7 @@ class CaseRun:
         start, steps = time.perf_counter(), self._benchmark.warm_up
 
         def warm_up() -> None:
+            used = used_bytes(self._benchmark.device)
             entrant = self._entrants[mode.name] = Entrant(mode, self._model(layers), layers, self._ids())
             for _ in range(steps or mode.warm_up):
                 entrant.step()
@@ -192,6 +197,7 @@ class CaseRun:
                     break
                 entrant.step()
             clock(self._benchmark.device)
+            entrant.standing_bytes = used_bytes(self._benchmark.device) - used
 
         note = self._failure(mode.name, warm_up)
         self._ranks.say(f"  warm-up {mode.name}: {note or f'{time.perf_counter() - start:.1f} s'}")
@@ -228,8 +234,8 @@ class CaseRun:
         if layers == self._case.layers and self._weights is not None:
             return share(self._weights)
         model = build(benchmark.shape, self._case._replace(layers=layers), benchmark.device, benchmark.dtype)
-        if benchmark.shard is not None:
-            return benchmark.shard(model)
+        if benchmark.adapt is not None:
+            return benchmark.adapt(model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         if layers == self._case.layers:
@@ -264,7 +270,14 @@ class CaseRun:
             if self._benchmark.device.type != "cpu" and scale == 1:
                 fields["peak_bytes"] = max(self._ranks.gather(max(entrant.peaks)))
                 fields["curve"] = entrant.curve
+                if self._benchmark.adapt is not None:
+                    fields["standing_bytes"] = max(self._ranks.gather(entrant.standing_bytes))
             handle = entrant.prepared.handle
+            streaming = entrant.prepared.streaming
+            if streaming is not None:
+                fields["streamed_bytes"] = streaming.streamed_bytes
+                stats = streaming.stats().since(entrant.streamed_before)
+                fields["streaming_stall_ms_per_step"] = stats.stall_ms / len(entrant.step_s)
             if handle is not None:
                 stats = handle.stats().since(entrant.before)
                 fields["held_bytes"] = entrant.held_bytes

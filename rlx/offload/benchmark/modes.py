@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu
 
 from rlx.offload.api import ActivationOffloading, enable_activation_offloading
 from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions
+from rlx.offload.streaming.layers import LayerOffloading, enable_layer_offloading
 from rlx.offload.tiling.tiling import enable_tiling
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -29,6 +30,7 @@ class EnabledMode(NamedTuple):
     """A mode that is switched on for a model: contexts around forward and around the step."""
 
     handle: ActivationOffloading | None = None
+    streaming: LayerOffloading | None = None
     around_forward: Around = contextlib.nullcontext
     around_step: Around = contextlib.nullcontext
 
@@ -40,6 +42,7 @@ class Mode(NamedTuple):
     kind: str  # a key of `MODE_DESCRIPTIONS`
     options: OffloadOptions | None  # for rlx's own modes
     tile: int | None = None  # tokens per tile of MLPs and norms; 0: chosen by length and width; None: no tiles
+    resident: int | None = None  # layers whose frozen weights stay on the device, others stream; None: nothing streams
 
     @property
     def warm_up(self) -> int:
@@ -50,15 +53,17 @@ class Mode(NamedTuple):
         """Switch the mode on for a model. Raises NotInstalledError if it is a peer that is not installed."""
         if self.tile is not None:
             enable_tiling(model, self.tile or None)
+        streaming = None if self.resident is None else enable_layer_offloading(model, resident_layers=self.resident)
         if self.options is not None:
-            return EnabledMode(enable_activation_offloading(model, SAVE_MODES[self.kind].recomputes, self.options))
+            handle = enable_activation_offloading(model, SAVE_MODES[self.kind].recomputes, self.options)
+            return EnabledMode(handle, streaming)
         return PEERS[self.kind](model)
 
 
 def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
     """Parse `NAME`, `NAME:tile=auto`, `NAME:tile=TOKENS` or, for rlx's own modes, `NAME:option=value:...`.
 
-    Options that the text does not set are those of `defaults`.
+    Rlx's own modes take `resident=LAYERS` last. Options that the text does not set are those of `defaults`.
 
     Raises:
         ValueError: for an unknown name, an option that does not exist or a value that is refused.
@@ -66,7 +71,12 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
     kind, *pairs = text.split(":")
     if kind not in MODE_DESCRIPTIONS:
         raise ValueError(f"mode {kind!r} does not exist; choose from {', '.join(MODE_DESCRIPTIONS)}")
-    tile = None
+    tile = resident = None
+    if pairs and pairs[-1].startswith("resident="):
+        value = pairs.pop().removeprefix("resident=")
+        if not value.isdecimal() or kind in PEERS:
+            raise ValueError(f"mode {text!r}: got resident={value}, expected a number of layers, and a mode of rlx")
+        resident = int(value)
     if pairs and pairs[-1].startswith("tile="):
         value = pairs.pop().removeprefix("tile=")
         if value != "auto" and not (value.isdecimal() and int(value)):
@@ -84,7 +94,7 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
         if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:
             raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
         chosen[name] = _value(value)
-    return Mode(text, kind, OffloadOptions(**{**chosen, "save": kind}), tile)
+    return Mode(text, kind, OffloadOptions(**{**chosen, "save": kind}), tile, resident)
 
 
 def _value(text: str) -> Any:

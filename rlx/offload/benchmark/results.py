@@ -34,6 +34,9 @@ class Row:
     ratio_to_plain: float | None = None
     ratio_to_checkpointing: float | None = None
     peak_bytes: int | None = None  # device memory above weights and gradients; None if scaled, and on the CPU
+    standing_bytes: int | None = None  # device memory between steps, if each mode has weights of its own
+    streamed_bytes: int | None = None  # frozen weights that wait on the host; None if none do
+    streaming_stall_ms_per_step: float | None = None  # waiting for them
     offloaded_bytes_per_step: int | None = None
     held_bytes: int | None = None  # off the device at the end of forward
     copy_gb_per_s: float | None = None
@@ -90,6 +93,9 @@ _COLUMNS = (
     ("x plain", "ratio_to_plain", ".3f", 1),
     ("x ckpt", "ratio_to_checkpointing", ".4f", 1),
     ("peak GB", "peak_bytes", ".4g", GB),
+    ("weights GB", "standing_bytes", ".4g", GB),
+    ("streamed GB", "streamed_bytes", ".4g", GB),
+    ("its stall ms", "streaming_stall_ms_per_step", ".2f", 1),
     ("off GB", "offloaded_bytes_per_step", ".4g", GB),
     ("GB/s", "copy_gb_per_s", ".1f", 1),
     ("disk GB/s", "disk_gb_per_s", ".2f", 1),

@@ -49,6 +49,7 @@ from rlx.offload.runtime.session import LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange
 from rlx.offload.storage.regions import is_plain, size_bytes
 from rlx.offload.storage.stats import mark
+from rlx.offload.streaming.weights import present
 
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
 # Values of the slots: recomputed tensors, None for one that backward has taken, and the tensors' versions.
@@ -147,7 +148,7 @@ class RecomputedCall(LayerCall):
                 self._pass_border(index)
             if self._ended is not None:
                 _hand_to_stream(tensor, self._ended)
-            return tensor
+            return present(tensor) if type(tensor) is Parameter else tensor
 
         return saved_tensors_hooks(self._slots.packer(), unpack)
 

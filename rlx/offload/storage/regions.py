@@ -159,6 +159,23 @@ def without_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
+class KeptTensor:
+    """A saved tensor that is kept on the device, as an alias: the tensor itself could be an output, which holds its own graph."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def restore(self) -> Tensor:
+        """Return the tensor; RuntimeError if it was written to since."""
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise modified_in_place(tensor.shape, tensor.dtype, self._version, f"but is at version {tensor._version}")
+        return tensor
+
+
 @functools.cache
 def empty_on(device: torch.device) -> Tensor:
     """Return an empty tensor on a device, the same one each time."""

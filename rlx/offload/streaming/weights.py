@@ -1,0 +1,229 @@
+"""The frozen weights of one layer: one block of host memory, and a copy on the device while the layer is at work.
+
+Note [where a frozen weight is]
+The parameter stays the same object with the same version counter; only `parameter.data` changes. While the layer waits, it is
+a view of the host memory. While the layer is at work, it is a view of the fetched buffer. So a state dict, an export or a
+checkpoint reads the right values at any time, and a write before or after the layer's work changes the host's copy. A write
+while the layer is at work changes the device's copy, and is copied to the host when the layer leaves the device.
+
+Note [who keeps a fetched buffer]
+A layer that leaves the device drops its reference to the buffer, nothing more. Tensors that autograd has saved are views of
+the buffer and keep it. So backward reads right values in any order, and the memory is free after the last of them. Example: a
+layer is recomputed. Autograd saves views of this fetch, so that the layer's backward needs no second one.
+Tensors saved in forward would keep every layer's buffer until backward. Layers that are recomputed keep none of them. For
+others the pack hook replaces a weight by a `SavedWeight`, which fetches it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from rlx.offload.storage.arena import Block
+from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
+from rlx.offload.storage.pages import Pages
+from rlx.offload.storage.regions import TENSOR_ALIGN_BYTES, KeptTensor, modified_in_place
+
+logger = logging.getLogger("rlx.offload")
+
+_STREAMED: dict[int, weakref.ref[FrozenWeights]] = {}  # by the id of a parameter
+
+
+class FrozenWeights:
+    """The frozen weights of one layer.
+
+    Args:
+        index: of the layer among those whose weights stream.
+        name: of the layer.
+        parameters: contiguous, by name; their data moves to host memory now.
+        dtype: type of floating-point weights in host memory and on the device; None: as they are.
+        copy_streams: of the device on which the layer computes.
+        begin: makes this layer the one at work (`LayerOffloading.begin`).
+
+    Raises:
+        OSError: the host has no memory left.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameters: Mapping[str, Parameter],
+        dtype: torch.dtype | None,
+        copy_streams: CopyStreams,
+        begin: Callable[[FrozenWeights], None],
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.calls = 0  # forwards that are running
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._copy_streams = copy_streams
+        self._begin = begin
+        self._buffer: FetchBuffer | None = None
+        self._is_attached = False
+        types = [dtype if dtype is not None and p.is_floating_point() else p.dtype for p in self._parameters]
+        lengths = [p.numel() * kind.itemsize for p, kind in zip(self._parameters, types, strict=True)]
+        padded = [-(-length // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES for length in lengths]
+        *starts, self.nbytes = accumulate(padded, initial=0)
+        self._layout = list(zip(starts, lengths, types, [p.shape for p in self._parameters], strict=True))
+        self._pages = _pages(self.nbytes, is_locked=copy_streams.device.type != "cpu")
+        self._block = Block(self.nbytes, [], [self._pages.bytes])
+        self._on_host = self._views(self._pages.bytes)
+        for parameter, host in zip(self._parameters, self._on_host, strict=True):
+            with torch.no_grad():
+                host.copy_(parameter)
+            parameter.data = host
+        self._versions = self._current_versions()  # of the bytes on the host; of those fetched too, if there are any
+        here = weakref.ref(self)
+        _STREAMED.update((id(parameter), here) for parameter in self._parameters)
+        self._forget = weakref.finalize(self, _forget, list(map(id, self._parameters)), here)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the weights are on the device, or on their way."""
+        return self._buffer is not None
+
+    def fetch(self) -> None:
+        """Begin to copy the weights to the device, unless they are there as they are now."""
+        versions = self._current_versions()
+        if self._buffer is not None and (self._is_attached or versions == self._versions):
+            return
+        self._check_in_place(self._on_host)
+        home = self._copy_streams.compute_stream()
+        buffer = FetchBuffer(torch.Size([self.nbytes]), torch.uint8, self._copy_streams.device, home)
+        self._copy_streams.copy_to_device(self._block, buffer, after=None)
+        self._buffer, self._versions = buffer, versions
+
+    def attach(self) -> None:
+        """Give the parameters the fetched data; the current stream waits for it."""
+        assert self._buffer is not None
+        if not self._is_attached:
+            self._check_in_place(self._on_host)
+            self._copy_streams.wait_for(self._buffer)
+            for parameter, view in zip(self._parameters, self._views(self._buffer.tensor), strict=True):
+                parameter.data = view
+            self._is_attached = True
+        elif self._buffer.home != self._copy_streams.compute_stream():
+            self._copy_streams.wait_for(self._buffer)
+
+    def drop(self) -> None:
+        """Give the parameters the host's data, and let the fetched buffer go. See Note [who keeps a fetched buffer]."""
+        if self._is_attached:
+            assert self._buffer is not None
+            self._check_in_place(self._views(self._buffer.tensor))
+            versions = self._current_versions()
+            for index, (parameter, host) in enumerate(zip(self._parameters, self._on_host, strict=True)):
+                if versions[index] != self._versions[index]:
+                    host.copy_(parameter.detach())
+                parameter.data = host
+            self._versions, self._is_attached = versions, False
+        self._buffer = None
+
+    def restore(self) -> None:
+        """Give the parameters memory of their own on the device; nothing streams afterwards."""
+        self.drop()
+        self._check_in_place(self._on_host)
+        for parameter, host in zip(self._parameters, self._on_host, strict=True):
+            parameter.data = host.to(self._copy_streams.device, copy=True)
+        self._forget()
+
+    def on_device(self, parameter: Parameter) -> Tensor:
+        """Return an alias of a parameter on the fetched buffer, ready for the current stream."""
+        if id(parameter) in _STREAMED:  # else the weights do not stream any more
+            self._begin(self)
+        return parameter.detach()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [flat[start : start + length].view(kind).view(shape) for start, length, kind, shape in self._layout]
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def _check_in_place(self, expected: list[Tensor]) -> None:
+        for name, parameter, view in zip(self._names, self._parameters, expected, strict=True):
+            if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype or parameter.requires_grad:
+                raise RuntimeError(
+                    f"layer offloading: the frozen weight {name!r} of layer {self.name} was moved, cast or unfrozen; got "
+                    f"{parameter.dtype} on {parameter.device}, requires_grad={parameter.requires_grad}, expected "
+                    f"{view.dtype} where layer offloading put it. Call disable() first and enable it again afterwards"
+                )
+
+
+class SavedWeight:
+    """A frozen weight, or a view of it, that autograd has saved; it holds no memory of the device."""
+
+    __slots__ = ("_parameter", "_shape", "_start", "_stride", "_version", "_weights")
+
+    def __init__(self, weights: FrozenWeights, parameter: Parameter, tensor: Tensor) -> None:
+        self._weights, self._parameter = weights, parameter
+        self._shape, self._stride, self._start = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._start -= parameter.storage_offset()
+        self._version = tensor._version
+
+    def restore(self) -> Tensor:
+        """Return the tensor on fetched bytes; RuntimeError if it was written to since."""
+        now = self._parameter._version
+        if now != self._version:
+            found = f"but is at version {now}"
+            raise modified_in_place(self._shape, self._parameter.dtype, self._version, found)
+        whole = self._weights.on_device(self._parameter)
+        return whole.as_strided(self._shape, self._stride, whole.storage_offset() + self._start)
+
+
+def saved_weight(tensor: Tensor) -> SavedWeight | None:
+    """Return what a pack hook holds in place of a weight that streams; None for any other tensor."""
+    parameter = tensor if isinstance(tensor, Parameter) else tensor._base
+    if not isinstance(parameter, Parameter) or parameter.dtype != tensor.dtype:
+        return None
+    weights = _weights_of(parameter)
+    return None if weights is None else SavedWeight(weights, parameter, tensor)
+
+
+def present(parameter: Parameter) -> Tensor:
+    """Return a parameter for backward: of one that streams an alias on the device, of any other itself."""
+    weights = _weights_of(parameter) if _STREAMED else None
+    return parameter if weights is None else weights.on_device(parameter)
+
+
+def weights_are_refetched() -> AbstractContextManager[Any]:
+    """Return a context in which autograd saves no weight that streams, but a `SavedWeight`; all other tensors stay as they are."""
+    return saved_tensors_hooks(_pack, _unpack) if _STREAMED else contextlib.nullcontext()
+
+
+def _pack(tensor: Tensor) -> SavedWeight | KeptTensor:
+    return saved_weight(tensor) or KeptTensor(tensor)
+
+
+def _unpack(packed: SavedWeight | KeptTensor) -> Tensor:
+    return packed.restore()
+
+
+def _weights_of(parameter: Parameter) -> FrozenWeights | None:
+    reference = _STREAMED.get(id(parameter))
+    return None if reference is None else reference()
+
+
+def _forget(ids: list[int], owner: weakref.ref[FrozenWeights]) -> None:
+    for number in ids:
+        if _STREAMED.get(number) is owner:  # else another layer has the parameter by now, or the number
+            del _STREAMED[number]
+
+
+def _pages(nbytes: int, is_locked: bool) -> Pages:
+    with contextlib.suppress(RuntimeError):
+        return Pages(nbytes, is_locked)
+    logger.warning(
+        f"layer offloading: the system refused to page-lock {nbytes} bytes of host memory; pageable memory is used, whose "
+        "copies do not overlap compute. Raise the limit of locked memory (ulimit -l)"
+    )
+    return Pages(nbytes, is_locked=False)

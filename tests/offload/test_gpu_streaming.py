@@ -1,0 +1,73 @@
+"""On CUDA: streamed weights give the same bits as resident ones, at every rate of copies, and leave the device."""
+
+import copy
+
+import pytest
+import torch
+
+from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading, enable_tiling
+from rlx.offload.storage.copy_streams import CopyStreams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
+WIDTH = 1024
+
+
+@pytest.fixture
+def decoder(toys):
+    model = toys.adapt(toys.stack(lambda: toys.attend(WIDTH, 8, 4, dropout=0.1), blocks=8, width=WIDTH))
+    return model.to("cuda", torch.bfloat16)
+
+
+def read(model):
+    x = torch.randn(2, 512, WIDTH, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    return model(x)
+
+
+@pytest.mark.parametrize("slow", ["nothing", "copies", "compute"])
+@pytest.mark.parametrize("save", [None, "boundary", "attention", "auto", "all"])
+def test_gradients_are_equal(decoder, toys, save, slow, monkeypatch):
+    plain = copy.deepcopy(decoder)
+    if save == "attention":
+        enable_tiling(decoder, 64)
+        enable_tiling(plain, 64)
+    handle = enable_layer_offloading(decoder)
+    if save is not None:
+        enable_activation_offloading(decoder, save != "all", OffloadOptions(save=save, min_bytes=0))
+    if slow == "copies":
+        copy_into = CopyStreams.copy_into
+
+        def copy_late(self, target, block, fetch_buffer, after=None):
+            with self._to_device:
+                torch.cuda._sleep(5_000_000)
+            return copy_into(self, target, block, fetch_buffer, after)
+
+        monkeypatch.setattr(CopyStreams, "copy_into", copy_late)
+    elif slow == "compute":
+        for layer in decoder.layers:
+            layer.mlp.register_forward_pre_hook(lambda module, args: torch.cuda._sleep(5_000_000))
+    for _ in range(3):
+        expected = toys.grade(plain, read)
+        torch.cuda.synchronize()
+        expected.assert_equal(toys.grade(decoder, read))
+    assert handle.stats().copied_bytes > 0
+
+
+def test_memory_of_the_device(decoder, toys):
+    plain_bytes = torch.cuda.memory_allocated()
+    handle = enable_layer_offloading(decoder)
+    enable_activation_offloading(decoder, True)
+    assert plain_bytes - torch.cuda.memory_allocated() == pytest.approx(handle.streamed_bytes, rel=0.01)
+    assert decoder.layers[0].q.base.weight.device.type == "cpu"
+    assert decoder.layers[0].q.base.weight.is_pinned()
+    read(decoder).backward()
+    decoder.zero_grad()
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated()
+    handle.release()
+    assert left - torch.cuda.memory_allocated() == pytest.approx(handle.buffer_bytes, rel=0.01)
+    handle.disable()
+    assert decoder.layers[0].q.base.weight.device.type == "cuda"
