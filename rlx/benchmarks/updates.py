@@ -1,6 +1,6 @@
 """Compare forms of AdamW at RL's learning rates: what is learned, and how far the weights move.
 
-python -m rlx.benchmarks.updates --lr 1e-5 --steps 150 --seeds 2
+python -m rlx.benchmarks.updates --lr 5e-6 --steps 150 --seeds 2
 
 Each form trains the same model on the same batches by imitation of generated arithmetic, in an `Engine` whose forward and backward
 are in bf16. `fp32` keeps fp32 weights, `masters` bf16 weights with fp32 masters in host memory, `stochastic` and `8 bit` are
@@ -43,6 +43,7 @@ from rlx.models.tiny import make_tiny
 from rlx.offload.benchmark.device import clock
 
 BF16 = FSDPConfig(model_dtype="bf16")
+STRATEGIES = {"8 bit": "fsdp"}  # torchao's 8-bit tensors cannot be in FSDP2's DTensors
 FORMS: dict[str, tuple[FSDPConfig, dict[str, Any]]] = {
     "fp32": (FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bf16")), {}),
     "masters": (replace(BF16, optimizer_state="host"), {}),
@@ -117,7 +118,8 @@ def train(form: str, model: TinyModelConfig, lr: float, steps: int, device: torc
         made.bfloat16().float().save_pretrained(folder)  # all forms start from the same numbers
         tokenizer.save_pretrained(folder)
         optim = OptimConfig(lr=lr, weight_decay=0.0, allow_lossy_updates=True, **changes)
-        engine = Engine(ModelConfig(path=folder), fsdp, strategy="fsdp2", device=device, optim=optim, name=form)
+        strategy = STRATEGIES.get(form, "fsdp2")
+        engine = Engine(ModelConfig(path=folder), fsdp, strategy=strategy, device=device, optim=optim, name=form)
     held_out = batch_of(make_problems(ArithmeticConfig(val_size=HELD_OUT), "val"), tokenizer)
     rule, data = MicroBatchRule(rows=HELD_OUT), batches(tokenizer, model.seed)
 
@@ -139,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = benchmark_parser("updates", __doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="38m")
     parser.add_argument("--forms", default=",".join(FORMS), type=lambda text: text.split(","), help="to compare")
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=2)
     given = parser.parse_args(arguments)

@@ -102,7 +102,7 @@ class OptimizerStateOnHost:
             self._begin(self._pieces[0])
         with stepping_only(self._optimizer, self.staying):  # while the first piece arrives
             step_in_parts(self._optimizer)
-        for piece, following in zip(self._pieces, [*self._pieces[1:], None], strict=True):
+        for piece, following in zip(self._pieces, [*self._pieces, None][1:], strict=True):
             if following is not None:
                 self._begin(following)
             piece.moments.wait_for_copy()

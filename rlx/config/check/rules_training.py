@@ -147,7 +147,7 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
 
 
 def torchao_can_do_it(s: CheckContext) -> Faults:
-    """torchao's optimizers step bf16 weights of FSDP2 on the device; moments in 8 bits cannot be written to a checkpoint."""
+    """torchao's optimizers step bf16 weights on the device; 8-bit moments fit neither FSDP2's DTensors nor a checkpoint."""
     for role in trained_roles(s.config):
         key, fsdp = f"{role.key}.optim.optimizer", role.fsdp_key
         name = s.value(key)
@@ -158,7 +158,12 @@ def torchao_can_do_it(s: CheckContext) -> Faults:
         saved = f"{role.key}.checkpoint.save_contents"
         wrong: list[tuple[bool, str, str, tuple[str, ...]]] = [
             (role.fsdp.model_dtype != "bf16", "bf16 weights", f"{fsdp}.model_dtype=bf16", (f"{fsdp}.model_dtype",)),
-            (role.strategy != "fsdp2", "FSDP2", f"{strategy}=fsdp2", (strategy,)),
+            (
+                role.strategy != (fits := "fsdp" if name == "AdamW8bit" else "fsdp2"),
+                fits,
+                f"{strategy}={fits}",
+                (strategy,),
+            ),
             (
                 role.fsdp.offload_policy or role.fsdp.device_state_bytes < math.inf,
                 "its state on the device",
