@@ -184,7 +184,7 @@ def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: b
     """Make the state of the parameters that the optimizer has now; all processes join."""
     state = _optimizer_state(sharded, optimizer)
     try:
-        lacking = load(_tensors(state), folder, pickled, groups_may_differ=True)
+        lacking = load(_tensors(state), folder, pickled, of_optimizer=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "

@@ -122,6 +122,13 @@ def test_bf16_weights_come_back_with_their_fp32_masters(strategy, in_background,
     assert {tensor.dtype for tensor in load_all(tmp_path / "actor/model").values()} == {torch.bfloat16}
 
 
+def test_a_state_without_masters_is_widened_and_one_with_them_is_not_narrowed(model_folder, two_ranks, tmp_path):
+    for is_same, refusal in two_ranks("checkpoint", "widened", model_folder, str(tmp_path)):
+        assert is_same
+        assert "does not fit" in refusal and ".master is not in this model" in refusal
+        assert "Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run" in refusal
+
+
 def test_a_checkpoint_of_an_earlier_version_is_read_if_it_is_trusted(model_folder, two_ranks, tmp_path, capsys):
     whole, pickled = tmp_path / "whole", tmp_path / "pickled"
     unbroken = two_ranks("checkpoint", "stopped", model_folder, "fsdp2", str(whole))

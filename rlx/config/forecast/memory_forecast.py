@@ -230,8 +230,9 @@ class MemoryForecast:
         host_room, disk = self._places(role.model)
         states, others = own.on_device(own.update), self._idle(own) + self._sampler.at_rest
         moving = own.moving_state
+        held = states._replace(optimizer=moving) if moving else states
         scenario = self._scenario(own, logits)._replace(
-            states=states._replace(optimizer=moving) if moving else states,
+            states=held,
             other_bytes=others + own.staying_state * (moving > 0),
             disk_bytes_per_s=DISK_BYTES_PER_S * disk,
             hardware=replace(PROFILES["h200"], host_bytes=host_room + moving),
@@ -240,7 +241,7 @@ class MemoryForecast:
         offloaded = min(plan.prediction.host_bytes, host_room)
         peaks = scenario.phases(plan)._asdict()
         if moving:
-            peaks["step"] += own.in_step - step_bytes(scenario.states, optimizer_on_host=True)
+            peaks["step"] += own.in_step - step_bytes(held, optimizer_on_host=True)
         for where in ("forward", "head", "backward"):
             if peaks[where] > 0:  # a model without log-probs has no head
                 peaks[where] += plan.prediction.host_bytes - offloaded  # the host has no room for it, so it stays

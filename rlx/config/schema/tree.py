@@ -45,9 +45,13 @@ def value_at(config: PPOConfig, key: str) -> Any:
 
 def with_value(config: PPOConfig, key: str, value: Any) -> PPOConfig:
     """Return the configuration with another value of a dotted key."""
-    name, _, below = key.partition(".")
-    changed: PPOConfig = replace(config, **{name: with_value(getattr(config, name), below, value) if below else value})
+    changed: PPOConfig = _with(config, key.split("."), value)
     return changed
+
+
+def _with(section: Any, names: list[str], value: Any) -> Any:
+    below = value if len(names) == 1 else _with(getattr(section, names[0]), names[1:], value)
+    return replace(section, **{names[0]: below})
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
