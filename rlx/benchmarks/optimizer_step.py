@@ -295,8 +295,8 @@ def in_own_process(arguments: Sequence[str]) -> Figures:
     return {"error": "out of device memory" if out_of_memory else last[:200]}
 
 
-def main() -> int:
-    """Run the command and return the exit code."""
+def options_of() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.optimizer_step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
@@ -324,7 +324,12 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:
         parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
-    device = chosen_device()
+    return options
+
+
+def main() -> int:
+    """Run the command and return the exit code."""
+    options, device = options_of(), chosen_device()
     if options.folder:
         print(json.dumps(measure(options.folder, options.modes[0], options.tokens[0], options, device)))
         return 0
@@ -342,10 +347,8 @@ def main() -> int:
         passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
         passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
         passed_on += [f"--micro-batches={options.micro_batches}"] + ["--lossy"] * options.lossy
-        for mode, state in [
-            (m, s) for m in options.modes for s in (options.optimizer_state if m == RLX else ["device"])
-        ]:
-            where = state if isinstance(state, str) else f"{state / GB:g}"
+        states = [state if isinstance(state, str) else f"{state / GB:g}" for state in options.optimizer_state]
+        for mode, where in [(m, s) for m in options.modes for s in (states if m == RLX else ["device"])]:
             name = f"{mode}, {where}" if mode == RLX else mode
             for tokens in sorted(options.tokens):
                 arguments = [f"--modes={mode}", f"--tokens={tokens}", f"--optimizer-state={where}", *passed_on]

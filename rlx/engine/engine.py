@@ -126,8 +126,7 @@ class Engine:
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, account, device, device_bytes=stays)
         self._oom_retry = None
         if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
-            stays_for = None if self._state_on_host is None else self._state_on_host.staying
-            self._oom_retry = OomRetry(self.offload, self.sharded, self.optimizer, device, stays_for)
+            self._oom_retry = OomRetry(self.offload, self.sharded, self.optimizer, device, self._state_on_host)
         if head != "score":
             self._forward.require_causal()
             if self.adapters:
