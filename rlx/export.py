@@ -5,12 +5,19 @@ import sys
 from pathlib import Path
 
 from rlx.checkpoint.folders import replacing
-from rlx.engine.checkpoint import read_description, read_weights
+from rlx.engine.checkpoint import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
+from rlx.models.adapter_folder import write_adapters
 from rlx.models.hf_folder import ModelCard
 
 
-def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, trust_checkpoint: bool = False) -> None:
+def export(
+    checkpoint: Path,
+    out: Path,
+    trust_remote_code: bool = False,
+    trust_checkpoint: bool = False,
+    only_adapters: bool = False,
+) -> None:
     """Write a folder that `from_pretrained` loads.
 
     Args:
@@ -18,14 +25,21 @@ def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, trust_c
         out: does not exist yet, or is empty.
         trust_remote_code: allow the model to bring its own code.
         trust_checkpoint: allow a checkpoint of an earlier version, which can run code.
+        only_adapters: write the adapters in peft's format instead of the model with the adapters merged in.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it has no model.
+        CheckpointError: there is no checkpoint, it is damaged, or it has no model or no adapters.
         ModelError: the checkpoint's description of the model cannot be read.
         ValueError: `out` is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
+    if only_adapters:
+        adapters, kind = read_adapters(checkpoint, trust_checkpoint)
+        with storing(out), replacing(out) as partial:
+            partial.mkdir(exist_ok=True)
+            write_adapters(partial, adapters, kind)
+        return
     weights = read_weights(checkpoint, trust_checkpoint)  # first, because it checks all files
     card = ModelCard.read(checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code)
     with storing(out), replacing(out) as partial:
@@ -42,11 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--trust-checkpoint", action="store_true", help="read a checkpoint of an earlier version, which can run code"
     )
+    parser.add_argument("--adapters", action="store_true", help="write adapters alone, in peft's format")
     chosen = parser.parse_args(arguments)
     folder = chosen.checkpoint / chosen.role
     trusted = chosen.trust_remote_code, chosen.trust_checkpoint
     try:
-        export(folder if folder.is_dir() else chosen.checkpoint, chosen.out, *trusted)
+        export(folder if folder.is_dir() else chosen.checkpoint, chosen.out, *trusted, chosen.adapters)
     except (ValueError, ExplainedError) as error:
         print(f"rlx.export: {error}", file=sys.stderr)
         return 2

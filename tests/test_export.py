@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from rlx.checkpoint.loading import load_all
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine
 from rlx.export import main
@@ -63,6 +65,24 @@ def test_the_folder_loads_and_says_the_same(role, arguments, auto_class, checkpo
             torch.testing.assert_close(model(input_ids=IDS).logits, said[role], rtol=1e-4, atol=1e-5)
         assert AutoTokenizer.from_pretrained(out).chat_template
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_adapters_alone_load_with_peft_and_say_the_same(checkpoint, tmp_path, capsys):
+    step, said = checkpoint
+    assert main([str(step), str(tmp_path / "adapters"), "--adapters"]) == 0
+    tiny = TinyModelConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    model, _ = make_tiny(tiny)
+    model.load_state_dict(base_of(step / "actor"), strict=False)  # the fixture has changed the base too
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(model, tmp_path / "adapters")(input_ids=IDS).logits
+    torch.testing.assert_close(logits, said["actor"], rtol=1e-4, atol=1e-5)
+    assert main([str(step / "critic"), str(tmp_path / "none"), "--adapters"]) == 2
+    assert "got no adapters" in capsys.readouterr().err
+
+
+def base_of(folder):
+    weights = load_all(folder / "model")
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items() if ".lora_" not in name}
 
 
 def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):

@@ -4,6 +4,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 LOWEST, TOO_HIGH = (0, 26), (0, 33)
 VLLM_RANGE = ">=0.26,<0.33"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of adapters that vLLM can be set up for; 1 is left out, because not every version has it."""
 
 
 def vllm_version() -> str | None:

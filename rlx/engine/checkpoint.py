@@ -28,8 +28,9 @@ from rlx.checkpoint.loading import load, load_all
 from rlx.checkpoint.manifest import FORMAT, CheckpointError, FileEntry, damage, damaged_chunks, read_json
 from rlx.engine.sharded import Sharded
 from rlx.errors import storing
+from rlx.models.adapter_folder import AdapterKind
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import Adapter, merged_weights
+from rlx.models.lora import Adapter, adapter_weights, merged_weights
 
 PICKLED_FORMAT = 1
 """The format of earlier versions. DCP's own files are pickles, and reading a pickle runs the code in it."""
@@ -214,9 +215,30 @@ def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the checkpoint is damaged or holds no model.
     """
+    weights, description = _model(folder, trusted)
+    return dict(merged_weights(weights, description.adapters))
+
+
+def read_adapters(folder: Path, trusted: bool = False) -> tuple[dict[str, Tensor], AdapterKind]:
+    """Return the adapters of a checkpoint as `read_weights` does its weights, and their kind.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has no adapters, or has a value head that was trained beside them.
+    """
+    weights, description = _model(folder, trusted)
+    if not description.adapters or description.head != "lm":
+        got = "no adapters" if not description.adapters else f"a {description.head} head that was trained beside them"
+        raise CheckpointError(f"{folder}: got {got}, expected a policy with adapters; export the merged model")
+    found = dict(adapter_weights(weights, description.adapters))
+    rank = next(len(tensor) for name, tensor in found.items() if ".lora_A." in name)
+    scale, _, is_stabilised = next(iter(description.adapters.values()))
+    alpha = scale * (rank**0.5 if is_stabilised else rank)
+    return found, AdapterKind(rank, round(alpha, 6), any("magnitude" in name for name in found), is_stabilised)
+
+
+def _model(folder: Path, trusted: bool) -> tuple[dict[str, Tensor], Description]:
     description = read_description(folder, trusted)
     if "model" not in description.contents:
         raise CheckpointError(f"{folder}: got contents {list(description.contents)}, expected model among them")
     require_undamaged(folder, trusted)
-    weights = load_all(folder / "model", description.format == PICKLED_FORMAT)
-    return dict(merged_weights(weights, description.adapters))
+    return load_all(folder / "model", description.format == PICKLED_FORMAT), description

@@ -4,7 +4,7 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ from rlx.engine.sharding import shard
 from rlx.engine.units import local
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import merged_weights, refuse_idle_adapters
+from rlx.models.lora import adapter_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import (
     OffloadOptions,
@@ -283,16 +283,23 @@ class Engine:
 
     # Weights and checkpoints --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight's name in the model's own state_dict and its full tensor on the device; a tied weight once.
 
         Adapters are merged in. All processes iterate to the end. The receiver may keep the tensors.
         """
+        return self._gathered(merged_weights)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of the adapters alone, as `weights` does."""
+        return self._gathered(adapter_weights)
+
+    @torch.no_grad()
+    def _gathered(self, chosen: Callable[..., Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
         self.to_device(optimizer=False)
         for unit in self.sharded.units:
             with self.sharded.gathering(unit) as gather:
-                yield from merged_weights(unit.tensors(), self.adapters, gather)
+                yield from chosen(unit.tensors(), self.adapters, gather)
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""

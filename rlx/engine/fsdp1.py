@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.optim import Optimizer
 
 from rlx.config.schema import FSDPConfig
-from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of
+from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of, trained_dtypes
 from rlx.engine.units import Unit, materialise, own_names, sharding_units
 
 
@@ -30,12 +30,17 @@ class FSDP1Model(Sharded):
         mesh = build_mesh(fsdp.fsdp_size, device)
         layers = sharding_units(model)
         shards = mesh["shard"].size()
-        self.replicas, self.sum_dtype = mesh.size() // shards, sum_dtype_of(precision)
+        self.replicas, self.sum_dtype = mesh.size() // shards, sum_dtype_of(precision, model)
         self._summed: dict[nn.Parameter, Tensor] = {}
         sharded = shards > 1
         if not sharded and len({p.requires_grad for p in model.parameters()}) == 2:
             # After backward FSDP1 leaves a frozen unit's parameters as plain tensors, and the next forward fails.
             raise ValueError("lora_rank: FSDP1 cannot train adapters in a single process; use strategy=fsdp2")
+        if trained_dtypes(model) - {precision.stored}:
+            raise ValueError(
+                f"lora_rank: adapters are fp32 and the weights {precision.stored}, but FSDP1 keeps a layer's parameters in one "
+                "type; use strategy=fsdp2 or model_dtype=fp32"
+            )
         # FSDP1 has no sharded state_dict for a single process; the full one reads and writes the same format.
         self.state_options = StateDictOptions(full_state_dict=not sharded)
         options: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig
-from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of
+from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of, trained_dtypes
 from rlx.engine.units import Unit, materialise, own_names, sharding_units
 
 
@@ -24,10 +24,11 @@ class FSDP2Model(Sharded):
     def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
         mesh = build_mesh(fsdp.fsdp_size, device)
         layers = sharding_units(model)
-        self.device, self.root, self.sum_dtype = device, model, sum_dtype_of(precision)
+        self.device, self.root, self.sum_dtype = device, model, sum_dtype_of(precision, model)
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, mesh.size())}
+        stored = {precision.stored} | trained_dtypes(model)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision_policy(precision, stored, mesh.size())}
         # On the CPU parameters already are in host memory, as under the policy.
         options["offload_policy"] = (
             CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
@@ -92,7 +93,7 @@ class FSDP2Model(Sharded):
         return full.clone() if tensor.device_mesh.size() == 1 else full
 
 
-def _mixed_precision_policy(precision: Precision, processes: int) -> MixedPrecisionPolicy:
-    compute = None if precision.compute == precision.stored else precision.compute
+def _mixed_precision_policy(precision: Precision, stored: set[torch.dtype], processes: int) -> MixedPrecisionPolicy:
+    compute = None if stored == {precision.compute} else precision.compute
     # A single process sums nothing: it would write values in the wider type, copy them and round them back to the same bits.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce if processes > 1 else None)

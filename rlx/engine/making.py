@@ -9,6 +9,7 @@ from torch import nn
 
 from rlx.config.schema import ModelConfig
 from rlx.engine.forward import Head
+from rlx.models.adapter_folder import load_adapters
 from rlx.models.liger import apply_liger
 from rlx.models.loading import load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora
@@ -56,6 +57,8 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
     elif model.lora_rank:
         with plain.device:
             adapters = add_lora(plain, model, seed)
+        if model.lora_adapter_path is not None:
+            load_adapters(plain, model)
     if model.enable_gradient_checkpointing and not model.enable_activation_offload:
         _enable_checkpointing(plain)
     layers = [layer for _, layer in find_layers(plain, None)]

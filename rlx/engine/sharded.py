@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -34,9 +35,14 @@ def precision_of(fsdp: FSDPConfig, device: torch.device) -> Precision:
     return Precision(stored, compute, TRAINING_DTYPES[fsdp.mixed_precision.reduce_dtype])
 
 
-def sum_dtype_of(precision: Precision) -> torch.dtype:
+def trained_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the types of the parameters that are trained: adapters may be wider than the weights below them."""
+    return {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+
+
+def sum_dtype_of(precision: Precision, model: nn.Module) -> torch.dtype:
     """Return the type in which gradients are summed over micro-batches."""
-    return torch.promote_types(precision.stored, precision.reduce)
+    return reduce(torch.promote_types, trained_dtypes(model), precision.reduce)
 
 
 def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:

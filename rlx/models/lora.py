@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -16,25 +17,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
+PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
+"""The parameters of an adapter, as peft names them; DoRA alone has the last."""
 
 
 class Adapter(NamedTuple):
-    """How to merge one layer's adapter: weight += scale * B A, transposed if the layer stores (in, out)."""
+    """How to merge one layer's adapter: weight += scale * B A, transposed if the layer stores (in, out).
+
+    With DoRA each row (output) of the sum is then scaled to the length that the magnitude vector holds.
+    """
 
     scale: float
     transposed: bool
+    is_rank_stabilised: bool = False  # whether scale is alpha / sqrt(rank) instead of alpha / rank
+
+
+def adapter_dtype(weight: torch.dtype) -> torch.dtype:
+    """Return the type of the adapters of weights of this type: fp32, or fp64 if the weights have it."""
+    return torch.promote_types(weight, torch.float32)
 
 
 def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> dict[str, Adapter]:
     """Put adapters into the model's linear layers in place, and freeze everything else except a value head.
 
     The model's outputs stay the same at first, because each B starts at 0. An adapted layer `x` keeps its own weight as
-    `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank), all in the
-    dtype of the weight.
+    `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank); with DoRA
+    also `x.lora_magnitude_vector.default.weight` (out). Everything that is trained has the type of `adapter_dtype`, because
+    most updates of RL are too small for bf16. In a forward the caller may cast it to the type of the weights.
 
     Args:
         model: a transformers model that is not yet sharded.
-        config: reads lora_rank, lora_alpha, target_modules. `all-linear` is every linear layer except the head.
+        config: reads lora_rank, lora_alpha, target_modules, lora. `all-linear` is every linear layer except the head.
         seed: of the fresh adapters, which are then the same on every machine. The caller's random state is unchanged.
 
     Returns:
@@ -43,7 +56,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     Raises:
         ModelError: peft is missing, the rank is 0, or a target does not exist, is not linear, or is tied to another weight.
 
-    Source: arXiv:2106.09685, section 4.1.
+    Source: arXiv:2106.09685, section 4.1; DoRA: arXiv:2402.09353, equation 5; rsLoRA: arXiv:2312.03732.
     """
     if config.lora_rank < 1:
         raise ModelError(f"lora_rank: got {config.lora_rank}, expected at least 1 to add adapters")
@@ -56,18 +69,44 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     # peft takes the dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
     hidden = nn.ModuleDict({"model": model})
     own_names = [f"model.{name}" for name in targets]
-    lora_config = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=own_names)
+    lora_config = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=own_names,
+        use_dora=config.lora.use_dora,
+        use_rslora=config.lora.use_rslora,
+    )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
         torch.manual_seed(seed)
         inject_adapter_in_model(lora_config, hidden, ADAPTER)
     for name in head:
-        model.get_submodule(name).requires_grad_(True)
+        module = model.get_submodule(name).requires_grad_(True)
+        module.to(adapter_dtype(next(module.parameters()).dtype))
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
     for layer in layers.values():
-        for side in (layer.lora_A, layer.lora_B):
-            side.to(layer.get_base_layer().weight.dtype)  # peft does this except on the meta device
-    return {name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out) for name, layer in layers.items()}
+        for part in (getattr(layer, part) for part in PARTS if hasattr(layer, part)):
+            part.to(adapter_dtype(layer.get_base_layer().weight.dtype))
+    is_stabilised = config.lora.use_rslora
+    return {
+        name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out, is_stabilised) for name, layer in layers.items()
+    }
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Return a context in which adapted layers compute what they did before `add_lora`, bit for bit.
+
+    No gradient may be computed meanwhile. peft's own switch changes `requires_grad`, which FSDP reads only once.
+    """
+    layers = [cast(Any, module) for module in model.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer.forward = layer.get_base_layer().forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def refuse_idle_adapters(model: nn.Module, run: Callable[[], object]) -> None:
@@ -120,22 +159,47 @@ def merged_weights(
         The name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The adapter's product
         is computed and added in at least fp32.
     """
-    parts = {f"{layer}.lora_{side}.{ADAPTER}.weight" for layer in adapters for side in "AB"}
     for name, parameter in parameters.items():
-        if name in parts:
+        if _part_of(name, adapters):
             continue
         layer, base, leaf = name.rpartition(".base_layer.")
         full = gather(parameter)
         if base and leaf == "weight":
-            a, b = (gather(parameters[f"{layer}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
-            full = _merge(full, a, b, adapters[layer])
+            names = [_name(layer, part) for part in PARTS]
+            parts = [gather(parameters[each]) for each in names if each in parameters]
+            full = _merge(full, adapters[layer], *parts)
         yield (f"{layer}.{leaf}" if base else name), full
 
 
-def _merge(weight: Tensor, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
-    wide = torch.promote_types(weight.dtype, torch.float32)
+def adapter_weights(
+    parameters: Mapping[str, Tensor],
+    adapters: Mapping[str, Adapter],
+    gather: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the adapters, by their names in the adapted model; arguments as of `merged_weights`."""
+    for name, parameter in parameters.items():
+        if _part_of(name, adapters):
+            yield name, gather(parameter)
+
+
+def _name(layer: str, part: str) -> str:
+    return f"{layer}.{part}.{ADAPTER}.weight"
+
+
+def _part_of(name: str, adapters: Mapping[str, Adapter]) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    layer, _, end = name.removesuffix(f".{ADAPTER}.weight").rpartition(".")
+    return end in PARTS and layer in adapters
+
+
+def _merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:
+    wide, inputs = adapter_dtype(weight.dtype), 0 if adapter.transposed else 1
     product = b.to(wide) @ a.to(wide)
-    return (weight.to(wide) + adapter.scale * (product.T if adapter.transposed else product)).to(weight.dtype)
+    whole = weight.to(wide) + adapter.scale * (product.T if adapter.transposed else product)
+    if magnitude is not None:
+        factor = magnitude.to(wide) / torch.linalg.vector_norm(whole, dim=inputs)
+        whole *= factor.unsqueeze(inputs)
+    return whole.to(weight.dtype)
 
 
 def _value_head(model: "PreTrainedModel") -> list[str]:

@@ -11,8 +11,9 @@ import torch
 from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
+from rlx.models.adapter_folder import load_adapters
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
-from rlx.models.lora import adapter_targets
+from rlx.models.lora import adapter_targets, add_lora
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ def faults_of(model: ModelConfig, head: Head, together: Collection[int] = (), pr
         skeleton = load_skeleton(replace(model, attn_implementation=here), head, torch.float32)
         if model.lora_rank > 0:
             adapter_targets(skeleton, model.target_modules)
+        if model.lora_rank > 0 and model.lora_adapter_path is not None:
+            with torch.device("meta"):
+                add_lora(skeleton, model)
+            load_adapters(skeleton, model)
     except ModelError as error:
         faults.append(str(error))
     return faults

@@ -16,8 +16,8 @@ def build_rollout(
     """Return the sampler of `rollout.name`, still without weights. All processes build theirs together.
 
     Args:
-        rollout: the sampler's name and options; dtype "auto" is bf16 on accelerators, fp32 on CPU.
-        model: its folder's config gives the architecture; no weights are read.
+        rollout: the sampler's name and options.
+        model: its folder's config gives the architecture; its weights are read only if the trainer sends adapters alone.
         device: where it decodes.
         context_length: longest prompt and response together [tokens].
         seed: of the engine itself.
@@ -32,12 +32,19 @@ def build_rollout(
         return VLLMRollout(rollout, model, device, context_length, seed)
     if rollout.name != "hf":
         raise ValueError(f"actor_rollout_ref.rollout.name: got {rollout.name!r}, expected hf or vllm")
-    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return HFRollout(
+    sampler = HFRollout(
         load_config(model),
         device=device,
-        dtype=SAMPLER_DTYPES.get(rollout.dtype, auto),
+        dtype=sampler_dtype(rollout, device),
         max_num_seqs=rollout.max_num_seqs,
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
     )
+    if model.sends_adapters:
+        sampler.add_adapters(model)
+    return sampler
+
+
+def sampler_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
+    """Return the type of a sampler's weights; `auto` is bf16 on accelerators, fp32 on CPU."""
+    return SAMPLER_DTYPES.get(rollout.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlx.config.schema import ModelConfig
 from rlx.heartbeat import beat
+from rlx.models.loading import load_model
+from rlx.models.lora import Adapter, adapter_weights, add_lora
+from rlx.rollout.change_check import sample_of
 from rlx.rollout.kv_cache import growing_cache
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.sampling import choose_tokens, request_uniforms
@@ -63,6 +67,25 @@ class HFRollout:
         self._model.requires_grad_(False).eval()
         self._inputs = _Inputs.of(self._model)
         self._version: int | None = None
+        self._adapters: dict[str, Adapter] = {}
+
+    def add_adapters(self, config: ModelConfig) -> None:
+        """Load the base of a model with adapters; from now on `update_weights` takes the adapters alone.
+
+        Args:
+            config: reads the path and the keys of LoRA.
+
+        Raises:
+            ModelError: the weights cannot be loaded, or the model takes no such adapters.
+        """
+        dtype = self._model.dtype
+        self.update_weights(load_model(config, "lm", dtype).state_dict().items(), version=0)
+        self._version = None
+        with self._device:
+            self._adapters = add_lora(self._model, config)
+        self._model.requires_grad_(False).eval()
+        for parameter in self._targets().values():
+            parameter.data = parameter.data.to(dtype)
 
     @property
     def version(self) -> int | None:
@@ -70,7 +93,7 @@ class HFRollout:
         return self._version
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy a complete set of weights into the model.
+        """Copy a complete set of weights into the model, or after `add_adapters` of those of the adapters.
 
         Args:
             weights: (name in the model's state dict, full tensor) in any order, dtype and device. Of tied weights one
@@ -82,7 +105,7 @@ class HFRollout:
                 half written, and `generate` raises an error until a complete set has arrived.
         """
         self._version = None
-        targets = self._model.state_dict(keep_vars=True)
+        targets = self._targets()
         sent: set[str] = set()
         written: set[int] = set()
         for name, tensor in weights:
@@ -108,6 +131,15 @@ class HFRollout:
         if missing:
             raise ValueError(f"{len(missing)} of {len(targets)} weights did not arrive: {_some(missing)}")
         self._version = version
+
+    def _targets(self) -> dict[str, Tensor]:
+        """Return the weights that an update replaces, by name."""
+        weights = self._model.state_dict(keep_vars=True)
+        return dict(adapter_weights(weights, self._adapters, lambda tensor: tensor)) if self._adapters else weights
+
+    def probe(self) -> Tensor:
+        """See Rollout."""
+        return sample_of(self._targets().values())
 
     def sleep(self) -> None:
         """Move the weights to host memory; do nothing on CPU."""

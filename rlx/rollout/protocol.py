@@ -83,7 +83,10 @@ class Completion(NamedTuple):
 
 
 class Rollout(Protocol):
-    """A sampler with its own copy of the weights."""
+    """A sampler with its own copy of the weights.
+
+    With `ModelConfig.sends_adapters` it loads the base by itself, and `update_weights` brings the adapters alone.
+    """
 
     @property
     def version(self) -> int | None:
@@ -100,7 +103,14 @@ class Rollout(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by `weights` (names as in the transformers model), asleep or not. Raises ValueError."""
+        """Replace all weights by `weights` (names as in the transformers model), asleep or not. Raises ValueError.
+
+        The weights are those of the whole model, or the adapters' by the names of `rlx.models.lora.add_lora`.
+        """
+        ...
+
+    def probe(self) -> Tensor:
+        """Return a sample (N,) of the weights in use in fp32 on the CPU, from the same elements at each call while awake."""
         ...
 
     def sleep(self) -> None:

@@ -3,12 +3,16 @@
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlx.config.schema import ModelConfig, RolloutConfig
+from rlx.config.vllm_range import LORA_RANKS
+from rlx.models.adapter_folder import AdapterKind, write_adapters
 from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import VLLMEngine, lacking_model, unknown_options
@@ -16,6 +20,7 @@ from rlx.rollout.vllm_api import VLLMEngine, lacking_model, unknown_options
 logger = logging.getLogger(__name__)
 # On CPU vLLM would take a share of the whole machine's memory in each process.
 CPU_KV_CACHE_BYTES = 1 << 30
+_MERGE = "actor_rollout_ref.model.lora.merge=True to send merged weights, or actor_rollout_ref.rollout.name=hf"
 VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -66,6 +71,9 @@ def engine_options(
     }
     if not is_chunked:
         own["max_num_batched_tokens"] = max(own["max_num_batched_tokens"], context_length)
+    if model.sends_adapters:
+        rank = min((rank for rank in LORA_RANKS if rank >= model.lora_rank), default=max(LORA_RANKS))
+        own |= {"load_format": "auto", "enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     if on_cpu:
         own["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
@@ -80,7 +88,8 @@ class VLLMRollout:
     """A `Rollout` on a vLLM engine in this process.
 
     Weights only come through `update_weights`. `sleep` frees the device memory of weights and cache, and both are lost; on CPU
-    vLLM keeps the memory.
+    vLLM keeps the memory. With `ModelConfig.sends_adapters` vLLM reads the base from the model's folder, `update_weights`
+    brings the adapters, and weights that sleep wait in host memory.
 
     Args:
         rollout, model: the configuration.
@@ -106,7 +115,8 @@ class VLLMRollout:
             raise ValueError(f"{model.path}: {lacking}")
         options = engine_options(rollout, model, device, context_length, seed)
         self._aliases: dict[str, list[str]] = {}
-        if device.type == "cpu":
+        self._adapters = _Adapters(AdapterKind.of(model), model.path) if model.sends_adapters else None
+        if device.type == "cpu" and self._adapters is None:
             parameters = load_skeleton(model, "lm", torch.float32).state_dict(keep_vars=True)
             if any(".experts." in name for name in parameters):
                 raise ValueError(
@@ -126,7 +136,12 @@ class VLLMRollout:
         self._is_raw = options["logprobs_mode"] == "raw_logprobs"
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is free
-        self.engine = VLLMEngine(options, on_cpu=device.type == "cpu")
+        try:
+            self.engine = VLLMEngine(options, on_cpu=device.type == "cpu")
+        except ValueError as error:
+            if self._adapters is None:
+                raise
+            raise ValueError(f"{error}. If it cannot take adapters, set {_MERGE}") from error
 
     @property
     def version(self) -> int | None:
@@ -162,22 +177,31 @@ class VLLMRollout:
         return self.engine.generate(requests, self._seeded) if requests else []
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load a complete set of weights, layer by layer, after waking only the weights.
+        """Load a complete set of weights, layer by layer, or the adapters; only the weights are woken.
 
         Raises:
-            ValueError: vLLM's model lacks a weight, or has it in another shape.
+            ValueError: vLLM's model lacks a weight, has it in another shape, or has no place for an adapter.
         """
         self._version = None
         self._wake("weights")
+        if self._adapters is not None:
+            self._adapters.load(self.engine, weights)
+            self._version = version
+            return
         self.engine.load((name, tensor) for first, tensor in weights for name in self._aliases.get(first, [first]))
         self._version = version
 
+    def probe(self) -> Tensor:
+        """See Rollout."""
+        return self.engine.probe()
+
     def sleep(self) -> None:
-        """Free the device memory of weights and cache, and lose their contents."""
+        """Free the device memory of weights and cache. Their contents are lost, except weights that take adapters."""
         if self._device.type == "cpu" or self._asleep:
             return
-        self._version = None
-        self.engine.sleep()
+        if self._adapters is None:
+            self._version = None
+        self.engine.sleep(keeps_weights=self._adapters is not None)
         self._asleep = {"weights", "kv_cache"}
 
     def close(self) -> None:
@@ -204,6 +228,30 @@ class VLLMRollout:
                         "optimizer_offload"
                     ) from error
                 self._asleep.discard(part)
+
+
+class _Adapters:
+    """Hands adapters to vLLM in a folder of peft's format, each version under a name of its own.
+
+    vLLM's prefix cache tells prompts of different adapters apart by their names. The folder stays until the next version, because
+    vLLM may read it again.
+    """
+
+    def __init__(self, kind: AdapterKind, base: str | None) -> None:
+        self._kind, self._base = kind, base
+        self._count = 0
+        self._folder: TemporaryDirectory[str] | None = None
+
+    def load(self, engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
+        folder = TemporaryDirectory(prefix=f"rlx-adapters-{os.getpid()}-")
+        tensors = {name: tensor.to(engine.dtype) for name, tensor in weights}
+        write_adapters(Path(folder.name), tensors, self._kind, self._base)
+        self._count += 1
+        wanted, found = sum(".lora_A." in name for name in tensors), engine.load_adapters(folder.name, self._count)
+        if found != wanted:
+            raise ValueError(f"vLLM uses {found} of {wanted} adapters, expected all of them; set {_MERGE}")
+        self._folder = folder  # and the one before goes
 
 
 def tied_names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -24,6 +24,7 @@ from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
 from rlx.heartbeat import beat
 from rlx.rollout.process_state import own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
+from rlx.rollout.vllm_weights import count_adapters, probe, tensors_of
 
 _version = vllm_version()
 if _version is None or not in_range(_version):
@@ -44,6 +45,7 @@ with restored_process_state():
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 # Warnings of vLLM about settings that rlx intends, by the logger that writes them.
@@ -108,6 +110,7 @@ class VLLMEngine:
 
     def __init__(self, options: Mapping[str, Any], on_cpu: bool) -> None:
         self._stance = "force_eager" if on_cpu else "default"
+        self._adapters: LoRARequest | None = None
         shares_memory = on_cpu and options["tensor_parallel_size"] > 1
         with restored_process_state(), _shared_memory() if shares_memory else contextlib.nullcontext():
             try:
@@ -127,6 +130,11 @@ class VLLMEngine:
     def max_model_len(self) -> int:
         """Longest prompt and response together [tokens]."""
         return int(self._engine.model_config.max_model_len)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return cast(torch.dtype, self._engine.model_config.dtype)
 
     @property
     def _client(self) -> Any:
@@ -156,7 +164,7 @@ class VLLMEngine:
             # Requests without a seed draw from one stream, which must be the same in all processes of a tensor-parallel group:
             # if they differ, one process finishes while the others wait for it.
             with own_random_state(requests[0].seed), torch.compiler.set_stance(self._stance):
-                return self._engine.generate(prompts, params, use_tqdm=False)
+                return self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._adapters)
 
         return call
 
@@ -177,15 +185,48 @@ class VLLMEngine:
                 raise ValueError(
                     f"vLLM {_version} cannot take this model's weights ({reason}); set actor_rollout_ref.rollout.name=hf"
                 ) from error
-        if not engine.reset_prefix_cache():
+        self._drop_prefixes()
+
+    def _drop_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM kept the prefix cache of the old weights because requests are still running")
 
-    def sleep(self) -> None:
-        """Free the device memory of weights and cache; both are lost."""
-        self._engine.sleep(level=2)
+    def load_adapters(self, folder: str, number: int) -> int:
+        """Load adapters from a folder in peft's format in place of those before, and return how many layers have one now.
+
+        Args:
+            folder: stays until other adapters are loaded.
+            number: from 1, another for each set of adapters.
+
+        Raises:
+            ValueError: vLLM cannot take these adapters.
+        """
+        request = LoRARequest(f"version {number}", number, folder)
+        with restored_process_state():
+            try:
+                self._engine.llm_engine.add_lora(request)
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ValueError(
+                    f"vLLM {_version} cannot take these adapters ({reason}); set actor_rollout_ref.model.lora.merge=True"
+                ) from error
+        self._adapters = request
+        self._drop_prefixes()
+        return int(self._engine.collective_rpc(count_adapters)[0])
+
+    def probe(self) -> Tensor:
+        """Return a sample of this process's weights and adapters, see `sample_of`."""
+        return cast(Tensor, self._engine.collective_rpc(probe)[0])
+
+    def sleep(self, keeps_weights: bool) -> None:
+        """Free the device memory of weights and cache; the weights are moved to host memory, or lost."""
+        self._drop_prefixes()
+        self._engine.sleep(level=1 if keeps_weights else 2)
 
     def wake(self, part: str) -> None:
-        """Allocate the device memory of `weights` or `kv_cache` again, without contents."""
+        """Allocate the device memory of `weights` or `kv_cache` again, with the weights that `sleep` kept."""
         self._engine.wake_up(tags=[part])
 
     def close(self) -> None:
@@ -228,16 +269,10 @@ def _give_back(worker: Any) -> None:
     for layer in worker.get_model().modules():
         LAYERWISE_INFO.pop(layer, None)  # kept for reloading, and refers to the layer
         for value in vars(layer).values():
-            for tensor in _tensors(value):
+            for tensor in tensors_of(value):
                 storage = tensor.untyped_storage()
                 if storage.resizable():
                     storage.resize_(0)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a value that is a tensor or a collection."""
-    members = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return [member for member in members if isinstance(member, Tensor)]
 
 
 def _collect() -> None:

@@ -24,7 +24,8 @@ LATER = re.compile(r"config_(\d+)_from_step_(\d+)\.yaml")
 REFUSED = {
     "the starting model, which gives the reference and the shape of the weights": (
         "actor_rollout_ref.model.path",
-        *("*.model.override_config", "*.model.tiny.*", "*.model.lora_*", "*.model.target_modules"),
+        *("*.model.override_config", "*.model.tiny.*", "*.model.lora_*", "*.model.lora.use_*"),
+        "*.model.target_modules",
         *("warm_start.target_accuracy", "warm_start.max_steps", "warm_start.batch_size", "warm_start.lr"),
         "warm_start.eval_every",
     ),

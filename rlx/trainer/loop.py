@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlx.algorithms.kl import KLController
 from rlx.cluster.group import WorkerGroup
 from rlx.config.schema import GREEDY, PPOConfig
-from rlx.config.schema.roles import has_critic, has_reference, has_reward_model, trained_roles
+from rlx.config.schema.roles import has_critic, has_reference, has_reference_model, has_reward_model, trained_roles
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
@@ -33,7 +33,7 @@ CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
 def roles_of(config: PPOConfig) -> list[str]:
     """Return the roles that this run needs, in the order in which they are built."""
     roles = ["actor", "rollout"]
-    if has_reference(config):
+    if has_reference_model(config):
         roles.append("ref")
     if has_critic(config):
         roles.append("critic")
@@ -147,7 +147,8 @@ class Trainer:
         batch, compared = self.old_log_probs(batch)
         if has_reference(config):
             with phase("ref"):
-                batch = self.extend(batch, "ref", "log_probs")
+                own = ("ref", "log_probs") if has_reference_model(config) else ("actor", "ref_log_probs")
+                batch = self.extend(batch, *own)
         if has_critic(config):
             with phase("values"):
                 batch = self.extend(batch, "critic", "values")

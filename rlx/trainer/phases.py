@@ -15,7 +15,7 @@ PHASES = {
     "rollout": StepPhase("roll", "#2563eb", ("rollout.generate",)),
     "reward": StepPhase("rew", "#93b4f5", ("reward.scores",)),
     "old_log_prob": StepPhase("old", "#f4b942", ("actor.log_probs",)),
-    "ref": StepPhase("ref", "#ea7317", ("ref.log_probs",)),
+    "ref": StepPhase("ref", "#ea7317", ("ref.log_probs", "actor.ref_log_probs")),
     "values": StepPhase("value", "#a78bda", ("critic.values",)),
     "advantages": StepPhase("adv", "#cbd2d9"),
     "update_critic": StepPhase("critic", "#6d3fb0", ("critic.update",)),

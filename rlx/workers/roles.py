@@ -17,8 +17,10 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
+from rlx.models.lora import adapters_off
 from rlx.rollout.batching import generate_batch
-from rlx.rollout.factory import build_rollout
+from rlx.rollout.change_check import ChangeCheck
+from rlx.rollout.factory import build_rollout, sampler_dtype
 from rlx.rollout.protocol import EngineError, Sampling
 from rlx.workers.settings import Purpose, optimizer_steps, sampling_for
 
@@ -106,6 +108,7 @@ class ActorRole(TrainedRole):
         self._temperature = policy.rollout.temperature
         self._update_rule = MicroBatchRule(*update_size(actor))
         self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
+        self._ref_rule = MicroBatchRule(*log_prob_size(policy.ref, actor))
         self._objective = PolicyObjective(
             actor, self._temperature, config.data.max_response_length, config.algorithm.rollout_correction
         )
@@ -114,6 +117,12 @@ class ActorRole(TrainedRole):
         """Return old_log_probs and entropy of the rows."""
         figures = self.engine.log_probs(batch, self._log_prob_rule, self._temperature)
         return Batch.of({"old_log_probs": figures["log_probs"], "entropy": figures["entropy"]})
+
+    def ref_log_probs(self, batch: Batch) -> Batch:
+        """Return ref_log_probs of the rows; the reference is this model with its adapters off."""
+        with adapters_off(self.engine.root):
+            figures = self.engine.log_probs(batch, self._ref_rule, self._temperature, with_entropy=False)
+        return Batch.of({"ref_log_probs": figures["log_probs"]})
 
     def update(self, batch: Batch) -> Metrics:
         """Take one optimizer step on a mini-batch and return its metrics as `actor/...`."""
@@ -212,6 +221,8 @@ class RolloutRole:
         self._build = partial(build_rollout, settings, model, device, context_length, seed)
         self.sampler = self._build()
         self._sleeps = settings.name == "vllm" and settings.free_cache_engine
+        self._takes_adapters = model.sends_adapters
+        self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._synced: int | None = None  # version of the actor's weights at the last sync
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
@@ -249,8 +260,15 @@ class RolloutRole:
         return samples
 
     def sync(self, version: int) -> None:
-        """Copy the actor's weights to the sampler; `version` counts the updates."""
-        self.sampler.update_weights(self._actor.engine.weights(), version)
+        """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates.
+
+        Raises:
+            StaleSamplerError: the actor's weights changed since the last sync and the sampler's did not.
+        """
+        engine = self._actor.engine
+        weights = engine.adapter_weights() if self._takes_adapters else engine.weights()
+        self.sampler.update_weights(self._changes.watched(weights), version)
+        self._changes.require_change(self.sampler.probe(), version)
         self._synced = version
         self._actor.rest()
 

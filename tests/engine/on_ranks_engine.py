@@ -13,6 +13,7 @@ from rlx.engine.micro_batch import MicroBatch, MicroBatchRule
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.units import local
 from rlx.models.loading import load_model
+from rlx.models.lora import adapters_off
 from rlx.offload import host_arena
 
 
@@ -194,10 +195,47 @@ def lora(folder, strategy):
     return trainable, before, after, logits
 
 
-def refused(folder, strategy, fsdp):
+def reference(folder, strategy, lora):
+    """Log-probs of a separate reference and of a trained policy with its adapters off, with them, and off once more."""
+    engine = build(folder, strategy=strategy, model={"lora_rank": 2, "lora": lora})
+    share = own_share(make_batch(), shares_for_world())
+
+    def log_probs(of):
+        return of.log_probs(share, ROWS, 0.7, with_entropy=False)["log_probs"]
+
+    with adapters_off(engine.root):
+        untrained = log_probs(engine)
+    for _ in range(2):
+        engine.update(share, ROWS, policy())
+    with adapters_off(engine.root):
+        off = log_probs(engine)
+    return log_probs(build(folder, strategy=strategy, optim=None)), off, log_probs(engine), untrained
+
+
+def small_updates_on_bf16(folder, rows):
+    """Types of what is trained, its gradients and moments; the share of A that two steps of lr 1e-6 change; the base's types."""
+    engine = build(folder, FSDPConfig(model_dtype="bf16"), lr=1e-6, model={"lora_rank": 2})
+    share = own_share(make_batch(), shares_for_world())
+    before = dict(engine.adapter_weights())
+    gradients = set()
+    engine.optimizer.register_step_pre_hook(lambda *_: gradients.update(local(p.grad).dtype for p in trained()))
+
+    def trained():
+        return [p for p in engine.root.parameters() if p.requires_grad]
+
+    for _ in range(2):
+        engine.update(share, MicroBatchRule(rows=rows), policy())
+    after = dict(engine.adapter_weights())
+    of_a = [(before[name] != after[name]).double().mean().item() for name in before if "lora_A" in name]
+    types = {p.dtype for p in trained()} | gradients
+    types |= {local(state["exp_avg"]).dtype for state in engine.optimizer.state.values()}
+    return types, min(of_a), {p.dtype for p in engine.root.parameters() if not p.requires_grad}
+
+
+def refused(folder, strategy, fsdp, model=None):
     """The message with which the engine refuses a configuration."""
     try:
-        build(folder, dataclasses.replace(FP64, **fsdp), strategy)
+        build(folder, dataclasses.replace(FP64, **fsdp), strategy, model=model)
     except ValueError as error:
         return str(error)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import transformers
 
-from rlx.config.schema import ActivationOffloadConfig, MixedPrecisionConfig
+from rlx.config.schema import ActivationOffloadConfig, LoraConfig, MixedPrecisionConfig
 
 STRATEGIES = ["fsdp2", "fsdp"]
 
@@ -127,6 +127,37 @@ def test_lora_trains_adapters_and_streams_merged_weights(processes, strategy, mo
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert changed and all(name.endswith("_proj.weight") for name in changed)
         torch.testing.assert_close(logits, merged, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy", "lora"),
+    [
+        ("one_rank", "fsdp2", LoraConfig()),
+        ("two_ranks", "fsdp2", LoraConfig(use_dora=True)),
+        pytest.param("two_ranks", "fsdp", LoraConfig(), marks=pytest.mark.slow),
+    ],
+)
+def test_the_policy_with_its_adapters_off_is_the_reference_bit_for_bit(
+    processes, strategy, lora, model_folder, request
+):
+    ranks = request.getfixturevalue(processes)
+    for separate, off, on, untrained in ranks("engine", "reference", model_folder, strategy, lora):
+        assert torch.equal(off, separate) and torch.equal(untrained, separate)
+        assert not torch.allclose(on, separate, atol=1e-6)
+
+
+@pytest.mark.parametrize(("processes", "rows"), [("one_rank", 8), ("two_ranks", 1)])
+def test_adapters_on_a_bf16_base_take_updates_that_bf16_would_hide(processes, rows, model_folder, request):
+    for types, changed, base in request.getfixturevalue(processes)(
+        "engine", "small_updates_on_bf16", model_folder, rows
+    ):
+        assert types == {torch.float32} and base == {torch.bfloat16}
+        assert changed > 0.9
+
+
+def test_fsdp1_refuses_adapters_of_another_type(model_folder, two_ranks):
+    for message in two_ranks("engine", "refused", model_folder, "fsdp", {"model_dtype": "bf16"}, {"lora_rank": 2}):
+        assert "FSDP1 keeps a layer's parameters in one type; use strategy=fsdp2 or model_dtype=fp32" in message
 
 
 def close(one, other, tolerance=1e-9):

@@ -19,8 +19,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PATH": path, "DATA": str(data), "MODEL": "builtin:tiny", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def check(environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / "examples" / "gsm8k_8gpu.sh"), "--check", "trainer.device=cpu", *overrides]
+def check(
+    environment: dict[str, str], *overrides: str, example: str = "gsm8k_8gpu.sh"
+) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "examples" / example), "--check", "trainer.device=cpu", *overrides]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -29,3 +31,9 @@ def test_the_command_is_valid_with_either_sampler(environment: dict[str, str], o
     done = check(environment, *options)
     assert done.returncode == 0, done.stderr
     assert "train_batch_size: 512" in done.stdout and "adv_estimator: grpo" in done.stdout
+
+
+def test_the_command_for_one_gpu_trains_adapters_without_a_second_model(environment: dict[str, str]):
+    done = check(environment, example="lora_1gpu.sh")
+    assert done.returncode == 0, done.stderr
+    assert "lora_rank: 16" in done.stdout and "use_kl_loss: true" in done.stdout

@@ -3,31 +3,48 @@ import re
 import sys
 import warnings
 
+import peft
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft import get_peft_model, set_peft_model_state_dict
 from torch import nn
 
 from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
-from rlx.config.schema import ModelConfig
+from rlx.config.schema import LoraConfig, ModelConfig
 from rlx.models.loading import ModelError, load_model
-from rlx.models.lora import Adapter, adapter_targets, add_lora, merged_weights, refuse_idle_adapters
+from rlx.models.lora import (
+    Adapter,
+    adapter_targets,
+    adapter_weights,
+    adapters_off,
+    add_lora,
+    merged_weights,
+    refuse_idle_adapters,
+)
 
 IDS = torch.arange(12).reshape(2, 6)
 
 
-def adapted(folder, head="lm", dtype=torch.float32, targets="all-linear", seed=0):
+KINDS = {"LoRA": LoraConfig(), "rsLoRA": LoraConfig(use_rslora=True), "DoRA": LoraConfig(use_dora=True)}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def adapted(folder, head="lm", dtype=torch.float32, targets="all-linear", seed=0, kind="LoRA"):
     """A model before adapters, the same with them, and what add_lora said; the adapters are no longer 0."""
-    config = ModelConfig(path=folder, lora_rank=3, lora_alpha=12, target_modules=targets)
+    config = ModelConfig(path=folder, lora_rank=3, lora_alpha=12, target_modules=targets, lora=KINDS[kind])
     plain = load_model(config, head, dtype)
     model = copy.deepcopy(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adapters = add_lora(model, config, seed)
-    assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    if dtype != torch.bfloat16:  # FSDP casts adapters to the type of computation
+        tolerance = 1e-5 if kind == "DoRA" else 0
+        assert torch.allclose(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=tolerance)
     for i, (name, parameter) in enumerate(model.named_parameters()):
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(i))
+        elif "magnitude" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5, generator=torch.Generator().manual_seed(i))
     return plain, model, adapters
 
 
@@ -35,9 +52,10 @@ def parameters(model):
     return dict(model.named_parameters())
 
 
+@kinds
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_merged_model_computes_the_same(folder, head):
-    plain, model, adapters = adapted(folder, head, torch.float64)
+def test_merged_model_computes_the_same(folder, head, kind):
+    plain, model, adapters = adapted(folder, head, torch.float64, kind=kind)
     merged = dict(merged_weights(parameters(model), adapters))
     assert list(merged) == list(parameters(plain))
     changed = {name for name, tensor in merged.items() if not torch.equal(tensor, plain.get_parameter(name))}
@@ -47,12 +65,16 @@ def test_merged_model_computes_the_same(folder, head):
     assert torch.allclose(plain(input_ids=IDS).logits, logits, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "q_proj, mlp.down_proj"])
-def test_equals_pefts_own_merge(folders, targets):
-    plain, model, adapters = adapted(folders["qwen3"], targets=targets)
+@pytest.mark.parametrize(
+    ("targets", "kind"), [("all-linear", "LoRA"), ("q_proj, mlp.down_proj", "rsLoRA"), ("all-linear", "DoRA")]
+)
+def test_equals_pefts_own_merge(folders, targets, kind):
+    plain, model, adapters = adapted(folders["qwen3"], targets=targets, kind=kind)
     names = "all-linear" if targets == "all-linear" else ["q_proj", "mlp.down_proj"]
-    theirs = get_peft_model(plain, LoraConfig(r=3, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM"))
+    options = {"use_dora": KINDS[kind].use_dora, "use_rslora": KINDS[kind].use_rslora, "task_type": "CAUSAL_LM"}
+    theirs = get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=12, target_modules=names, **options))
     state = {f"base_model.model.{n.replace('.default', '')}": p for n, p in parameters(model).items() if "lora_" in n}
+    state = {n.replace("magnitude_vector.weight", "magnitude_vector"): p for n, p in state.items()}
     assert not set_peft_model_state_dict(theirs, state).unexpected_keys
     assert torch.allclose(theirs(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=1e-6)
     expected = parameters(theirs.merge_and_unload())
@@ -128,9 +150,33 @@ def test_a_part_of_the_model_is_enough(folders):
     assert all(torch.equal(merged[n], whole[n]) for n in merged)
 
 
+@kinds
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_what_is_trained_on_bf16_is_fp32(folders, head, kind):
+    _, model, _ = adapted(folders["qwen3"], head, torch.bfloat16, kind=kind)
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False), (torch.float32, True)}
+
+
+@kinds
+def test_without_adapters_it_computes_what_the_model_did(folder, kind):
+    plain, model, _ = adapted(folder, kind=kind)
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad(), adapters_off(model):
+        assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    logits = model(input_ids=IDS).logits
+    assert not torch.allclose(logits, plain(input_ids=IDS).logits, atol=1e-3)
+    logits.sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == learning
+
+
+def test_adapters_are_told_from_the_base(folder):
+    _, model, adapters = adapted(folder)
+    alone = dict(adapter_weights(parameters(model), adapters))
+    assert set(alone) == {n for n, p in parameters(model).items() if p.requires_grad}
+
+
 def test_bf16_is_merged_in_fp32(folders):
     _, model, adapters = adapted(folders["qwen3"], dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     layer = "model.layers.0.mlp.up_proj"
     part = {n: p.double() for n, p in parameters(model).items() if n.startswith(f"{layer}.")}
     exact = dict(merged_weights(part, adapters))[f"{layer}.weight"]

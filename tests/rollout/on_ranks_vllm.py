@@ -6,7 +6,9 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy
 import torch
@@ -73,10 +75,39 @@ def disturbed():
 
 
 def sync(version):
-    """The engine's weights in both samplers."""
+    """The engine's weights in both samplers, or its adapters."""
     for rollout in (NOW[-1].hf, NOW[-1].vllm):
-        rollout.update_weights(NOW[-1].engine.weights(), version)
+        rollout.update_weights(weights(), version)
     return NOW[-1].vllm.version
+
+
+def weights():
+    engine = NOW[-1].engine
+    return engine.adapter_weights() if NOW[-1].model.sends_adapters else engine.weights()
+
+
+def probes():
+    """What each sampler says of its weights."""
+    return NOW[-1].hf.probe(), NOW[-1].vllm.probe()
+
+
+def sleep():
+    """The samplers' versions after they slept."""
+    for rollout in (NOW[-1].hf, NOW[-1].vllm):
+        rollout.sleep()
+    return NOW[-1].hf.version, NOW[-1].vllm.version
+
+
+def other_adapters(name):
+    """Adapters of which one has another name."""
+    pairs = dict(NOW[-1].engine.adapter_weights())
+    chosen = {first.replace("layers.1.mlp.up_proj", name): tensor for first, tensor in pairs.items()}
+    NOW[-1].vllm.update_weights(chosen.items(), 7)
+
+
+def folders_of_adapters():
+    """The folders of adapters that this process has on disk."""
+    return [folder.name for folder in Path(tempfile.gettempdir()).glob(f"rlx-adapters-{os.getpid()}-*")]
 
 
 def share() -> int:
@@ -185,11 +216,11 @@ def named_among(parameters, arrived):
 
 
 def while_gathering_fails():
-    def weights():
+    def failing():
         raise RuntimeError("another process is gone")
         yield
 
-    NOW[-1].vllm.update_weights(weights(), 7)
+    NOW[-1].vllm.update_weights(failing(), 7)
 
 
 def build(folder, options):

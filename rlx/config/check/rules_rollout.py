@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.machine import processes
-from rlx.config.vllm_range import VLLM_RANGE, in_range
+from rlx.config.vllm_range import LORA_RANKS, VLLM_RANGE, in_range
 
 ROLLOUT = "actor_rollout_ref.rollout"
 NAME, PARALLEL, KWARGS = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm"
@@ -25,6 +25,7 @@ OWNERS = {
     "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
     "seed": "trainer.seed",
     **dict.fromkeys(("load_format", "skip_tokenizer_init", "generation_config", "logprobs_mode", "model_impl"), None),
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), "actor_rollout_ref.model.lora_rank"),
     **dict.fromkeys(("distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size"), None),
 }
 
@@ -82,6 +83,19 @@ def sequences_fit(s: CheckContext) -> Faults:
         yield s.fault(what, expected, remedy, KWARGS, got=got)
 
 
+def vllm_takes_the_adapters(s: CheckContext) -> Faults:
+    """vLLM knows LoRA and rsLoRA up to a rank, but not DoRA."""
+    model, key = s.config.actor_rollout_ref.model, "actor_rollout_ref.model"
+    if s.config.actor_rollout_ref.rollout.name != "vllm" or not model.sends_adapters:
+        return
+    remedy = f"set {key}.lora.merge=True to send merged weights"
+    if model.lora.use_dora:
+        yield s.fault("vLLM cannot run DoRA's adapters", "LoRA or rsLoRA", remedy, f"{key}.lora.use_dora", NAME)
+    if model.lora_rank > max(LORA_RANKS):
+        rank = f"{key}.lora_rank"
+        yield s.fault("vLLM has no adapters of this rank", f"at most {max(LORA_RANKS)}", remedy, rank, NAME)
+
+
 def rollout_warnings(s: CheckContext) -> Iterator[str]:
     """Warn of options that work but are probably a mistake."""
     rollout = s.config.actor_rollout_ref.rollout
@@ -97,4 +111,10 @@ def rollout_warnings(s: CheckContext) -> Iterator[str]:
         yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
 
 
-ROLLOUT_RULES = (sampler_is_there, parallel_groups_are_whole, options_have_one_owner, sequences_fit)
+ROLLOUT_RULES = (
+    sampler_is_there,
+    parallel_groups_are_whole,
+    options_have_one_owner,
+    sequences_fit,
+    vllm_takes_the_adapters,
+)

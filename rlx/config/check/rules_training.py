@@ -138,7 +138,8 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
     for role in trained_roles(s.config):
         lr, masters, lossy = (f"{role.key}.optim.{name}" for name in ("lr", "master_weights", "allow_lossy_updates"))
         rounds_stochastically = s.value(f"{role.key}.optim.optimizer") != "AdamW"
-        is_lossy = role.fsdp.model_dtype == "bf16" and not s.value(masters) and not rounds_stochastically
+        keeps_fp32 = s.value(masters) or role.model.lora_rank or rounds_stochastically
+        is_lossy = role.fsdp.model_dtype == "bf16" and not keeps_fp32
         if is_lossy and not s.value(lossy) and 0 < s.value(lr) < HALF_DISTANCE:
             what = f"bf16 weights lose most updates: one step moves {moving_share(s.value(lr)):.1%} of them, rounding hides the rest"
             remedy = f"set {masters}=True, or {role.fsdp_key}.model_dtype=fp32, or {lossy}=True to train anyway"
@@ -165,6 +166,12 @@ def torchao_can_do_it(s: CheckContext) -> Faults:
                 (strategy,),
             ),
             (
+                role.model.lora_rank > 0,
+                "no adapters, because they are fp32",
+                f"{role.model_key}.lora_rank=0",
+                (f"{role.model_key}.lora_rank",),
+            ),
+            (
                 role.fsdp.offload_policy or role.fsdp.device_state_bytes < math.inf,
                 "its state on the device",
                 f"{places[1]}=device and the other two to False",
@@ -181,6 +188,15 @@ def torchao_can_do_it(s: CheckContext) -> Faults:
             if is_wrong:
                 what = f"torchao's {name} cannot be used here"
                 yield s.fault(what, expected, f"set {remedy}, or {key}=AdamW", key, *keys)
+
+
+def adapters_have_a_rank(s: CheckContext) -> Faults:
+    """Adapters to start from are of the configured rank."""
+    for role in trained_roles(s.config):
+        path, rank = f"{role.model_key}.lora_adapter_path", f"{role.model_key}.lora_rank"
+        if role.model.lora_adapter_path is not None and role.model.lora_rank == 0:
+            remedy = f"set {rank} and the other keys of LoRA as in the folder's adapter_config.json, or {path}=null"
+            yield s.fault("there are adapters to start from, but no rank", f"{rank} of at least 1", remedy, path, rank)
 
 
 def betas_are_two(s: CheckContext) -> Faults:
@@ -248,6 +264,10 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
             rank = f"{role.model_key}.lora_rank"
             got, either = f"{rank}={role.model.lora_rank}, 1 process", f"{remedy}, or {rank}=0"
             yield s.fault("FSDP1 cannot train adapters in a single process", "FSDP2", either, rank, got=got)
+        elif fsdp.model_dtype == "bf16" and role.trained and role.model.lora_rank > 0:
+            rank, dtype = f"{role.model_key}.lora_rank", f"{key}.model_dtype"
+            got, either = f"fp32 adapters ({rank}={role.model.lora_rank}), {dtype}=bf16", f"{remedy}, or {dtype}=fp32"
+            yield s.fault("FSDP1 keeps a layer's parameters in one type", "FSDP2", either, dtype, rank, got=got)
         if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward):
             keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")
             expected = "groups of 2 or more processes that reshard after forward"
@@ -284,6 +304,7 @@ TRAINING_RULES = (
     validation_samples_at_a_temperature,
     updates_survive_rounding,
     torchao_can_do_it,
+    adapters_have_a_rank,
     betas_are_two,
     tiny_heads_fit,
     sharding_group_divides_processes,

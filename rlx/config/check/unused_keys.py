@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rlx.config.check.context import CheckContext
 from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD
-from rlx.config.schema.roles import TINY, has_critic, has_reference, has_reward_model, is_tiny
+from rlx.config.schema.roles import TINY, has_critic, has_reference, has_reference_model, has_reward_model, is_tiny
 from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
 
@@ -29,6 +29,7 @@ OF_FUNCTIONS = (
 )
 FSDP = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp", f"{JUDGE}.model.fsdp_config")
 CORRECTION = "algorithm.rollout_correction"
+_OF_BF16 = ("master_weights", "allow_lossy_updates")
 VLLM_ONLY = (
     *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
     *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm", "seed_requests"),
@@ -119,11 +120,12 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
             _row(unread.why, partial(_engine_reads_not, unread, offload), *_below(offload, *unread.options))
             for unread in UNREAD_OPTIONS
         ),
-        _without(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules"),
+        _without(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules", f"{model}.lora.*"),
+        _row("adapters are fp32", lambda s: s.value(f"{model}.lora_rank") > 0, *_below(optim, *_OF_BF16)),
         _without(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
         _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
         _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
-        _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, "master_weights", "allow_lossy_updates")),
+        _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, *_OF_BF16)),
     )
 
 
@@ -142,6 +144,12 @@ UNUSED_KEYS = (
     _without(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
     _without(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
     _row("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config), f"{REF}.*"),
+    _row(
+        f"{MODEL}.lora_rank is set: the reference is the actor with its adapters off",
+        lambda s: not has_reference_model(s.config),
+        *(f"{REF}.fsdp_config.*", f"{REF}.ulysses_sequence_parallel_size"),
+    ),
+    _row("the critic has no sampler", _always, "critic.model.lora.merge"),
     _row("clip_ratio_low and clip_ratio_high are both set", _both_clips_are_given, f"{ACTOR}.clip_ratio"),
     _row("sapo has no clip", _loss_without(*(set(LOSS_MODES) - {"sapo"})), f"{ACTOR}.clip_ratio*"),
     _row("only the vanilla loss has a dual clip", _loss_without("vanilla"), f"{ACTOR}.clip_ratio_c"),

@@ -8,6 +8,8 @@ The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a
   and the optimizer state unless it is on the host;
 - for the sampler: vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
 
+A vLLM that takes adapters alone keeps its base in host memory while it sleeps.
+
 A micro-batch counts as full of sequences of full length (`data.max_prompt_length` + `data.max_response_length`). The host
 holds at most the states named above and the offloaded activations, not all at once. Without an accelerator all memory is the
 host's.
@@ -36,8 +38,8 @@ from rlx.config.forecast.role_memory import (
     sampler_memory,
 )
 from rlx.config.machine import Machine, on_accelerator, processes
-from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.config.schema.roles import log_prob_size, trained_roles
+from rlx.config.schema import ModelConfig, PPOConfig, RefConfig, RolloutConfig
+from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_size, trained_roles
 from rlx.config.schema.tree import value_at, with_value
 from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
 from rlx.offload.plan.memory import StateBytes, step_bytes
@@ -60,7 +62,7 @@ OF_ROLE = {
     "update_actor": "actor",
     "sync": "actor",
 }
-"""The phases in the order of a step, each with the role whose model it needs."""
+"""The phases in the order of a step, each with the role whose model it needs; with adapters `ref` needs the actor's."""
 
 
 class Phase(NamedTuple):
@@ -189,7 +191,11 @@ class MemoryForecast:
     @property
     def names(self) -> list[str]:
         """The phases of the run whose models are known."""
-        return [name for name, role in OF_ROLE.items() if role in self._memories]
+        found = [name for name in OF_ROLE if self._role_of(name) in self._memories]
+        return found if has_reference(self.config) else [name for name in found if name != "ref"]
+
+    def _role_of(self, phase: str) -> str:
+        return "actor" if phase == "ref" and not has_reference_model(self.config) else OF_ROLE[phase]
 
     def phases(self, is_least: bool = False) -> list[Phase]:
         """Return all phases, for sequences of the configured length; `is_least` as for `phase`."""
@@ -203,7 +209,7 @@ class MemoryForecast:
         """
         if (decided := self.decided(length, is_least)) is not self:
             return decided.phase(name, length, is_least)
-        own, longest = self._memories[OF_ROLE[name]], self.length if length is None else length
+        own, longest = self._memories[self._role_of(name)], self.length if length is None else length
         if name == "rollout":
             return self._rollout(longest, is_least)
         if name == "sync":
@@ -253,7 +259,8 @@ class MemoryForecast:
 
     def _forward(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
         policy, prompts = self.config.actor_rollout_ref, self.config.data.train_batch_size
-        micro = log_prob_size(policy.rollout, policy.actor) if name == "old_log_prob" else own.role.micro
+        of_phase: dict[str, RolloutConfig | RefConfig] = {"old_log_prob": policy.rollout, "ref": policy.ref}
+        micro = log_prob_size(of_phase[name], policy.actor) if name in of_phase else own.role.micro
         tokens, logits = load(own, self.config, micro, prompts, length, is_least)
         states, others = own.on_device(own.forward), self._idle(own) + self._sampler.at_rest
         held = states._replace(optimizer=own.staying_state)
@@ -328,7 +335,7 @@ class MemoryForecast:
     def _on_host(self, own: RoleMemory | None = None) -> float:
         """Return the bytes on the host while one role works, activations aside; by default while none does."""
         idle = sum(each.host_at_rest for each in self._memories.values() if each is not own)
-        return idle + (0.0 if own is None else own.host_at_work)
+        return idle + (0.0 if own is None else own.host_at_work + self._sampler.host_at_rest)
 
 
 def _mode(model: ModelConfig) -> str:

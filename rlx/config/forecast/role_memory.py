@@ -7,7 +7,7 @@ from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
 from rlx.config.schema.roles import MicroSize, ModelRole, sharded_roles
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.memory import STEP_BYTES, StateBytes, state_bytes
+from rlx.offload.plan.memory import ADAPTER_BYTES, STEP_BYTES, StateBytes, state_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 PIECE_BYTES = 1 << 30  # of rlx.engine.optimizer_state
@@ -96,6 +96,8 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
     reduced = BYTES[fsdp.mixed_precision.reduce_dtype]
     rows = role.mini_batch_prompts * config.actor_rollout_ref.rollout.n * role.together // processes(config)
     takes_one = role.micro.rows is not None and role.micro.rows >= rows  # nothing is summed over micro-batches
+    rank = role.model.lora_rank if role.trained else 0
+    of_trained = max(stored, ADAPTER_BYTES) if rank else stored
 
     def states(is_trained: bool) -> StateBytes:
         return state_bytes(
@@ -104,10 +106,10 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
             stored,
             element,
             is_trained=is_trained,
-            adapter_rank=role.model.lora_rank if role.trained else 0,
+            adapter_rank=rank,
             summed_in=reduced,
             is_resharded=fsdp.reshard_after_forward,
-            gradient_bytes=stored if takes_one else max(stored, reduced),
+            gradient_bytes=of_trained if takes_one else max(of_trained, reduced),
             optimizer_bytes=role.optimizer_bytes,
         )
 
@@ -122,6 +124,7 @@ class SamplerMemory(NamedTuple):
     weights: float
     token_cache: float  # keys and values of one token
     at_rest: float  # while another role works
+    host_at_rest: float = 0.0  # on the host meanwhile, although it works on a device
 
 
 def sampler_memory(
@@ -133,7 +136,9 @@ def sampler_memory(
         ranks = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
         element = (2 if on_device else 4) if rollout.dtype == "auto" else BYTES[rollout.dtype]
         decoder = actor.decoder
-        weights = decoder.parameters * element / ranks
+        model = config.actor_rollout_ref.model
+        adapters = decoder.adapters(model.lora_rank) if model.sends_adapters else 0
+        weights = (decoder.parameters + adapters) * element / ranks
         heads = max(1.0, decoder.kv_heads / ranks)
         token_cache = 2 * len(decoder.windows) * heads * decoder.head_width * element
     if rollout.name == "hf":
@@ -141,7 +146,11 @@ def sampler_memory(
     if not on_device:
         return SamplerMemory(weights, token_cache, at_rest=weights + CPU_CACHE_BYTES)
     share = rollout.gpu_memory_utilization * (memory_bytes or 0.0)
-    return SamplerMemory(weights, token_cache, at_rest=0.0 if rollout.free_cache_engine else share)
+    if not rollout.free_cache_engine:
+        return SamplerMemory(weights, token_cache, at_rest=share)
+    # A sampler that takes adapters alone keeps its base, in host memory.
+    keeps_base = config.actor_rollout_ref.model.sends_adapters
+    return SamplerMemory(weights, token_cache, at_rest=0.0, host_at_rest=weights if keeps_base else 0.0)
 
 
 class Load(NamedTuple):

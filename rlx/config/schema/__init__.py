@@ -24,7 +24,14 @@ from rlx.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from rlx.config.schema.data import ARITHMETIC, TRUNCATIONS, ArithmeticConfig, CustomClassConfig, DataConfig
-from rlx.config.schema.model import LARGEST_SEED, TOKENIZER_FILES, ActivationOffloadConfig, ModelConfig, TinyModelConfig
+from rlx.config.schema.model import (
+    LARGEST_SEED,
+    TOKENIZER_FILES,
+    ActivationOffloadConfig,
+    LoraConfig,
+    ModelConfig,
+    TinyModelConfig,
+)
 from rlx.config.schema.ppo import PPOConfig
 from rlx.config.schema.reward import (
     FORMS,

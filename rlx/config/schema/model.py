@@ -79,6 +79,17 @@ SHARED_PREFIX_GAIN = 0.03
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Kinds of adapters, and how they reach the sampler."""
+
+    merge: bool = key(
+        False, "Send the sampler merged weights at each sync; else it keeps the base and takes the adapters alone."
+    )
+    use_dora: bool = key(False, "DoRA: learn the length of each row of the weights apart from its direction.")
+    use_rslora: bool = key(False, "rsLoRA: scale by alpha / sqrt(rank) instead of alpha / rank.")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     path: str | None = key(None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.")
     trust_remote_code: bool = key(False, "Run code from the model folder.")
@@ -107,7 +118,14 @@ class ModelConfig:
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
     target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")
+    lora_adapter_path: str | None = key(None, "Folder of adapters in peft's format to start from; null: fresh ones.")
+    lora: LoraConfig = group(LoraConfig, "Kinds of adapters, and how they reach the sampler.")
     tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.")
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether the sampler keeps the base and takes adapters alone."""
+        return self.lora_rank > 0 and not self.lora.merge
 
     @property
     def least_gain(self) -> float:

@@ -56,6 +56,11 @@ def has_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
+def has_reference_model(config: PPOConfig) -> bool:
+    """Whether the reference policy is a model of its own; with adapters it is the actor without them."""
+    return has_reference(config) and config.actor_rollout_ref.model.lora_rank == 0
+
+
 def has_reward_model(config: PPOConfig) -> bool:
     """Whether a model scores responses."""
     return config.reward_model.enable
@@ -101,7 +106,9 @@ def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
     return update_size(actor) if rows is None else MicroSize(rows, None)
 
 
-def _optimizer_bytes(optim: OptimConfig, fsdp: FSDPConfig) -> float | None:
+def _optimizer_bytes(optim: OptimConfig, fsdp: FSDPConfig, model: ModelConfig) -> float | None:
+    if model.lora_rank:
+        return None  # adapters are fp32
     if optim.optimizer == "AdamW8bit":
         return 2 * (1 + 4 / 256)  # a scale in fp32 for each 256 numbers
     has_masters = optim.optimizer == "AdamW" and optim.master_weights and fsdp.model_dtype == "bf16"
@@ -123,7 +130,7 @@ def actor_role(config: PPOConfig) -> ModelRole:
         micro=update_size(actor),
         trained=True,
         together=actor.ulysses_sequence_parallel_size,
-        optimizer_bytes=_optimizer_bytes(actor.optim, actor.fsdp_config),
+        optimizer_bytes=_optimizer_bytes(actor.optim, actor.fsdp_config, policy.model),
     )
 
 
@@ -143,7 +150,7 @@ def critic_role(config: PPOConfig) -> ModelRole:
         micro=update_size(critic),
         trained=True,
         together=critic.ulysses_sequence_parallel_size or 1,
-        optimizer_bytes=_optimizer_bytes(critic.optim, critic.fsdp),
+        optimizer_bytes=_optimizer_bytes(critic.optim, critic.fsdp, critic.model),
     )
 
 
@@ -200,6 +207,6 @@ def trained_roles(config: PPOConfig) -> list[ModelRole]:
 
 def sharded_roles(config: PPOConfig) -> list[ModelRole]:
     """Return all roles under FSDP."""
-    reference = [reference_role(config)] if has_reference(config) else []
+    reference = [reference_role(config)] if has_reference_model(config) else []
     judge = [reward_role(config)] if has_reward_model(config) else []
     return [*trained_roles(config), *reference, *judge]

@@ -32,6 +32,7 @@ from rlx.offload.plan.decoder import Decoder
 TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many of a tile's widest intermediate results are at least as large as the whole input
 HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.head_log_probs
+ADAPTER_BYTES = 4  # of a parameter of adapters on weights that are not wider
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: 3.5 pieces of 1 GiB on the device
 _TILE_STEP = 256
 
@@ -172,7 +173,7 @@ def state_bytes(
 ) -> StateBytes:
     """Return the memory of n weights of b bytes over N accelerators.
 
-    Weights and gradients take n b / N each, the optimizer twice that, unless other sizes are given.
+    Weights and gradients take n b / N each, the optimizer twice that, unless other sizes are given. Adapters are fp32 or wider.
 
     Args:
         decoder, gpus, weight_bytes: they determine n, N and b.
@@ -184,7 +185,7 @@ def state_bytes(
         gradient_bytes, optimizer_bytes: size of a weight's gradient, and of its optimizer states together; None: b and 2 b.
     """
     adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
-    shard = weight_bytes / gpus
+    of_trained = max(weight_bytes, ADAPTER_BYTES) if adapter_rank else weight_bytes
     trained = is_trained * (adapters if adapter_rank else decoder.parameters)
     largest = max(map(decoder.layer_parameters, range(layers)))
     of_adapters = adapters // layers
@@ -193,9 +194,10 @@ def state_bytes(
     is_gathered, summed_in = gpus > 1 or weight_bytes != element, summed_in or element
     gathered = is_gathered * element * (decoder.root_parameters + at_once * (largest + of_adapters))
     gathered += (is_gathered or summed_in != element) * summed_in * with_gradient
-    gradients = trained * (gradient_bytes or weight_bytes) / gpus
-    states = trained * (optimizer_bytes or 2 * weight_bytes) / gpus
-    return StateBytes((decoder.parameters + adapters) * shard, gradients, states, gathered)
+    weights = (decoder.parameters * weight_bytes + adapters * of_trained) / gpus
+    gradients = trained * (gradient_bytes or of_trained) / gpus
+    states = trained * (optimizer_bytes or 2 * of_trained) / gpus
+    return StateBytes(weights, gradients, states, gathered)
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:

@@ -58,7 +58,21 @@ CASES = [
         ["critic.optim.master_weights"],
     ),
     (f"{GAE} critic.optim.allow_lossy_updates=True", ["critic.optim.allow_lossy_updates"]),
-    (f"{MODEL}.lora_alpha=32", [f"{MODEL}.lora_alpha"]),
+    (f"{MODEL}.lora_alpha=32 {MODEL}.lora.merge=True", [f"{MODEL}.lora_alpha", f"{MODEL}.lora.merge"]),
+    (
+        f"{MODEL}.lora_rank=4 {ACTOR}.fsdp_config.model_dtype=bf16 {ACTOR}.optim.master_weights=False",
+        [f"{ACTOR}.optim.master_weights"],
+    ),
+    (
+        f"{GAE} critic.model.lora_rank=4 critic.fsdp.model_dtype=bf16 critic.optim.master_weights=False "
+        "critic.model.lora.merge=True",
+        ["critic.model.lora.merge", "critic.optim.master_weights"],
+    ),
+    (
+        f"{MODEL}.lora_rank=4 {ACTOR}.use_kl_loss=True {REF}.fsdp_config.model_dtype=bf16 "
+        f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+        [f"{REF}.fsdp_config.model_dtype"],
+    ),
     (f"{GAE} critic.model.target_modules=q_proj", ["critic.model.target_modules"]),
     (f"{ACTOR}.ppo_max_token_len_per_gpu=9", [f"{ACTOR}.ppo_max_token_len_per_gpu"]),
     (f"{GAE} critic.ppo_max_token_len_per_gpu=9", ["critic.ppo_max_token_len_per_gpu"]),

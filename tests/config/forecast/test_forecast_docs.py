@@ -31,12 +31,11 @@ RUNS = {
     "2 GPUs, offload on": ["trainer.n_gpus_per_node=2"],
     "2 GPUs, offload off": ["trainer.n_gpus_per_node=2", f"{MODEL}.enable_activation_offload=False"],
     "1 GPU, `offload_policy`": [f"{ACTOR}.fsdp_config.offload_policy=True"],
-    "1 GPU, LoRA of rank 8": [f"{MODEL}.lora_rank=8"],
 }
 
 
 def peak(*overrides: str) -> Phase:
-    machine = Machine(2, 16, frozenset({"peft"}), device_bytes=150 * 10**9, host_bytes=128 * 10**9)
+    machine = Machine(2, 16, frozenset(), device_bytes=150 * 10**9, host_bytes=128 * 10**9)
     phases = MemoryForecast.of(compose([*MEASURED, "trainer.n_gpus_per_node=1", *overrides]).config, machine).phases()
     return max(phases, key=lambda phase: phase.peak)
 

@@ -236,6 +236,25 @@ def test_adapters_alone_have_gradients_and_states(forecast):
     assert update.parts["gathered"] == GATHERED + 2 * adapters + 4 * adapters / 2
 
 
+def test_adapters_on_bf16_are_fp32_and_their_reference_is_the_actor(forecast):
+    adapters = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    found = forecast(f"{MODEL}.lora_rank=4", f"{ACTOR}.fsdp_config.model_dtype=bf16", KL)
+    update, ref = found.phase("update_actor"), found.phase("ref")
+    expected = [2 * N + 4 * adapters, 4 * adapters, 8 * adapters]
+    assert [update.parts[name] for name in ("weights", "gradients", "optimizer")] == expected
+    assert found.names == ["rollout", "old_log_prob", "ref", "update_actor", "sync"]
+    assert ref.parts["others"] == found.phase("old_log_prob").parts["others"], "no second model"
+    assert ref.peak == found.phase("old_log_prob").peak
+
+
+def test_a_sampler_that_takes_adapters_keeps_its_base_in_host_memory(forecast):
+    vllm = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=bf16", f"{MODEL}.lora_rank=4")
+    adapters = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)) * 2
+    found, merged = forecast(*vllm), forecast(*vllm, f"{MODEL}.lora.merge=True")
+    assert found.phase("update_actor").host == 2 * (N + adapters)
+    assert merged.phase("update_actor").host == found.phase("rollout").host == 0
+
+
 def test_a_critic_has_no_head(forecast):
     found = forecast("algorithm.adv_estimator=gae")
     assert found.names == ["rollout", "old_log_prob", "values", "update_critic", "update_actor", "sync"]

@@ -1,0 +1,86 @@
+"""vLLM that keeps its base and takes adapters, on two processes beside the trainer's engine."""
+
+import pytest
+import torch
+
+from rlx.algorithms.rollout_correction import mismatch_figures, mismatch_sums
+from rlx.config.schema import LoraConfig
+from rlx.rollout.protocol import Sampling
+
+RESPONSE = 12
+GREEDY = Sampling(RESPONSE, temperature=0.0)
+SAMPLED = Sampling(RESPONSE, temperature=0.7)
+LORA = {"lora_rank": 4, "lora": LoraConfig(use_rslora=True)}
+MERGED = {"lora_rank": 4, "lora": LoraConfig(use_rslora=True, merge=True)}
+
+
+@pytest.fixture(scope="module")
+def ranks(vllm_ranks, folders):
+    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", LORA, {"temperature": 0.7})
+    vllm_ranks("vllm", "sync", 0)
+    yield vllm_ranks
+    vllm_ranks("vllm", "stop")
+
+
+def as_hf(ranks):
+    """What vLLM samples greedily, after a comparison with the hf sampler."""
+    found = ranks("vllm", "generate", GREEDY)
+    for hf, vllm in zip(ranks("vllm", "generate", GREEDY, "hf"), found, strict=True):
+        assert [one.token_ids for one in vllm] == [one.token_ids for one in hf]
+    return found
+
+
+def test_new_adapters_reach_both_samplers_and_old_prefixes_are_forgotten(ranks):
+    before, probes = as_hf(ranks), ranks("vllm", "probes")
+    assert all(
+        len(probe) and torch.equal(probe, again)
+        for pair, other in zip(probes, ranks("vllm", "probes"), strict=True)
+        for probe, again in zip(pair, other, strict=True)
+    )
+    for version in (1, 2):
+        assert all(metrics["grad_norm"] > 0 for metrics in ranks("vllm", "learn"))
+        assert ranks("vllm", "generate", GREEDY) == before, "the sampler keeps its adapters"
+        assert ranks("vllm", "sync", version) == [version, version]
+        after = as_hf(ranks)
+        assert all(new != old for new, old in zip(after, before, strict=True)), "also where the prompt was in the cache"
+        for said, own in ranks("vllm", "log_probs", SAMPLED):
+            torch.testing.assert_close(said, own, atol=1e-4, rtol=0)
+        before = after
+    for old, new in zip(probes, ranks("vllm", "probes"), strict=True):
+        assert not any(torch.equal(one, other) for one, other in zip(old, new, strict=True))
+    assert [len(names) for names in ranks("vllm", "folders_of_adapters")] == [1, 1]
+
+
+def test_a_sampler_that_sleeps_keeps_base_and_adapters(ranks):
+    before = as_hf(ranks)
+    versions = ranks("vllm", "sleep")
+    assert all(None not in pair for pair in versions)
+    assert as_hf(ranks) == before
+
+
+def test_adapters_that_vllm_would_not_use_are_refused(ranks):
+    before = ranks("vllm", "generate", GREEDY)
+    for kind, text in ranks("vllm", "refusal", "other_adapters", "layers.9.mlp.up_proj"):
+        assert kind == "ValueError" and "vLLM uses 13 of 14 adapters" in text and "lora.merge=True" in text
+    for kind, text in ranks("vllm", "refusal", "other_adapters", "layers.1.mlp.other"):
+        assert kind == "ValueError" and "cannot take these adapters" in text and "lora.merge=True" in text
+    assert all("no complete set of weights" in text for _, text in ranks("vllm", "refusal", "generate", GREEDY))
+    ranks("vllm", "sync", 3)
+    assert ranks("vllm", "generate", GREEDY) == before
+
+
+@pytest.mark.slow
+def test_the_mismatch_in_bf16_is_small_with_adapters_and_with_merged_weights(vllm_ranks, folders):
+    for model in (LORA, MERGED):
+        vllm_ranks("vllm", "start", folders["tied"], "fsdp2", model, {"temperature": 0.7, "dtype": "bf16"})
+        vllm_ranks("vllm", "sync", 0)
+        for version in (1, 2, 3):
+            vllm_ranks("vllm", "learn")
+            vllm_ranks("vllm", "sync", version)
+        pairs = vllm_ranks("vllm", "log_probs", SAMPLED)
+        vllm_ranks("vllm", "stop")
+        said, own = (torch.cat(each)[None] for each in zip(*pairs, strict=True))
+        sums, largest = mismatch_sums(own, said, torch.ones_like(said, dtype=torch.bool))
+        figures = mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item())
+        print("merged" if model is MERGED else "adapters", figures)
+        assert (said - own).abs().mean() < 0.02
