@@ -53,6 +53,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else AdamW
     optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
     optimizer.register_load_state_dict_pre_hook(_keep_kernel)
+    if kind is AdamW:
+        optimizer.register_step_pre_hook(lambda stepped, *_: _narrow_gradients(stepped))
     return optimizer
 
 
@@ -69,6 +71,13 @@ def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
     if isinstance(optimizer, MasterAdamW):
         return 12 * elements
     return elements * 2 * (1 if type(optimizer).__name__ == "AdamW8bit" else parameter.itemsize)
+
+
+def _narrow_gradients(optimizer: Optimizer) -> None:
+    """Round gradients that were summed in a wider type to the type of their parameters, which torch's AdamW needs."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            parameter.grad = parameter.grad.to(parameter.dtype)
 
 
 def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
