@@ -240,11 +240,12 @@ def _attention(
             f"{type(module).__name__} {', '.join(refused)}, which packed attention does not support; set "
             "model.use_remove_padding=False"
         )
+    # Contiguous results, as transformers' own kernels give them: some models look at them as (B, T, H * D).
     if cu_seq_lens_q is None:
-        return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2), None
+        return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2).contiguous(), None
     assert sequence_tree is not None
     options = (cu_seq_lens_q, sequence_tree, scaling, sliding_window, dropout)
     if sequence_group is None:
-        return packed_attention(query, key, value, *options), None
+        return packed_attention(query, key, value, *options).contiguous(), None
     query, key, value = (heads_for_tokens(x, sequence_group) for x in (query, key, value))
-    return tokens_for_heads(packed_attention(query, key, value, *options), sequence_group), None
+    return tokens_for_heads(packed_attention(query, key, value, *options), sequence_group).contiguous(), None

@@ -50,7 +50,8 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     # The base class of all heads of the architecture: names of weights, attention kernels, the classes that FSDP shards.
     parent = next(ancestor for ancestor in base.__mro__[1:] if issubclass(ancestor, PreTrainedModel))
     name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
-    own = {"config_class": kind, "base_model_prefix": _backbone(config, base)}
+    # From another module transformers would not set buffers of layers that the base model sets, such as Falcon-H1's mup_vector.
+    own = {"config_class": kind, "base_model_prefix": _backbone(config, base), "__module__": base.__module__}
     made = type(name, (GenericForTokenClassification, parent), own)
     # exist_ok: without it transformers silently ignores a class for one of its own architectures.
     AutoModelForTokenClassification.register(kind, made, exist_ok=True)

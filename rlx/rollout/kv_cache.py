@@ -7,16 +7,22 @@ small model.
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
-def growing_cache(config: PreTrainedConfig, extra_tokens: int) -> DynamicCache:
+def growing_cache(config: PreTrainedConfig, extra_tokens: int, has_window: bool = True) -> DynamicCache:
     """Return a DynamicCache for `config` whose plain layers have room for `extra_tokens` after the first call.
 
     Layers of other kinds (sliding window, linear attention) stay transformers' own.
+
+    Args:
+        config: of the model.
+        extra_tokens: see above.
+        has_window: whether the model applies its sliding window; if not, layers with one are plain.
     """
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer(extra_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    plain = (DynamicLayer,) if has_window else (DynamicLayer, DynamicSlidingWindowLayer)
+    cache.layers = [GrowingLayer(extra_tokens) if type(layer) in plain else layer for layer in cache.layers]
     return cache
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformers as hf
 from torch.overrides import TorchFunctionMode
 
+from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
 from rlx.engine.forward import Distribution, Forward
@@ -279,10 +280,20 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
     assert "rows are padded because" in message and reason in message
 
 
+@pytest.mark.usefixtures("one_process")
+def test_positions_of_little_influence_are_noticed():
+    model = OTHER_MODELS["roberta"][0]()
+    model.roberta.embeddings.position_embeddings.weight.data.mul_(1e-6)
+    forward = Forward(model, model, torch.device("cpu"), "sdpa")
+    assert not forward.packs and forward.why_padded == "its positions do not begin at 0"
+
+
 LOOKS_AHEAD = {
     "bert": lambda: hf.BertLMHeadModel(_bert(hf.BertConfig, is_decoder=False)),
     "gemma3": OTHER_MODELS["bidirectional"][0],
     "value": lambda: hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_attention_heads=4, num_labels=1)),
+    # Its outputs depend on the number of later tokens.
+    "prophetnet": lambda: tiny_model(config_of("prophetnet"), torch.float32),
 }
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rlx.models.packed_attention import LONG_TOKENS, packed_attention
+from rlx.models.packed_attention import _attention as transformers_attention
 from rlx.models.prefix_tree import Tree
 
 STARTS = [0, 1, 9, 14]
@@ -38,6 +39,19 @@ def test_like_the_definition_with_gradients(window, value_width):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     grads = [torch.autograd.grad((x * expected.detach()).sum(), inputs) for x in (got, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("starts", [[0, 9], STARTS, None])
+def test_models_get_contiguous_results(starts, window):
+    """AFMoE, for example, looks at them as (B, T, H * D)."""
+    inputs = tensors(starts=starts or [0, 9])
+    packed = {}
+    if starts:
+        lengths = [stop - start for start, stop in pairwise(starts)]
+        packed = {"cu_seq_lens_q": torch.tensor(starts, dtype=torch.int32), "sequence_tree": Tree(lengths)}
+    output, _ = transformers_attention(torch.nn.Module(), *inputs, None, sliding_window=window, **packed)
+    assert output.is_contiguous() and output.shape[1] == inputs[0].shape[2]
 
 
 class Seen(TorchFunctionMode):

@@ -17,6 +17,7 @@ CONFIGS = {
     "GraniteConfig": LLAMA_LIKE,
     "Cohere2Config": {**LLAMA_LIKE, "bos_token_id": 2},
     "Gemma3TextConfig": {**LLAMA_LIKE, "head_dim": 16},
+    "FalconH1Config": {**LLAMA_LIKE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
     "OPTConfig": {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 IDS = torch.arange(3, 15).reshape(2, 6)
@@ -35,6 +36,7 @@ def folder(request, tmp_path_factory):
 def test_values_are_a_linear_map_of_the_base_models_hidden_states(folder):
     model = load_model(ModelConfig(path=folder), "value", torch.float32)
     base = AutoModelForCausalLM.from_pretrained(folder).base_model
+    assert all(torch.equal(x, model.base_model.get_buffer(name)) for name, x in base.named_buffers())
     hidden = base(input_ids=IDS).last_hidden_state
     values = model.train()(input_ids=IDS).logits  # in training: without dropout
     assert values.shape == (2, 6, 1) and 0 < values.abs().max() < 0.1

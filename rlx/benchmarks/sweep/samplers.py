@@ -10,6 +10,7 @@ from rlx.benchmarks.sweep.reference import P, R, logits_of
 from rlx.benchmarks.sweep.trainer import MICRO, Made, engine, refusals
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
 from rlx.models.loading import load_config
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
@@ -23,10 +24,11 @@ TEMPERATURES = (0.0, 1.0)
 
 def hf_error(made: Made) -> tuple[float, str]:
     """Return the error of `rollout.name=hf`, in fp32."""
+    trained = engine(made)
     model = ModelConfig(path=str(made.folder), attn_implementation=made.attention)
     with refusals():
         sampler = HFRollout(load_config(model), dtype=torch.float32, attn_implementation=model.attn_implementation)
-    return sampler_error(made, sampler)
+    return sampler_error(made, trained, sampler)
 
 
 def vllm_error(made: Made) -> tuple[float, str]:
@@ -36,14 +38,14 @@ def vllm_error(made: Made) -> tuple[float, str]:
 
     small = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
     rollout = RolloutConfig(name="vllm", engine_kwargs=small)
+    trained = engine(made)
     with refusals():
         sampler = VLLMRollout(rollout, ModelConfig(path=str(made.folder)), CPU, P + R, 0)
-    return sampler_error(made, sampler)
+    return sampler_error(made, trained, sampler)
 
 
-def sampler_error(made: Made, sampler: Rollout) -> tuple[float, str]:
+def sampler_error(made: Made, trained: Engine, sampler: Rollout) -> tuple[float, str]:
     """Return the largest difference of a sampler's log-probs to the trainer's, and of the tokens' to the most likely ones."""
-    trained = engine(made)
     weights = ((name, x.float()) for name, x in trained.weights())
     sampler.update_weights(weights, version=1)
     errors, note = [0.0], ""

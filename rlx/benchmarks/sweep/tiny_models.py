@@ -82,6 +82,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "deepseek_v3": {"n_group": 2, "topk_group": 1},
+    "diffllama": {"attention_dropout": 0.0},
     "dots1": {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_routed_experts": 4, "first_k_dense_replace": 1}
     | _WINDOWS,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -204,12 +205,16 @@ def tiny_model(config: "PreTrainedConfig", dtype: torch.dtype, seed: int = 0) ->
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         for parameter in model.parameters():
+            if not parameter.is_floating_point() or (parameter.dim() > 1 and not parameter.requires_grad):
+                continue  # a constant of the architecture, such as RoFormer's table of angles
             if parameter.dim() > 1:
                 parameter.data.normal_(std=SCALE / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.data.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # others are constants of the architecture, such as decays
+            if (
+                name.endswith("bias") and buffer.is_floating_point()
+            ):  # others are constants of the architecture, such as decays
                 buffer.add_(0.1 * torch.randn_like(buffer))
     return model
 
