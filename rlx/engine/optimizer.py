@@ -77,6 +77,7 @@ def _narrow_gradients(optimizer: Optimizer) -> None:
     """Round gradients that were summed in a wider type to the type of their parameters, which torch's AdamW needs."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            parameter.grad_dtype = None  # any type
             parameter.grad = parameter.grad.to(parameter.dtype)
 
 
