@@ -75,7 +75,7 @@ def _check_and_run(composed: Composed, only_check: bool) -> int:
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
             print(wrapped(short_text(MemoryForecast.of(composed.config, machine))), flush=True)
-        return _run(composed)
+        return _run(composed, MemoryForecast.of(composed.config, machine).decided().config)
 
 
 def with_nodes(composed: Composed, machine: Machine) -> Composed:
@@ -94,13 +94,13 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
     return replace(composed, partial=partial)
 
 
-def _run(composed: Composed) -> int:
-    tell(max_restarts=composed.config.trainer.max_restarts)
+def _run(composed: Composed, config: PPOConfig) -> int:
+    tell(max_restarts=config.trainer.max_restarts)
     try:
         # It imports torch and Ray, which takes seconds that --check and a faulty configuration need not wait for.
         from rlx.trainer.run import run
 
-        run(composed.config, composed.yaml)
+        run(config, composed.yaml)
     except ExplainedError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

@@ -1,6 +1,9 @@
 """Measure how fast parameters are offloaded and fetched, next to plain copies, and the cost of a step with offloaded state.
 
 python -m rlx.benchmarks.optimizer_offload --gb 8 --json hand_over.json
+python -m rlx.benchmarks.optimizer_offload --gb 1 --shape qwen2-7b
+
+With `--shape` the step is AdamW with fp32 masters over all weights of that shape in bf16, else AdamW over `--gb` of bf16 state.
 """
 
 import statistics
@@ -10,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from rlx.benchmarks.common import GB, benchmark_parser, cell, chosen_device, seconds_of, title, write_json
+from rlx.config.schema import OptimConfig
+from rlx.engine.optimizer import build_optimizer, state_bytes, step_in_parts
 from rlx.engine.optimizer_state import PIECE_BYTES, OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.offload import HostArena
 from rlx.offload.benchmark.device import clock, peak_bytes, reset_peak, used_bytes
+from rlx.offload.plan.shapes import SHAPES
 
 LARGE_BYTES, SMALL_BYTES = 64 << 20, 8 << 10  # a weight and a norm
 
@@ -67,21 +72,34 @@ def measure(nbytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: int) -> dict[str, Any]:
+def weights_of(shape: str) -> list[torch.Size]:
+    """Return the shapes of all weights of a model shape."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]))
+    return [parameter.shape for parameter in model.parameters()]
+
+
+def measure_steps(
+    nbytes: int, rounds: int, device: torch.device, piece_bytes: int, shape: str | None = None
+) -> dict[str, Any]:
     """Measure AdamW's step with `nbytes` of bf16 state on the device, fetched as a whole, and fetched in pieces.
 
-    Parameters and gradients take as much again. Return state_bytes, and by row the seconds, the rate of fetching and offloading
-    the state together (gb_per_s, None if it stays on the device), and the largest device memory beyond parameters and gradients
-    (peak_bytes, None on CPU).
+    With `shape` AdamW has fp32 masters of the weights of that shape, and its state is not fetched as a whole. Gradients are in
+    bf16. Return state_bytes, and by row the seconds, the rate of fetching and offloading the state together (gb_per_s, None if it
+    stays on the device), and the largest device memory beyond parameters and gradients (peak_bytes, None on CPU).
     """
     elements = max(1, min(LARGE_BYTES, nbytes // 16) // 2)
+    sizes = [torch.Size([elements])] * max(1, nbytes // (4 * elements))  # two moments of 2 bytes
     parameters = [
-        torch.nn.Parameter(torch.zeros(elements, dtype=torch.bfloat16, device=device))
-        for _ in range(max(1, nbytes // (4 * elements)))  # two moments of 2 bytes
+        torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16, device=device))
+        for size in (sizes if shape is None else weights_of(shape))
     ]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer, arena = AdamW(parameters, lr=1e-3), HostArena(pinned=device.type != "cpu")
+    optimizer = build_optimizer(parameters, OptimConfig(lr=1e-3, master_weights=shape is not None))
+    arena = HostArena(pinned=device.type != "cpu")
     used = used_bytes(device)
     in_pieces = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes)
     whole = OptimizerStateOnHost(optimizer, arena, "benchmark", device, piece_bytes=1 << 62)
@@ -91,8 +109,13 @@ def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: i
         optimizer.step()
         whole.to_host()
 
-    ways = {"state on the device": optimizer.step, "state whole": step_whole, "state in pieces": in_pieces.step}
-    state_bytes = sum(2 * parameter.nbytes for parameter in parameters)
+    def step_on_device() -> None:
+        step_in_parts(optimizer)
+
+    ways = {"state on the device": step_on_device, "state whole": step_whole, "state in pieces": in_pieces.step}
+    if shape is not None:
+        del ways["state whole"]
+    moved_bytes = sum(state_bytes(optimizer, parameter) for parameter in parameters)
     rows: dict[str, dict[str, float | None]] = {}
     for name, step in ways.items():
         step()
@@ -100,10 +123,10 @@ def measure_steps(nbytes: int, rounds: int, device: torch.device, piece_bytes: i
         reset_peak(device)
         seconds = statistics.median(seconds_of(step, device) for _ in range(rounds))
         peak = None if device.type == "cpu" else peak_bytes(device) - used
-        rate = None if name == "state on the device" else 2 * state_bytes / seconds / GB
+        rate = None if name == "state on the device" else 2 * moved_bytes / seconds / GB
         rows[name] = {"seconds": seconds, "gb_per_s": rate, "peak_bytes": peak}
         whole.to_device()
-    return {"state_bytes": state_bytes, "rows": rows}
+    return {"state_bytes": moved_bytes, "rows": rows}
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -116,6 +139,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gb", type=float, default=4.0, help="amount to move [10^9 bytes]")
     parser.add_argument(
         "--piece-gb", type=float, default=PIECE_BYTES / GB, help="state to fetch at a time [10^9 bytes]"
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="step the weights of this shape, with masters (default: --gb of state)"
     )
     given = parser.parse_args(arguments)
     if given.gb <= 0 or given.rounds < 1 or given.piece_gb <= 0:
@@ -130,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     if figures["freed_bytes"] is not None:
         print(f"device memory freed while offloaded: {figures['freed_bytes'] / GB:.2f} GB")
     print(f"reserved in host memory: {figures['host_reserved_bytes'] / GB:.2f} GB")
-    steps = measure_steps(int(given.gb * GB), given.rounds, device, int(given.piece_gb * GB))
+    steps = measure_steps(int(given.gb * GB), given.rounds, device, int(given.piece_gb * GB), given.shape)
     print(f"\nAdamW's step, {steps['state_bytes'] / GB:.2f} GB of state; the rate is that of both ways together")
     print(f"{'':20}{'seconds':>10}{'GB/s':>8}{'peak GB':>10}")
     for row, values in steps["rows"].items():

@@ -1,10 +1,11 @@
 """Measure whole optimizer steps of an actor by length, to find the longest sequence, with memory by part.
 
-python -m rlx.benchmarks.optimizer_step --shape qwen2-7b --tokens 32768,131072,524288 --modes rlx,checkpointing
+python -m rlx.benchmarks.optimizer_step --tokens 32768,131072,393216 --optimizer-state 58
 
-Each step runs in a process of its own: forward, loss over all tokens but the first, backward, AdamW. Weights are bf16. `rlx` has
-fp32 masters and moments; with `--lossy` its AdamW has bf16 moments alone, as the other modes: less memory, but at RL's learning
-rates rounding hides most updates.
+Each step runs in a process of its own: forward, loss over all tokens but the first, backward, clipping, AdamW. Weights are bf16.
+`rlx` has fp32 masters and moments, of which `--optimizer-state` says where they are; with `--lossy` its AdamW has bf16 moments
+alone, as the other modes: less memory, but at RL's learning rates rounding hides most updates. `--micro-batches` of so many
+sequences each are summed before AdamW, in fp32 for `rlx`; the other modes have one.
 Seconds by phase are measured between events on the device: layers forward, the head both ways, layers backward, the work
 between backward and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with the rest. `hand-over` follows
 the step and is not in its seconds, because an engine returns memory once per update, after its last step. A peer returns none.
@@ -152,19 +153,19 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
             activation_offload=ActivationOffloadConfig(save=options.save),
             tiled_mlp="auto",
         ),
-        FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload),
+        FSDPConfig(model_dtype="bf16", optimizer_state=options.optimizer_state[0]),
         strategy="fsdp2",
         device=device,
         optim=OptimConfig(lr=1e-6, master_weights=not options.lossy),
     )
 
     def step(ids_T: Tensor) -> None:
-        response = len(ids_T) - 1
-        ones = torch.ones(1, response)
+        rows, response = options.micro_batches, len(ids_T) - 1
+        ones = torch.ones(rows, response)
         batch = Batch.of(
             {
-                "input_ids": ids_T[None],
-                "attention_mask": torch.ones(1, len(ids_T), dtype=torch.bool),
+                "input_ids": ids_T.expand(rows, -1),
+                "attention_mask": torch.ones(rows, len(ids_T), dtype=torch.bool),
                 "response_mask": ones.bool(),
                 "old_log_probs": -ones,
                 "advantages": ones,
@@ -294,8 +295,8 @@ def in_own_process(arguments: Sequence[str]) -> Figures:
     return {"error": "out of device memory" if out_of_memory else last[:200]}
 
 
-def main() -> int:
-    """Run the command and return the exit code."""
+def options_of() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.optimizer_step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
@@ -303,7 +304,13 @@ def main() -> int:
     parser.add_argument("--modes", default=f"{RLX},checkpointing", type=lambda text: text.split(","))
     parser.add_argument("--save", default="boundary", help="rlx: what is offloaded, as activation_offload.save")
     parser.add_argument("--lossy", action="store_true", help="rlx: bf16 moments, no fp32 masters")
-    parser.add_argument("--optimizer-offload", action="store_true", help="rlx: AdamW's state is offloaded")
+    parser.add_argument(
+        "--optimizer-state",
+        type=lambda text: [part if part in ("device", "host") else int(float(part) * GB) for part in text.split(",")],
+        default=["device"],
+        help="rlx: device, host, or the part of AdamW's state on the device [10^9 bytes]; one or several (default device)",
+    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="rlx: sequences of a step (default 1)")
     parser.add_argument("--steps", type=int, default=2, help="number of steps; the last is measured (default 2)")
     parser.add_argument(
         "--first-tokens",
@@ -317,7 +324,12 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:
         parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
-    device = chosen_device()
+    return options
+
+
+def main() -> int:
+    """Run the command and return the exit code."""
+    options, device = options_of(), chosen_device()
     if options.folder:
         print(json.dumps(measure(options.folder, options.modes[0], options.tokens[0], options, device)))
         return 0
@@ -334,12 +346,15 @@ def main() -> int:
         write_random_model(Path(folder), options.shape, device, **changed)
         passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
         passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
-        passed_on += ["--optimizer-offload"] * options.optimizer_offload + ["--lossy"] * options.lossy
-        for mode in options.modes:
+        passed_on += [f"--micro-batches={options.micro_batches}"] + ["--lossy"] * options.lossy
+        states = [state if isinstance(state, str) else f"{state / GB:g}" for state in options.optimizer_state]
+        for mode, where in [(m, s) for m in options.modes for s in (states if m == RLX else ["device"])]:
+            name = f"{mode}, {where}" if mode == RLX else mode
             for tokens in sorted(options.tokens):
-                figures = in_own_process([f"--modes={mode}", f"--tokens={tokens}", *passed_on])
-                results.append((mode, tokens, figures))
-                print(line(mode, tokens, figures), flush=True)
+                arguments = [f"--modes={mode}", f"--tokens={tokens}", f"--optimizer-state={where}", *passed_on]
+                figures = in_own_process(arguments)
+                results.append((name, tokens, figures))
+                print(line(name, tokens, figures), flush=True)
                 (options.out / "results.json").write_text(json.dumps(results, indent=1))
                 if "error" in figures:
                     break

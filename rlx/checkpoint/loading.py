@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,49 +14,64 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from rlx.checkpoint.manifest import CheckpointError
 
 MOST_NAMED = 3
+MASTER = ".master"  # ends the names of fp32 copies of weights
 
 
 def load(
-    state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, groups_may_lack: bool = False
+    state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, of_optimizer: bool = False
 ) -> set[str]:
     """Fill the tensors of a sharded state in place; all processes join. Any number of processes may have written the folder.
+
+    With `of_optimizer` names share all but the last part if they belong to one parameter. The folder may then lack parameters, and
+    have some that `state` lacks. It may lack masters, which stay as they are, and its numbers may be of a narrower type.
 
     Args:
         state: by name; DTensors, or plain tensors.
         folder: checked against its manifest before.
         trusted_pickle: the folder is DCP's own format of rlx's earlier checkpoints. Reading it runs code that it holds.
-        groups_may_lack: whether the folder may have none of the tensors whose names share all but the last part.
+        of_optimizer: the state is an optimizer's.
 
     Returns:
-        What the names of such tensors share; they are unchanged.
+        What the names of parameters share that the folder lacks; their tensors are unchanged.
 
     Raises:
         CheckpointError: names, shapes, types or numbers of elements differ, or the files cannot be read.
     """
     reader = _reader(folder, trusted_pickle)
     metadata = _metadata(reader, folder)
-    held = {_group(name) for name in metadata.state_dict_metadata}
-    lacking = {_group(name) for name in state} - held if groups_may_lack else set()
-    state = {name: tensor for name, tensor in state.items() if _group(name) not in lacking}
-    _require_same(state, metadata, folder)
+    entries, lacking, within = metadata.state_dict_metadata, set(), {_group(n) for n in metadata.state_dict_metadata}
+    narrow: dict[str, Tensor] = {}
+    if of_optimizer:
+        lacking = {_group(name) for name in state} - within
+        state = {
+            n: t for n, t in state.items() if _group(n) not in lacking and (n in entries or not n.endswith(MASTER))
+        }
+        within = {_group(name) for name in state}
+        narrow = {
+            n: torch.empty_like(t, dtype=kept) for n, t in state.items() if (kept := _narrower(entries.get(n), t))
+        }
+    read = {**state, **narrow}
+    _require_same(read, metadata, folder, within)
     try:
-        dcp.load(dict(state), storage_reader=reader)
+        dcp.load(read, storage_reader=reader)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({type(cause).__name__}: {cause})") from None
+    for name, tensor in narrow.items():
+        state[name].copy_(tensor)
     return lacking
 
 
 def load_all(folder: Path, trusted_pickle: bool = False) -> dict[str, Tensor]:
     """Return all tensors of a folder on the CPU; works in a single process without process group. Arguments: see `load`."""
     reader = _reader(folder, trusted_pickle)
-    entries = _metadata(reader, folder).state_dict_metadata
+    metadata = _metadata(reader, folder)
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    _require_same(state, _metadata(reader, folder), folder)
+    _require_same(state, metadata, folder, within={_group(name) for name in state})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
         dcp.load(state, storage_reader=reader, no_dist=True)
@@ -64,6 +80,13 @@ def load_all(folder: Path, trusted_pickle: bool = False) -> dict[str, Tensor]:
 
 def _group(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _narrower(entry: Any, tensor: Tensor) -> torch.dtype | None:
+    """Return the type of a stored tensor if it is another one whose numbers the given tensor can hold, else None."""
+    kept = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else tensor.dtype
+    fits = kept.is_floating_point and torch.promote_types(kept, tensor.dtype) == tensor.dtype
+    return kept if fits and kept != tensor.dtype else None
 
 
 def _reader(folder: Path, trusted_pickle: bool) -> dcp.StorageReader:
@@ -77,9 +100,17 @@ def _metadata(reader: dcp.StorageReader, folder: Path) -> Metadata:
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path) -> None:
-    """Compare before loading: DCP would fill tensors in part, convert types, and leave missing pieces as they are."""
-    entries = {n: e for n, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
+def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path, within: set[str]) -> None:
+    """Compare before loading: DCP would fill tensors in part, convert types, and leave missing pieces as they are.
+
+    Args:
+        within: groups of the folder's tensors that `state` must have.
+    """
+    entries = {
+        name: entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and _group(name) in within
+    }
     faults = [f"{name} is not in it" for name in sorted(set(state) - set(entries))]
     faults += [f"{name} is not in this model" for name in sorted(set(entries) - set(state))]
     for name in sorted(set(state) & set(entries)):

@@ -10,7 +10,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ def _flat(sharded: Sharded) -> Any:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Leave out numbers such as learning rates, which come from the configuration."""
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    """Leave out numbers such as learning rates, which come from the configuration; torchao's are tensors."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in tensors.items() if not name.startswith("param_groups.")}
 
 
 def write_beside(
@@ -133,11 +134,23 @@ def read_description(folder: Path, trusted: bool = False) -> Description:
         raise CheckpointError(f"{path}: is no description that rlx wrote ({error})") from None
 
 
-def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, trusted: bool = False) -> Description:
+def read(
+    folder: Path,
+    head: str,
+    sharded: Sharded,
+    optimizer: AdamW | None,
+    trusted: bool = False,
+    in_parts: Callable[[Callable[[], None]], None] = lambda make: make(),
+) -> Description:
     """Replace model and optimizer by those of a checkpoint; all processes join.
 
     Any number of processes and either kind of FSDP may have written it. If it lacks the optimizer's state or the position in the
     schedule, these start anew, with a warning. The digests of the tensors are not checked, see `require_undamaged`.
+
+    Args:
+        folder, head, sharded, optimizer: the checkpoint, and what continues from it.
+        trusted: allow a checkpoint of an earlier version, which can run code.
+        in_parts: calls its argument, once or for some of the optimizer's parameters at a time, to make their state.
 
     Returns:
         The description, with the counters from which to continue.
@@ -157,20 +170,31 @@ def read(folder: Path, head: str, sharded: Sharded, optimizer: AdamW | None, tru
     set_model_state_dict(sharded.root, model, options=sharded.state_options)
     if optimizer is not None:
         optimizer.state.clear()
-        if (folder / "optimizer").is_dir():
-            state = _optimizer_state(sharded, optimizer)
-            lacking = load(_tensors(state), folder / "optimizer", pickled, groups_may_lack=True)
-            set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
-            for name, parameter in sharded.root.named_parameters():
-                if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
-                    optimizer.state.pop(parameter, None)
-        elif description.steps:
+        saved = folder / "optimizer"
+        in_parts(lambda: _read_optimizer(saved, sharded, optimizer, pickled) if saved.is_dir() else None)
+        if not saved.is_dir() and description.steps:
             logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
             description = replace(description, steps=0)
         if "extra" not in description.contents and description.updates:
             logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
             description = replace(description, updates=0)
     return description
+
+
+def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: bool) -> None:
+    """Make the state of the parameters that the optimizer has now; all processes join."""
+    state = _optimizer_state(sharded, optimizer)
+    try:
+        lacking = load(_tensors(state), folder, pickled, of_optimizer=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "
+            "save without the optimizer to begin with new moments"
+        ) from None
+    set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
+    for name, parameter in sharded.root.named_parameters():
+        if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
+            optimizer.state.pop(parameter, None)
 
 
 def require_undamaged(folder: Path, trusted: bool = False) -> None:

@@ -121,11 +121,6 @@ class Engine:
             options = OffloadOptions(**vars(model.activation_offload))
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
         self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
-        self._oom_retry = None
-        if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
-            self._oom_retry = OomRetry(
-                self.offload, self.sharded, self.optimizer, device, keeps_state=not fsdp.optimizer_offload
-            )
         self.updates = self.steps = 0
         # The arena of offloaded activations, if there are any. It is pinned unless its owner disables that.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
@@ -133,8 +128,12 @@ class Engine:
         self._offloaded_parameters = TensorOffload(arena, f"{name}_parameters")
         self.saves = Saves(arena, name, device)
         self._state_on_host = None
-        if self.optimizer is not None and fsdp.optimizer_offload:
-            self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, f"{name}_optimizer_state", device)
+        if self.optimizer is not None and fsdp.device_state_bytes < math.inf:
+            account, stays = f"{name}_optimizer_state", fsdp.device_state_bytes
+            self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, account, device, device_bytes=stays)
+        self._oom_retry = None
+        if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
+            self._oom_retry = OomRetry(self.offload, self.sharded, self.optimizer, device, self._state_on_host)
         if head != "score":
             self._forward.require_causal()
             self._forward.find_experts(experts)
@@ -322,7 +321,7 @@ class Engine:
             in_background: return before the tensors are on the disk; the engine can be used meanwhile.
         """
         if not (in_place := self.saves_in_place(contents)):
-            self.to_device()
+            self.to_device(optimizer=not self.sharded.state_dict_shares_storages)
         description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
@@ -347,16 +346,18 @@ class Engine:
             trusted: allow a checkpoint of an earlier version, which can run code.
         """
         self.saves.finish()
-        self.to_device()
+        in_parts = self._state_on_host is not None and self.sharded.state_dict_shares_storages
+        self.to_device(optimizer=not in_parts)
         self._release_streamed()
-        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted)
+        replace = self._state_on_host.replace if in_parts and self._state_on_host else lambda make: make()
+        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted, replace)
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
 
     # Memory -------------------------------------------------------------------------------------------------------
 
     def to_host(self, parameters: bool = True) -> None:
-        """Offload the tensors that fsdp.param_offload and fsdp.optimizer_offload name to the arena of activations.
+        """Offload the tensors that fsdp.param_offload and fsdp.optimizer_state name to the arena of activations.
 
         Free device memory goes back to the system, so that a sampler with its own allocator can take it.
 

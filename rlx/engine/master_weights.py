@@ -45,10 +45,7 @@ class MasterAdamW(AdamW):
             trained = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p, group["fused"]) for p in trained]
             masters, moments, squares = ([local(s[k]) for s in states] for k in (MASTER, "exp_avg", "exp_avg_sq"))
-            gradients = [local(p.grad).float() for p in trained]
-            if self.gradient_scale != 1.0:
-                # `float` returns an fp32 gradient itself, which must not change.
-                gradients = [gradient * self.gradient_scale for gradient in gradients]
+            gradients = [self._widened(local(p.grad)) for p in trained]
             adamw(
                 masters,
                 gradients,
@@ -67,6 +64,12 @@ class MasterAdamW(AdamW):
             )
             for parameter, master in zip(trained, masters, strict=True):
                 local(parameter).copy_(master)
+
+    def _widened(self, gradient: Tensor) -> Tensor:
+        wide = gradient.float()
+        if self.gradient_scale == 1.0:
+            return wide
+        return wide * self.gradient_scale if wide is gradient else wide.mul_(self.gradient_scale)
 
     def _state_of(self, parameter: Tensor, fused: bool | None) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]

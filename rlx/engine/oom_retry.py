@@ -33,6 +33,7 @@ from torch.optim import AdamW
 
 from rlx.engine.fsdp2 import FSDP2Model
 from rlx.engine.optimizer import state_bytes
+from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.sharded import Sharded
 from rlx.engine.units import local
 from rlx.offload import ActivationOffloading
@@ -55,7 +56,7 @@ class OomRetry:
         sharded: the model.
         optimizer: of the model's parameters; it does not step during the passes.
         device: of this process.
-        keeps_state: whether the optimizer's state stays on the device.
+        state_on_host: holds the part of the optimizer's state that is not on the device; None: all is.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class OomRetry:
         sharded: Sharded,
         optimizer: AdamW,
         device: torch.device,
-        keeps_state: bool = True,
+        state_on_host: OptimizerStateOnHost | None = None,
     ):
-        self._keeps_state = keeps_state
+        self._state_on_host = state_on_host
         self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
         can_reset = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
         self._recover = sharded.recover if can_reset else None
@@ -172,7 +173,9 @@ class OomRetry:
     def _missing_state_bytes(self) -> int:
         """Return the bytes of state that the optimizer's first step will allocate; 0 after that step."""
         state = self._optimizer.state
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]] if self._keeps_state else []
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if self._state_on_host is not None:
+            parameters = self._state_on_host.staying
         missing = (p for p in parameters if not state.get(p))
         return sum(state_bytes(self._optimizer, p) for p in missing if local(p).device.type != "cpu")
 

@@ -3,18 +3,24 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.master_weights import NARROW, MasterAdamW
+from rlx.engine.torchao_adamw import build_torchao
 from rlx.engine.units import local
 
-PART = 32  # parameters per call of the optimizer
+PART, PART_ELEMENTS = (
+    32,
+    1 << 28,
+)  # most parameters and elements per call of the optimizer, which may copy gradients in fp32
 
 
 def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -34,24 +40,45 @@ def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> flo
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> AdamW:
-    """Return AdamW over the parameters that are trained.
+    """Return AdamW, or the optimizer of torchao that `optim.optimizer` names, over the parameters that are trained.
 
     On an accelerator this is torch's fused kernel. It reads parameters, gradients and state once instead of a dozen times,
     needs no extra memory, and rounds a bf16 parameter once per step. On the CPU it is torch's default. With
     `optim.master_weights`, bf16 parameters have fp32 masters.
     """
     trained = [p for p in parameters if p.requires_grad]
+    if optim.optimizer != "AdamW":
+        return build_torchao(optim.optimizer, trained, lr=optim.lr, **_constants(optim))  # type: ignore[return-value]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
     kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else AdamW
     optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
     optimizer.register_load_state_dict_pre_hook(_keep_kernel)
+    if kind is AdamW:
+        optimizer.register_step_pre_hook(lambda stepped, *_: _narrow_gradients(stepped))
     return optimizer
 
 
 def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
-    """Return the bytes of AdamW's state for this process's shard: two moments in the parameter's type, or three fp32 numbers."""
-    shard = local(parameter)
-    return 12 * shard.numel() if isinstance(optimizer, MasterAdamW) else 2 * shard.nbytes
+    """Return the bytes of AdamW's state for the largest shard: two moments in the parameter's type, or three fp32 numbers.
+
+    All processes get the same number, also where shards differ in size.
+    """
+    elements = parameter.numel()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        shards = math.prod(mesh.size(dim) for dim, placed in enumerate(parameter.placements) if placed.is_shard())
+        elements = -(-elements // shards)
+    if isinstance(optimizer, MasterAdamW):
+        return 12 * elements
+    return elements * 2 * (1 if type(optimizer).__name__ == "AdamW8bit" else parameter.itemsize)
+
+
+def _narrow_gradients(optimizer: Optimizer) -> None:
+    """Round gradients that were summed in a wider type to the type of their parameters, which torch's AdamW needs."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            parameter.grad_dtype = None  # any type
+            parameter.grad = parameter.grad.to(parameter.dtype)
 
 
 def _keep_kernel(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +94,11 @@ def _constants(optim: OptimConfig) -> dict[str, Any]:
 def configure(optimizer: AdamW, optim: OptimConfig, lr: float) -> None:
     """Restore the configured numbers, which loading a state may have replaced."""
     for group in optimizer.param_groups:
-        group.update(_constants(optim), lr=lr)
+        group.update(_constants(optim))
+        if isinstance(group["lr"], Tensor):  # torchao's, which compiled code reads
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def step_in_parts(optimizer: AdamW) -> None:
@@ -77,9 +108,12 @@ def step_in_parts(optimizer: AdamW) -> None:
     of after the last. AdamW treats each parameter separately, so the result equals that of one step, bit for bit.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for start in range(0, len(parameters), PART):
-        with stepping_only(optimizer, parameters[start : start + PART]):
+    while parameters:
+        ends = accumulate(local(p).numel() for p in parameters[:PART])
+        count = max(1, sum(end <= PART_ELEMENTS for end in ends))
+        with stepping_only(optimizer, parameters[:count]):
             optimizer.step()
+        parameters = parameters[count:]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlx.engine.units import local
 
-TENSORS = 64  # at most; each gives up to ELEMENTS evenly spaced elements of this process's shard
+MOST_TENSORS = 64  # at most; each gives up to ELEMENTS evenly spaced elements of this process's shard
 ELEMENTS = 512
 
 
@@ -22,7 +22,7 @@ class UpdateProbe:
 
     def __init__(self, parameters: Iterable[Tensor]):
         shards = [local(p).detach() for p in parameters if local(p).numel()]
-        self._shards = shards[:: -(-len(shards) // TENSORS) or 1]
+        self._shards = shards[:: -(-len(shards) // MOST_TENSORS) or 1]
         self._before = self._sample()
 
     def sums(self, device: torch.device) -> dict[str, Tensor]:

@@ -12,7 +12,9 @@ TOKENS = 64
 
 
 def _options(**changed):
-    return argparse.Namespace(**{"save": "boundary", "optimizer_offload": False, "lossy": True, "steps": 2, **changed})
+    return argparse.Namespace(
+        **{"save": "boundary", "optimizer_state": ["device"], "micro_batches": 1, "lossy": True, "steps": 2, **changed}
+    )
 
 
 def steps(folder, modes):

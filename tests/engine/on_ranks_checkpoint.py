@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_tools import FP64, ROWS, build, make_batch, own_share, policy, value, weights_of
+from rank_tools import FP64, ROWS, SPLIT_BYTES, build, make_batch, own_share, policy, value, weights_of
 
 from rlx.checkpoint.manifest import CheckpointError
-from rlx.config.schema import FSDPConfig, LoraConfig
+from rlx.config.schema import FSDPConfig, LoraConfig, OptimConfig
 from rlx.engine import residency
 from rlx.engine.units import local
 from rlx.errors import StorageError
@@ -139,11 +139,16 @@ def saved_beside_training(folder, strategy, out, offload):
 
 
 def with_masters(folder, strategy, out, in_background):
-    """bf16 weights with fp32 masters: metrics and weights of two updates after a save, and by an engine that loads it."""
-    fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=in_background)
+    """bf16 weights with fp32 masters: metrics and weights of two updates after a save, and by engines that load it.
+
+    The masters of the engine that saves are split over device and host, as those of the second one; the third one has all on the
+    device.
+    """
     found = []
-    for loads in (False, True):
-        engine = build(folder, fsdp, strategy=strategy, lr=1e-5)
+    for loads, stays in ((False, SPLIT_BYTES), (True, SPLIT_BYTES), (True, "device")):
+        engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=stays), strategy=strategy, lr=1e-5)
+        if stays == SPLIT_BYTES:
+            assert engine._state_on_host.staying and engine._state_on_host.offloads
         if loads:
             engine.load(out)
         else:
@@ -154,6 +159,35 @@ def with_masters(folder, strategy, out, in_background):
         metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
         found.append((metrics, weights_of(engine)))
     return found
+
+
+def widened(folder, out):
+    """A checkpoint of bf16 moments without masters, continued by an engine with masters.
+
+    Returns:
+        Whether masters equal the weights and moments those that were saved; and what an engine without masters says of the
+        checkpoint of one with them.
+    """
+    narrow = OptimConfig(lr=1e-2, master_weights=False, allow_lossy_updates=True)
+    lossy = build(folder, FSDPConfig(model_dtype="bf16"), optim=narrow)
+    lossy.update(share(), ROWS, policy())
+    lossy.save(out + "/narrow", ALL)
+    engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=SPLIT_BYTES), lr=1e-5)
+    engine.load(out + "/narrow")
+    engine.to_device()
+    same = []
+    pairs = zip(lossy.root.parameters(), engine.root.parameters(), strict=True)
+    for before, after in pairs:
+        old, new = lossy.optimizer.state[before], engine.optimizer.state[after]
+        same += [torch.equal(local(new["master"]), local(before).float())]
+        same += [torch.equal(local(new[name]), local(old[name]).float()) for name in ("exp_avg", "exp_avg_sq", "step")]
+    engine.to_host()
+    engine.update(share(), ROWS, policy())
+    engine.save(out + "/masters", ALL)
+    try:
+        build(folder, FSDPConfig(model_dtype="bf16"), optim=narrow).load(out + "/masters")
+    except CheckpointError as error:
+        return all(same), str(error)
 
 
 def damaged(folder, out):

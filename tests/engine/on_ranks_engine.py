@@ -5,7 +5,7 @@ import gc
 
 import torch
 import torch.distributed as dist
-from rank_tools import FP64, ROWS, Gradients, P, build, make_batch, own_share, policy, value, weights_of
+from rank_tools import FP64, ROWS, SPLIT_BYTES, Gradients, P, build, make_batch, own_share, policy, value, weights_of
 from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
@@ -102,7 +102,8 @@ def ways(folder, strategy):
 
 def non_finite_step(folder, strategy):
     """A step whose loss is NaN on the last rank only, then a usual one; and the same without the bad one, one step later."""
-    engine, other = build(folder, strategy=strategy), build(folder, strategy=strategy)
+    split = dataclasses.replace(FP64, optimizer_state=SPLIT_BYTES)
+    engine, other = build(folder, split, strategy), build(folder, strategy=strategy)
     other.updates = 1
     good = own_share(make_batch(), shares_for_world())
     bad = good
@@ -166,7 +167,7 @@ def offloaded(folder, strategy, fsdp, model, checkpoint_folder):
             engine.to_host()
             holders.append(arena.holders())
             room.append((arena.reserved_bytes, arena.allocations))
-            state = [x for state in engine.optimizer.state.values() for x in state.values()]
+            state = [x for s in engine.optimizer.state.values() for name, x in s.items() if name != "step"]
             tensors = [local(tensor).untyped_storage() for tensor in (*engine.root.parameters(), *state)]
             left.append([sum(storage.nbytes() for storage in tensors), kept])
             gradients.clear()

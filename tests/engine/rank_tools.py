@@ -26,6 +26,7 @@ from rlx.engine.objectives import PolicyObjective, ValueObjective
 P, R = 6, 7
 FP64 = FSDPConfig(model_dtype="fp64", mixed_precision=MixedPrecisionConfig(reduce_dtype="fp64"))
 ROWS = MicroBatchRule(rows=4)
+SPLIT_BYTES = 80_000  # of the optimizer's state that stay on the device: a part of it
 
 
 def build(

@@ -129,12 +129,20 @@ def test_a_save_beside_training_holds_the_state_at_its_beginning(strategy, offlo
 @pytest.mark.parametrize(("strategy", "in_background"), [("fsdp2", True), ("fsdp", False)])
 def test_bf16_weights_come_back_with_their_fp32_masters(strategy, in_background, model_folder, two_ranks, tmp_path):
     ranks = two_ranks("checkpoint", "with_masters", model_folder, strategy, str(tmp_path / "actor"), in_background)
-    for unbroken, resumed in ranks:
-        assert resumed[0] == unbroken[0]
-        same(unbroken[1], resumed[1])
+    for unbroken, *resumed in ranks:
+        for metrics, weights in resumed:
+            assert metrics == unbroken[0]
+            same(unbroken[1], weights)
     masters = {n: t for n, t in load_all(tmp_path / "actor/optimizer").items() if n.endswith(".master")}
     assert masters and {tensor.dtype for tensor in masters.values()} == {torch.float32}
     assert {tensor.dtype for tensor in load_all(tmp_path / "actor/model").values()} == {torch.bfloat16}
+
+
+def test_a_state_without_masters_is_widened_and_one_with_them_is_not_narrowed(model_folder, two_ranks, tmp_path):
+    for is_same, refusal in two_ranks("checkpoint", "widened", model_folder, str(tmp_path)):
+        assert is_same
+        assert "does not fit" in refusal and ".master is not in this model" in refusal
+        assert "Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run" in refusal
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_if_it_is_trusted(model_folder, two_ranks, tmp_path, capsys):

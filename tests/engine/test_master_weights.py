@@ -103,3 +103,13 @@ def test_a_parameter_without_gradient_is_left_alone():
     optimizer.step()
     assert torch.equal(parameters[1], start()[1]) and parameters[1] not in optimizer.state
     assert not torch.equal(parameters[0], start()[0])
+
+
+def test_without_masters_sums_of_gradients_in_fp32_are_rounded_to_the_weights_type():
+    parameters = [[nn.Parameter(value) for value in start()] for _ in range(2)]
+    for each, dtype in zip(parameters, (torch.bfloat16, torch.float32), strict=True):
+        optimizer = build_optimizer(each, OptimConfig(lr=1e-1, master_weights=False))
+        give(each, 0, dtype)
+        optimizer.step()
+    assert all(map(torch.equal, *parameters))
+    assert not torch.equal(parameters[0][0], start()[0])

@@ -7,6 +7,7 @@ import torch
 from torch.optim import AdamW
 
 from rlx.config.host_memory import HostMemory
+from rlx.engine.master_weights import MasterAdamW
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import HandOverError
 from rlx.offload import HostArena
@@ -24,7 +25,7 @@ def give_gradients(parameters, seed, without=()):
     g = torch.Generator().manual_seed(seed)
     for number, parameter in enumerate(parameters):
         gradient = torch.randn(parameter.shape, generator=g)
-        parameter.grad = None if number in without else gradient
+        parameter.grad = None if number in without else gradient.to(parameter)
 
 
 def pair(arena=None, piece_bytes=600, fused=None):
@@ -36,7 +37,8 @@ def pair(arena=None, piece_bytes=600, fused=None):
 
 
 def on_device_bytes(optimizer):
-    storages = [x.untyped_storage() for each in optimizer.state.values() for x in each.values()]
+    states = [values.items() for values in optimizer.state.values()]
+    storages = [x.untyped_storage() for each in states for name, x in each if name != "step"]
     return sum(storage.nbytes() for storage in storages)
 
 
@@ -74,7 +76,7 @@ def test_the_device_holds_three_pieces_at_most():
         state.step()
         if not optimizer_step:
             pieces.register_step_pre_hook(lambda optimizer, *_: held.append(on_device_bytes(optimizer)))
-    largest = 2 * 4 * max(SIZES) + 4 * 4  # on CPU each parameter's count of steps is there as well
+    largest = 2 * 4 * max(SIZES)
     assert len(held) >= 14
     assert 0 < max(held) <= 3 * largest < 0.6 * sum(2 * 4 * n for n in SIZES)
 
@@ -128,4 +130,65 @@ def test_a_host_without_room_leaves_a_whole_step_and_is_named_when_the_engine_mo
     whole.step()
     state.step()
     assert same(kept, moved) and on_device_bytes(pieces) == 0
-    assert arena.holders()["state"] == sum(2 * 4 * n + 4 for n in SIZES)
+    assert arena.holders()["state"] == sum(2 * 4 * n for n in SIZES)
+
+
+STATE_BYTES = 12 * sum(SIZES)  # with masters
+
+
+def split_pair(device, device_bytes):
+    """fp32 weights under AdamW, and bf16 weights with masters whose state is split over device and host."""
+    narrow = [torch.nn.Parameter(p.detach().bfloat16().to(device)) for p in parameters()]
+    wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
+    options = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+    arena = HostArena(pinned=device.type != "cpu")
+    masters = MasterAdamW(narrow, **options)
+    return (
+        wide,
+        narrow,
+        AdamW(wide, **options),
+        masters,
+        arena,
+        OptimizerStateOnHost(masters, arena, "state", device, piece_bytes=600, device_bytes=device_bytes),
+    )
+
+
+@pytest.mark.parametrize("device_bytes", [0, 1300, 4000, STATE_BYTES])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_a_state_split_over_device_and_host_steps_as_fp32_weights_do(device, device_bytes):
+    wide, narrow, reference, masters, arena, state = split_pair(torch.device(device), device_bytes)
+    for number in range(4):
+        give_gradients(narrow, number)
+        for one, other in zip(wide, narrow, strict=True):
+            one.grad = other.grad.float() * (0.5 if number == 2 else 1.0)
+        masters.gradient_scale = 0.5 if number == 2 else 1.0
+        reference.step()
+        state.step()
+        assert all(torch.equal(one.bfloat16(), other) for one, other in zip(wide, narrow, strict=True))
+        stays = sum(12 * p.numel() for p in state.staying)
+        assert on_device_bytes(masters) == stays <= device_bytes
+        assert arena.holders()["state"] == STATE_BYTES - stays
+    state.to_device()
+    for one, other in zip(wide, narrow, strict=True):
+        assert torch.equal(one, masters.state[other]["master"])
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(reference.state[one][moment], masters.state[other][moment])
+
+
+def test_large_states_stay_on_the_device_and_the_others_have_their_largest_pieces_inside():
+    *_, state = split_pair(CPU, 12 * 170)
+    assert [p.numel() for p in state.staying] == [100, 70]
+    sizes = [piece.nbytes for piece in state._pieces]
+    assert sum(sizes) == STATE_BYTES - 12 * 170
+    top = sizes.index(max(sizes))
+    assert 0 < top < len(sizes) - 1
+    assert sizes[: top + 1] == sorted(sizes[: top + 1]) and sizes[top:] == sorted(sizes[top:], reverse=True)

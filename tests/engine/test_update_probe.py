@@ -8,7 +8,7 @@ from torch import nn
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.optimizer import build_optimizer
-from rlx.engine.update_probe import ELEMENTS, TENSORS, UpdateProbe, update_metrics
+from rlx.engine.update_probe import ELEMENTS, MOST_TENSORS, UpdateProbe, update_metrics
 
 CPU = torch.device("cpu")
 
@@ -26,9 +26,9 @@ def test_share_and_length_by_hand():
 
 
 def test_a_large_model_is_sampled_evenly():
-    weights = [torch.zeros(3 * ELEMENTS) for _ in range(3 * TENSORS)]
+    weights = [torch.zeros(3 * ELEMENTS) for _ in range(3 * MOST_TENSORS)]
     probe = UpdateProbe(weights)
-    assert probe.sums(CPU)["sampled"] == TENSORS * ELEMENTS
+    assert probe.sums(CPU)["sampled"] == MOST_TENSORS * ELEMENTS
     for weight in weights:
         weight[: len(weight) // 2] = 1.0
     assert measured(probe)["update_share"] == pytest.approx(0.5, abs=0.01)

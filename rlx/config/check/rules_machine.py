@@ -83,9 +83,11 @@ def packages_are_installed(s: CheckContext) -> Faults:
     adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
     flash = [key for key, kernel in _kernels(s).items() if kernel == "flash_attention_2"]
     liger = [f"{role.model_key}.use_liger" for role in trained_roles(s.config) if role.model.use_liger]
+    torchao = [key for role in trained_roles(s.config) if s.value(key := f"{role.key}.optim.optimizer") != "AdamW"]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
         ("peft", adapters, "`pip install 'rlx[lora]'`, or set it to 0"),
+        ("torchao", torchao, "`pip install 'rlx[torchao]'`, or set it to AdamW"),
         ("wandb", trackers, "`pip install wandb`, or take wandb out of the list"),
         ("flash_attn", flash, "`pip install flash-attn --no-build-isolation`, or set it to sdpa"),
         ("liger_kernel", liger, "`pip install liger-kernel`, or set it to False"),

@@ -137,12 +137,57 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
     """A step of bf16 weights without masters is not smaller than half the distance to the next number at a typical weight."""
     for role in trained_roles(s.config):
         lr, masters, lossy = (f"{role.key}.optim.{name}" for name in ("lr", "master_weights", "allow_lossy_updates"))
-        is_lossy = role.fsdp.model_dtype == "bf16" and not s.value(masters) and not role.model.lora_rank
+        rounds_stochastically = s.value(f"{role.key}.optim.optimizer") != "AdamW"
+        keeps_fp32 = s.value(masters) or role.model.lora_rank or rounds_stochastically
+        is_lossy = role.fsdp.model_dtype == "bf16" and not keeps_fp32
         if is_lossy and not s.value(lossy) and 0 < s.value(lr) < HALF_DISTANCE:
             what = f"bf16 weights lose most updates: one step moves {moving_share(s.value(lr)):.1%} of them, rounding hides the rest"
             remedy = f"set {masters}=True, or {role.fsdp_key}.model_dtype=fp32, or {lossy}=True to train anyway"
             keys = (f"{role.fsdp_key}.model_dtype", masters, lr, lossy)
             yield s.fault(what, f"fp32 masters, or a learning rate of {HALF_DISTANCE:.0e} or more", remedy, *keys)
+
+
+def torchao_can_do_it(s: CheckContext) -> Faults:
+    """torchao's optimizers step bf16 weights on the device; 8-bit moments fit neither FSDP2's DTensors nor a checkpoint."""
+    for role in trained_roles(s.config):
+        key, fsdp = f"{role.key}.optim.optimizer", role.fsdp_key
+        name = s.value(key)
+        if name == "AdamW":
+            continue
+        strategy = f"{role.key if role.name == 'critic' else 'actor_rollout_ref.actor'}.strategy"
+        places = [f"{fsdp}.{n}" for n in ("optimizer_offload", "optimizer_state", "offload_policy")]
+        saved = f"{role.key}.checkpoint.save_contents"
+        wrong: list[tuple[bool, str, str, tuple[str, ...]]] = [
+            (role.fsdp.model_dtype != "bf16", "bf16 weights", f"{fsdp}.model_dtype=bf16", (f"{fsdp}.model_dtype",)),
+            (
+                role.strategy != (fits := "fsdp" if name == "AdamW8bit" else "fsdp2"),
+                fits,
+                f"{strategy}={fits}",
+                (strategy,),
+            ),
+            (
+                role.model.lora_rank > 0,
+                "no adapters, because they are fp32",
+                f"{role.model_key}.lora_rank=0",
+                (f"{role.model_key}.lora_rank",),
+            ),
+            (
+                role.fsdp.offload_policy or role.fsdp.device_state_bytes < math.inf,
+                "its state on the device",
+                f"{places[1]}=device and the other two to False",
+                tuple(places),
+            ),
+            (
+                name == "AdamW8bit" and "optimizer" in s.value(saved),
+                "no optimizer in checkpoints",
+                f"{saved}=[model,extra]: a resumed run then begins with new moments",
+                (saved,),
+            ),
+        ]
+        for is_wrong, expected, remedy, keys in wrong:
+            if is_wrong:
+                what = f"torchao's {name} cannot be used here"
+                yield s.fault(what, expected, f"set {remedy}, or {key}=AdamW", key, *keys)
 
 
 def adapters_have_a_rank(s: CheckContext) -> Faults:
@@ -189,12 +234,17 @@ def sharding_group_divides_processes(s: CheckContext) -> Faults:
 
 
 def one_way_to_the_host(s: CheckContext) -> Faults:
-    """FSDP's own CPU offload and rlx's offload between roles exclude each other."""
+    """FSDP's own CPU offload and rlx's offload exclude each other, as do two places of the optimizer's state."""
     for role in sharded_roles(s.config):
         own = [name for name in ("param_offload", "optimizer_offload") if getattr(role.fsdp, name)]
+        own += ["optimizer_state"] * (role.fsdp.optimizer_state is not None)
+        if role.fsdp.optimizer_offload and role.fsdp.optimizer_state not in (None, "host"):
+            keys = tuple(f"{role.fsdp_key}.{name}" for name in ("optimizer_offload", "optimizer_state"))
+            remedy = f"set {keys[0]}=False, or {keys[1]}=host"
+            yield s.fault("the optimizer's state has two places", "one of the two, or host", remedy, *keys)
         if role.fsdp.offload_policy and own:
             keys = (f"{role.fsdp_key}.offload_policy", *(f"{role.fsdp_key}.{name}" for name in own))
-            remedy = f"set {keys[0]}=False to move whole roles, or {' and '.join(keys[1:])} to False"
+            remedy = f"set {keys[0]}=False, or leave out {' and '.join(keys[1:])}"
             yield s.fault("parameters cannot be offloaded in two ways at once", "one of them", remedy, *keys)
 
 
@@ -253,6 +303,7 @@ TRAINING_RULES = (
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
     updates_survive_rounding,
+    torchao_can_do_it,
     adapters_have_a_rank,
     betas_are_two,
     tiny_heads_fit,

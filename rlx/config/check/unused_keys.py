@@ -159,9 +159,25 @@ UNUSED_KEYS = (
     _row(
         "on CPU everything is in host memory",
         _on_cpu,
-        *(f"{fsdp}.{name}" for fsdp in FSDP for name in ("param_offload", "optimizer_offload", "offload_policy")),
+        *(
+            f"{fsdp}.{name}"
+            for fsdp in FSDP
+            for name in ("param_offload", "optimizer_offload", "optimizer_state", "offload_policy")
+        ),
     ),
-    _row("the reference has no optimizer", _always, f"{REF}.fsdp_config.optimizer_offload"),
+    _row(
+        "torchao's AdamW has no masters",
+        lambda s: s.value(f"{ACTOR}.optim.optimizer") != "AdamW",
+        f"{ACTOR}.optim.master_weights",
+    ),
+    _row(
+        "torchao's AdamW has no masters",
+        lambda s: s.value("critic.optim.optimizer") != "AdamW",
+        "critic.optim.master_weights",
+    ),
+    _row(
+        "the reference has no optimizer", _always, *_below(f"{REF}.fsdp_config", "optimizer_offload", "optimizer_state")
+    ),
     _row(
         "there is one process",
         lambda s: processes(s.config) == 1,
@@ -174,7 +190,11 @@ UNUSED_KEYS = (
     # Rewards and algorithm
     _without(f"{JUDGE}.enable", f"{JUDGE}.*"),
     _without(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
-    _row("a reward model has no optimizer", _always, f"{JUDGE}.model.fsdp_config.optimizer_offload"),
+    _row(
+        "a reward model has no optimizer",
+        _always,
+        *_below(f"{JUDGE}.model.fsdp_config", "optimizer_offload", "optimizer_state"),
+    ),
     _row(f"{JUDGE}.rule_weight is 0: a model alone scores", _only_a_model_scores, f"{OWN}.*", *OF_FUNCTIONS),
     _without(
         f"{OWN}.path",

@@ -44,14 +44,14 @@ def _role_checkpoint(own: RoleMemory, config: PPOConfig, saved: CheckpointConfig
     weights = own.update.weights * shards * ("model" in saved.save_contents)
     state = own.update.optimizer * shards * ("optimizer" in saved.save_contents)
     exported = own.decoder.parameters * own.stored * ("hf_model" in saved.save_contents)
-    staged = spare = 0.0
+    staged = moving = 0.0
     if saved.async_save:
         in_place = own.role.strategy == "fsdp2" and not exported
         weights_on_host = in_place and own.has_device and (own.is_on_host or fsdp.param_offload)
-        state_on_host = in_place and (own.is_on_host or own.optimizer_on_host)
-        staged = weights * (not weights_on_host) + state * (not state_on_host)
-        spare = state * (in_place and own.optimizer_on_host)
-    return RoleCheckpoint(weights + state + exported, staged, spare, kept)
+        moving = in_place * min(state, own.moving_state * shards)
+        state_on_host = state if in_place and own.is_on_host else moving
+        staged = weights * (not weights_on_host) + state - state_on_host
+    return RoleCheckpoint(weights + state + exported, staged, moving, kept)
 
 
 def checkpoint_text(forecast: MemoryForecast, folder: Path) -> list[str]:

@@ -2,14 +2,13 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles
-from rlx.config.schema.tree import value_at
+from rlx.config.schema.tree import value_at, with_value
 
 AT_MOST = 3  # remedies to name, of those that suffice alone
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -27,13 +26,8 @@ class Change(NamedTuple):
 
     def of(self, config: PPOConfig) -> PPOConfig:
         """Return the configuration with this change."""
-        changed: PPOConfig = _with(config, self.key.split("."), self.value)
+        changed: PPOConfig = with_value(config, self.key, self.value)
         return changed
-
-
-def _with(section: Any, names: list[str], value: Any) -> Any:
-    below = value if len(names) == 1 else _with(getattr(section, names[0]), names[1:], value)
-    return replace(section, **{names[0]: below})
 
 
 def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:

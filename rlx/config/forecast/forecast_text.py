@@ -1,10 +1,11 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
-from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast, Phase
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
+LONGEST = "longest that fits"
 
 
 def short_text(forecast: MemoryForecast) -> str:
@@ -20,8 +21,8 @@ def short_text(forecast: MemoryForecast) -> str:
             f"{largest.name}, in addition to the memory of Python and torch"
         )
     elif phases:
-        rows = [("memory by phase", "peak GB", "of", "longest that fits"), *(_row(forecast, phase) for phase in phases)]
-        lines += [*aligned(rows, texts=1), _legend(forecast), *_host(forecast, phases)]
+        rows = [("memory by phase", "peak GB", "of", LONGEST), *(_row(forecast, phase) for phase in phases)]
+        lines += [*aligned(rows, texts=1), _legend(forecast), *_states(forecast), *_host(forecast, phases)]
         lines += _streams(forecast)
     return "\n".join(lines)
 
@@ -30,12 +31,14 @@ def long_text(forecast: MemoryForecast) -> str:
     """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
-    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", "longest that fits", "host", "disk", "peak in")]
+    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", LONGEST, "full beyond", "host", "disk", "peak in")]
     for phase in phases:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
-        peaks.append((*_row(forecast, phase), _cell(phase.host), _cell(phase.disk), phase.where or "-"))
-    tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast), *_host(forecast, phases)] if phases else []
-    return "\n".join([*_unknown(forecast), *tables, *_streams(forecast)])
+        full = _full_beyond(forecast, phase)
+        peaks.append((*_row(forecast, phase), full, _cell(phase.host), _cell(phase.disk), phase.where or "-"))
+    tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast)] if phases else []
+    host = _host(forecast, phases) if phases else []
+    return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *host, *_streams(forecast)])
 
 
 def gb(nbytes: float) -> str:
@@ -55,6 +58,14 @@ def _row(forecast: MemoryForecast, phase: Phase) -> tuple[str, ...]:
     return (phase.name, gb(phase.peak), gb(phase.limit), text)
 
 
+def _full_beyond(forecast: MemoryForecast, phase: Phase) -> str:
+    """Return which memory is full first with longer sequences than those that fit: `device` or `host`."""
+    longest = None if phase.limit is None else forecast.longest(phase.name)
+    if longest is None:
+        return "-"
+    return "device" if not forecast.phase(phase.name, longest + LENGTH_STEP).fits_device() else "host"
+
+
 def _legend(forecast: MemoryForecast) -> str:
     what = "a device" if forecast.on_device else "the host for each process"
     whole = "not known here" if forecast.memory_bytes is None else f"{gb(forecast.memory_bytes)} GB, less a reserve"
@@ -62,6 +73,15 @@ def _legend(forecast: MemoryForecast) -> str:
         f"memory of {what}: {whole}; predicted for sequences of {forecast.length:,} tokens, the longest that the "
         "configuration allows (docs/planning.md)"
     )
+
+
+def _states(forecast: MemoryForecast) -> list[str]:
+    """Return a line for each role whose optimizer state is split over device and host."""
+    return [
+        f"optimizer state: of the {name}'s {gb(staying + moving)} GB in each process {gb(staying)} stay on the device and "
+        f"{gb(moving)} are in host memory"
+        for name, staying, moving in forecast.decided().split_states()
+    ]
 
 
 def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:

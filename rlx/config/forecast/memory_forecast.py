@@ -40,9 +40,10 @@ from rlx.config.forecast.role_memory import (
 )
 from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import ModelConfig, PPOConfig, RefConfig, RolloutConfig
-from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_size
+from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_size, trained_roles
+from rlx.config.schema.tree import value_at, with_value
 from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
-from rlx.offload.plan.memory import StateBytes
+from rlx.offload.plan.memory import StateBytes, step_bytes
 from rlx.offload.plan.scenario import Scenario
 from rlx.offload.runtime.options import DEFAULT_SAVE
 
@@ -152,6 +153,45 @@ class MemoryForecast:
         """The roles whose frozen layers wait on the host."""
         return [memory for memory in self._memories.values() if memory.streamed]
 
+    def decided(self, length: int | None = None, is_least: bool = False) -> "MemoryForecast":
+        """Return the forecast with `optimizer_state=auto` replaced by what all phases leave free on the device.
+
+        Without an accelerator that is `device`; for a model or device of unknown size it is `host`. The actor is served first.
+        """
+        keys = {role.name: f"{role.fsdp_key}.optimizer_state" for role in trained_roles(self.config)}
+        keys = {name: key for name, key in keys.items() if value_at(self.config, key) == "auto"}
+        if not keys:
+            return self
+
+        def phases(values: dict[str, Any]) -> tuple[MemoryForecast, list[Phase]]:
+            config = self.config
+            for key, value in values.items():
+                config = with_value(config, key, value)
+            forecast = self.changed(config)
+            return forecast, [forecast.phase(name, length, is_least) for name in forecast.names]
+
+        whole, of_whole = phases(dict.fromkeys(keys.values(), "device"))
+        if not self.on_device:
+            return whole
+        moving, of_moving = phases(dict.fromkeys(keys.values(), "host"))
+        if self.unknown or self.memory_bytes is None:
+            return moving
+        if all(phase.fits_device() for phase in of_whole):
+            return whole
+        split, found = dict.fromkeys(keys.values(), 0), of_moving
+        for _ in range(3):  # the more stays, the smaller are the pieces that the step fetches
+            free = int(max(0.0, min((phase.limit or 0.0) - phase.peak for phase in found)))
+            for name, key in keys.items():
+                more = min(free, int(self._memories[name].update.optimizer) - split[key])
+                split[key], free = split[key] + more, free - more
+            _, found = phases(split)
+        return phases(split)[0]
+
+    def split_states(self) -> list[tuple[str, float, float]]:
+        """Return the roles whose optimizer state is not all on the device, with the bytes that stay there and the others."""
+        memories = self._memories.items()
+        return [(name, own.staying_state, own.moving_state) for name, own in memories if own.moving_state]
+
     # Phases -------------------------------------------------------------------------------------------------------
 
     @property
@@ -173,6 +213,8 @@ class MemoryForecast:
         With `is_least` it counts only memory that is certain: one sample of this length if only the number of packed samples is
         limited, or if transformers decodes several at once.
         """
+        if (decided := self.decided(length, is_least)) is not self:
+            return decided.phase(name, length, is_least)
         own, longest = self._memories[self._role_of(name)], self.length if length is None else length
         if name == "rollout":
             return self._rollout(longest, is_least)
@@ -199,15 +241,19 @@ class MemoryForecast:
         tokens, logits = load(own, self.config, role.micro, role.mini_batch_prompts, length, is_least)
         host_room, disk = self._places(role.model)
         states, others = own.on_device(own.update), self._idle(own) + self._sampler.at_rest
+        moving = own.moving_state
+        held = states._replace(optimizer=moving) if moving else states
         scenario = self._scenario(own, logits)._replace(
-            states=states,
-            other_bytes=others,
+            states=held,
+            other_bytes=others + own.staying_state * (moving > 0),
             disk_bytes_per_s=DISK_BYTES_PER_S * disk,
-            hardware=replace(PROFILES["h200"], host_bytes=host_room + states.optimizer * own.optimizer_on_host),
+            hardware=replace(PROFILES["h200"], host_bytes=host_room + moving),
         )
         plan = scenario.plan(_mode(role.model), tokens * role.together)
         offloaded = min(plan.prediction.host_bytes, host_room)
         peaks = scenario.phases(plan)._asdict()
+        if moving:
+            peaks["step"] += own.in_step - step_bytes(held, optimizer_on_host=True)
         for where in ("forward", "head", "backward"):
             if peaks[where] > 0:  # a model without log-probs has no head
                 peaks[where] += plan.prediction.host_bytes - offloaded  # the host has no room for it, so it stays
@@ -223,7 +269,8 @@ class MemoryForecast:
         micro = log_prob_size(of_phase[name], policy.actor) if name in of_phase else own.role.micro
         tokens, logits = load(own, self.config, micro, prompts, length, is_least)
         states, others = own.on_device(own.forward), self._idle(own) + self._sampler.at_rest
-        scenario = self._scenario(own, logits)._replace(states=states, other_bytes=others)
+        held = states._replace(optimizer=own.staying_state)
+        scenario = self._scenario(own, logits)._replace(states=held, other_bytes=others, optimizer_on_host=False)
         parts = _parts(own, states, others, scenario.without_backward(tokens * own.role.together), is_gathered=True)
         return self._phase(name, parts, self._on_host(own))
 
@@ -248,7 +295,7 @@ class MemoryForecast:
         parts = {
             "others": self._idle(actor),
             "weights": states.weights,
-            "optimizer": 0.0 if actor.optimizer_on_host else states.optimizer,
+            "optimizer": actor.staying_state,
             "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
             "sampler": max(sampler.weights, sampler.at_rest),
         }
@@ -277,7 +324,7 @@ class MemoryForecast:
             is_head_trained=model.lora_rank == 0,
             tile=tile,
             shared_by=together,
-            optimizer_on_host=own.optimizer_on_host,
+            optimizer_on_host=own.moving_state > 0,
             element=own.element,
         )
 
@@ -315,7 +362,7 @@ def _parts(own: RoleMemory, states: StateBytes, others: float, peak: float, is_g
         "others": others,
         "weights": states.weights,
         "gradients": states.gradients,
-        "optimizer": 0.0 if own.optimizer_on_host else states.optimizer,
+        "optimizer": own.staying_state,
         "gathered": states.gathered * is_gathered,
     }
     return {**parts, "working": peak - sum(parts.values())}

@@ -7,10 +7,10 @@ from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
 from rlx.config.schema.roles import MicroSize, ModelRole, has_frozen_layers, sharded_roles
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.memory import ADAPTER_BYTES, StateBytes, state_bytes
+from rlx.offload.plan.memory import ADAPTER_BYTES, STEP_BYTES, StateBytes, state_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
-MASTER_BYTES = 12  # of a bf16 weight: an fp32 master and two fp32 moments
+PIECE_BYTES = 1 << 30  # of rlx.engine.optimizer_state
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -33,9 +33,28 @@ class RoleMemory(NamedTuple):
         return self.has_device and self.role.fsdp.offload_policy
 
     @property
-    def optimizer_on_host(self) -> bool:
-        """Whether the optimizer's state is on the host, and on the device only during the step."""
-        return self.has_device and self.role.fsdp.optimizer_offload and not self.is_on_host
+    def moving_state(self) -> float:
+        """Bytes of the optimizer's state that are on the host, and on the device only during the step."""
+        if not self.has_device or self.is_on_host:
+            return 0.0
+        return max(0.0, self.update.optimizer - self.role.fsdp.device_state_bytes)
+
+    @property
+    def staying_state(self) -> float:
+        """Bytes of the optimizer's state that are always on the device."""
+        return 0.0 if self.is_on_host else self.update.optimizer - self.moving_state
+
+    @property
+    def in_step(self) -> float:
+        """Bytes of the moving state that are on the device at once in the optimizer's step.
+
+        One parameter's state is never divided, and those of embeddings and head follow each other.
+        """
+        embedding = self.decoder.vocabulary * self.decoder.width
+        of_one = self.update.optimizer / self.decoder.parameters * embedding * (self.role.model.lora_rank == 0)
+        moving = [of_one] * (self.decoder.root_parameters // embedding - int(self.staying_state // max(1.0, of_one)))
+        at_once = sum(moving[:2]) + PIECE_BYTES + 0.5 * of_one if of_one > PIECE_BYTES and moving else STEP_BYTES
+        return min(max(at_once, STEP_BYTES), self.moving_state)
 
     @property
     def device_at_rest(self) -> float:
@@ -43,7 +62,7 @@ class RoleMemory(NamedTuple):
         if self.is_on_host:
             return 0.0
         weights = 0.0 if self.has_device and self.role.fsdp.param_offload else self._weights_at_rest
-        return weights + (0.0 if self.optimizer_on_host else self.update.optimizer)
+        return weights + self.staying_state
 
     @property
     def _weights_at_rest(self) -> float:
@@ -59,7 +78,7 @@ class RoleMemory(NamedTuple):
         """Bytes on the host while this role works, activations aside."""
         if self.is_on_host:
             return self.streamed + sum(self.update[:3]) - self.buffers
-        return self.streamed + (self.update.optimizer if self.optimizer_on_host else 0.0)
+        return self.streamed + self.moving_state
 
     def on_device(self, states: StateBytes) -> StateBytes:
         """Return the part of `states` on the device while this role works; the planner itself omits an optimizer state on the host."""
@@ -97,7 +116,7 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
             summed_in=reduced,
             is_resharded=fsdp.reshard_after_forward,
             gradient_bytes=of_trained if takes_one else max(of_trained, reduced),
-            optimizer_bytes=MASTER_BYTES if role.has_masters else None,
+            optimizer_bytes=role.optimizer_bytes,
         )
 
     update, forward = states(role.trained), states(False)

@@ -42,7 +42,9 @@ class ModelRole(NamedTuple):
     micro: MicroSize  # size of a forward on one process
     trained: bool  # whether it has gradients and an optimizer
     together: int = 1  # processes that share each sequence
-    has_masters: bool = False  # whether the optimizer keeps fp32 masters of bf16 weights
+    optimizer_bytes: float | None = (
+        None  # of the optimizer's state for a weight; None: two numbers of the weight's type
+    )
 
 
 def has_critic(config: PPOConfig) -> bool:
@@ -105,8 +107,13 @@ def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
     return update_size(actor) if rows is None else MicroSize(rows, None)
 
 
-def _has_masters(optim: OptimConfig, fsdp: FSDPConfig, model: ModelConfig) -> bool:
-    return optim.master_weights and fsdp.model_dtype == "bf16" and model.lora_rank == 0  # adapters are fp32
+def _optimizer_bytes(optim: OptimConfig, fsdp: FSDPConfig, model: ModelConfig) -> float | None:
+    if model.lora_rank:
+        return None  # adapters are fp32
+    if optim.optimizer == "AdamW8bit":
+        return 2 * (1 + 4 / 256)  # a scale in fp32 for each 256 numbers
+    has_masters = optim.optimizer == "AdamW" and optim.master_weights and fsdp.model_dtype == "bf16"
+    return 12 if has_masters else None  # an fp32 master and two fp32 moments
 
 
 def actor_role(config: PPOConfig) -> ModelRole:
@@ -124,7 +131,7 @@ def actor_role(config: PPOConfig) -> ModelRole:
         micro=update_size(actor),
         trained=True,
         together=actor.ulysses_sequence_parallel_size,
-        has_masters=_has_masters(actor.optim, actor.fsdp_config, policy.model),
+        optimizer_bytes=_optimizer_bytes(actor.optim, actor.fsdp_config, policy.model),
     )
 
 
@@ -144,7 +151,7 @@ def critic_role(config: PPOConfig) -> ModelRole:
         micro=update_size(critic),
         trained=True,
         together=critic.ulysses_sequence_parallel_size or 1,
-        has_masters=_has_masters(critic.optim, critic.fsdp, critic.model),
+        optimizer_bytes=_optimizer_bytes(critic.optim, critic.fsdp, critic.model),
     )
 
 

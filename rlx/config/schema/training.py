@@ -1,5 +1,6 @@
 """Keys of the actor, the reference and the critic: optimizer, sharding, micro-batches, losses."""
 
+import math
 from dataclasses import dataclass
 
 from rlx.config.schema.algorithm import KL_LOSS_ESTIMATORS, PolicyLossConfig
@@ -10,8 +11,13 @@ from rlx.config.schema.rollout import RolloutConfig
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    optimizer: str = key(
+        "AdamW",
+        "AdamW is torch's. Of torchao: _AdamW rounds bf16 weights stochastically, AdamW8bit does so too and has moments in 8 bits.",
+        choices=("AdamW", "_AdamW", "AdamW8bit"),
+    )
     lr: float = key(1e-6, "Peak learning rate.", minimum=0)
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
     lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", minimum=0, maximum=1)
@@ -45,7 +51,15 @@ class MixedPrecisionConfig:
 class FSDPConfig:
     param_offload: bool = key(False, "Keep parameters in host memory while another role works.")
     optimizer_offload: bool = key(
-        False, "Keep the optimizer's state in host memory; fetch it piece by piece during the step."
+        False,
+        "Keep the optimizer's state in host memory; fetch it piece by piece during the step. The same as optimizer_state=host.",
+    )
+    optimizer_state: int | str | None = key(
+        None,
+        "Where it is: device, host, or the bytes of each process's part that stay on the device, the rest on the host; auto: as many "
+        "bytes as the forecast leaves on the device; null: host with optimizer_offload, else device.",
+        minimum=0,
+        words=("auto", "device", "host"),
     )
     offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step are on the host.")
     reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
@@ -57,6 +71,15 @@ class FSDPConfig:
         choices=DTYPES,
     )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
+
+    @property
+    def device_state_bytes(self) -> float:
+        """Bytes of the optimizer's state that stay on the device, infinite if all do; none with `auto`, unless it was decided."""
+        if self.optimizer_state is None:
+            return 0.0 if self.optimizer_offload else math.inf
+        if isinstance(self.optimizer_state, str):
+            return math.inf if self.optimizer_state == "device" else 0.0
+        return self.optimizer_state
 
 
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")

@@ -1,6 +1,6 @@
 """Flatten the typed tree into dotted keys, and put a key's type into words."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -41,6 +41,17 @@ def value_at(config: PPOConfig, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def with_value(config: PPOConfig, key: str, value: Any) -> PPOConfig:
+    """Return the configuration with another value of a dotted key."""
+    changed: PPOConfig = _with(config, key.split("."), value)
+    return changed
+
+
+def _with(section: Any, names: list[str], value: Any) -> Any:
+    below = value if len(names) == 1 else _with(getattr(section, names[0]), names[1:], value)
+    return replace(section, **{names[0]: below})
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:

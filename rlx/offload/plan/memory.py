@@ -169,7 +169,7 @@ def state_bytes(
     summed_in: int | None = None,
     is_resharded: bool = True,
     gradient_bytes: int | None = None,
-    optimizer_bytes: int | None = None,
+    optimizer_bytes: float | None = None,
 ) -> StateBytes:
     """Return the memory of n weights of b bytes over N accelerators.
 

@@ -138,7 +138,7 @@ def test_samples_that_may_be_long_are_warned_of_and_not_refused(predict: Predict
 
 def test_so_are_many_samples_at_once_of_transformers(predict: Predict):
     many = (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.max_num_seqs=128", "data.max_response_length=8192")
-    verdict = predict(GRPO, BF16, *many, f"{ACTOR}.fsdp_config.optimizer_offload=True")
+    verdict = predict(GRPO, BF16, *many, f"{ACTOR}.fsdp_config.optimizer_offload=True", device_gb=84)
     assert verdict.faults == ()
     (warning,) = about_memory(verdict)
     assert warning.startswith("device memory may run out: rollout ")

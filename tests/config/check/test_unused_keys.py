@@ -49,6 +49,14 @@ CASES = [
     ),
     (f"{ROLLOUT}.n=1 {MODEL}.use_shared_prefix=True", [f"{MODEL}.use_shared_prefix"]),
     (f"{ACTOR}.optim.master_weights=False", [f"{ACTOR}.optim.master_weights"]),
+    (
+        f"{ACTOR}.optim.optimizer=_AdamW {ACTOR}.fsdp_config.model_dtype=bf16 {ACTOR}.optim.master_weights=False",
+        [f"{ACTOR}.optim.master_weights"],
+    ),
+    (
+        f"{GAE} critic.optim.optimizer=_AdamW critic.fsdp.model_dtype=bf16 critic.optim.master_weights=False",
+        ["critic.optim.master_weights"],
+    ),
     (f"{GAE} critic.optim.allow_lossy_updates=True", ["critic.optim.allow_lossy_updates"]),
     (f"{MODEL}.lora_alpha=32 {MODEL}.lora.merge=True", [f"{MODEL}.lora_alpha", f"{MODEL}.lora.merge"]),
     (

@@ -340,6 +340,24 @@ CASES = [
         "critic.fsdp.optimizer_offload",
     ),
     (
+        "one_way_to_the_host",
+        f"{ACTOR}.fsdp_config.optimizer_offload=True {ACTOR}.fsdp_config.optimizer_state=0",
+        ["the optimizer's state has two places"],
+        f"{ACTOR}.fsdp_config.optimizer_state=host",
+    ),
+    (
+        "torchao_can_do_it",
+        f"{ACTOR}.optim.optimizer=_AdamW {ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.optimizer_state=auto",
+        [*["torchao's _AdamW cannot be used here"] * 3, "the package torchao"],
+        f"{ACTOR}.optim.optimizer=AdamW",
+    ),
+    (
+        "torchao_can_do_it",
+        f"{GAE} critic.optim.optimizer=AdamW8bit critic.fsdp.model_dtype=bf16",
+        [*["torchao's AdamW8bit cannot be used here"] * 2, "the package torchao"],
+        "critic.strategy=fsdp,",
+    ),
+    (
         "fsdp1_can_do_it",
         f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.offload_policy=True",
         ["FSDP1 loses gradients"],

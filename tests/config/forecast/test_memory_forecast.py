@@ -10,6 +10,7 @@ from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkp
 from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast, Phase
 from rlx.config.machine import Cluster, Machine
+from rlx.offload.plan.shapes import SHAPES
 
 SMALL = {
     "model_type": "llama",
@@ -416,7 +417,58 @@ def test_the_long_text_has_the_parts(forecast):
     assert lines[3].split()[0] == "update_actor" and lines[3].split()[5] != "-"
     peaks = lines[lines.index("") + 1 :]
     assert peaks[0].split()[-2:] == ["peak", "in"] and peaks[3].split()[0] == "update_actor"
-    assert peaks[3].split()[-1] == "backward"
+    assert peaks[3].split()[-1] == "backward" and peaks[3].split()[4] == "device"
+
+
+def of_7b(forecast, state: object, device_gb: float, host_gb: float = 300, response: int = 8192) -> MemoryForecast:
+    """Qwen2-7B's shape in bf16 with fp32 masters, one sequence in a micro-batch, on one device."""
+    return forecast(
+        *(f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.fsdp_config.optimizer_state={state}"),
+        *(
+            f"{MODEL}.enable_activation_offload=True",
+            f"{MODEL}.tiled_mlp=auto",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+        ),
+        *(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.3", f"data.max_response_length={response}"),
+        on=machine(device_gb=device_gb, host_gb=host_gb),
+        **SHAPES["qwen2-7b"],
+    )
+
+
+def test_auto_keeps_as_much_of_the_state_on_the_device_as_all_phases_leave(forecast):
+    assert of_7b(forecast, "auto", 300).decided().split_states() == []
+    tight = of_7b(forecast, "auto", 100).decided()
+    ((name, staying, moving),) = tight.split_states()
+    total = 12 * 7_615_616_512
+    assert name == "actor" and 0 < staying < total and staying + moving == pytest.approx(total)
+    assert tight.config.actor_rollout_ref.actor.fsdp_config.optimizer_state == staying
+    assert all(phase.fits() for phase in tight.phases())
+    assert max(phase.peak - phase.limit for phase in tight.phases()) == pytest.approx(0, abs=2)
+    update = tight.phase("update_actor")
+    assert update.parts["optimizer"] == staying and update.host > moving
+    text = long_text(of_7b(forecast, "auto", 100))
+    assert f"optimizer state: of the actor's 91.4 GB in each process {staying / 1e9:.1f} stay on the device" in text
+    least = of_7b(forecast, "auto", 60).decided()
+    assert least.split_states()[0][1] == 0, "a device that is too small keeps nothing"
+
+
+def test_with_auto_the_host_may_be_full_first(forecast):
+    found = of_7b(forecast, "auto", 150, host_gb=137)
+    longest = found.longest("update_actor")
+    assert 393_216 < longest < 600_000
+    beyond = found.phase("update_actor", longest + 64)
+    assert beyond.fits_device() and not beyond.fits_host()
+    row = next(line for line in long_text(found).splitlines() if line.startswith("update_actor") and "," in line)
+    assert row.split()[3:5] == [f"{longest:,}", "host"]
+
+
+def test_a_split_state_moves_bytes_from_the_device_to_the_host(forecast):
+    fsdp = f"{ACTOR}.fsdp_config"
+    places = ("device", 2 * N, "host")
+    whole, split, host = (forecast(f"{fsdp}.optimizer_state={place}").phase("update_actor") for place in places)
+    assert [phase.parts["optimizer"] for phase in (whole, split, host)] == [8 * N, 2 * N, 0]
+    assert [phase.host for phase in (whole, split, host)] == [0, 6 * N, 8 * N]
+    assert host == forecast(f"{fsdp}.optimizer_offload=True").phase("update_actor")
 
 
 def test_without_an_accelerator_one_line_speaks_of_the_host(forecast):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.config.schema import ModelConfig
-from rlx.engine.optimizer_state import ON_DEVICE, PIECE_BYTES
+from rlx.engine.optimizer_state import PIECE_BYTES, TEMPORARY
 from rlx.models import head_log_probs
 from rlx.models.lora import add_lora
 from rlx.offload.benchmark.models import Case, build
@@ -233,7 +233,7 @@ def test_a_shared_sequence_costs_each_its_part():
 
 def test_constants_are_those_of_whom_they_are_about():
     assert (HEAD_CHUNK_BYTES, HEAD_ALIGNED) == (head_log_probs.HEAD_CHUNK_BYTES, head_log_probs.ALIGNED)
-    assert STEP_BYTES == ON_DEVICE * PIECE_BYTES
+    assert STEP_BYTES == (3 + TEMPORARY) * PIECE_BYTES
 
 
 def test_the_optimizers_step():

@@ -1,0 +1,177 @@
+"""Compare forms of AdamW at RL's learning rates: what is learned, and how far the weights move.
+
+python -m rlx.benchmarks.updates --lr 5e-6 --steps 150 --seeds 2
+
+Each form trains the same model on the same batches by imitation of generated arithmetic, in an `Engine` whose forward and backward
+are in bf16. `fp32` keeps fp32 weights, `masters` bf16 weights with fp32 masters in host memory, `stochastic` and `8 bit` are
+torchao's AdamW with stochastic rounding, the latter with moments in 8 bits, and `bf16` rounds to nearest. A row has the mean
+log-prob of held-out solutions' tokens before and after, `length`, the distance between first and last weights relative to that
+of `fp32`, and `share`, the mean share of weights that a step changed. Seeds choose the weights and the order of problems.
+"""
+
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from rlx.benchmarks.common import benchmark_parser, chosen_device, title, write_json
+from rlx.config.schema import (
+    ArithmeticConfig,
+    FSDPConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    OptimConfig,
+    TinyModelConfig,
+)
+from rlx.data.arithmetic import make_problems
+from rlx.data.batch import Batch
+from rlx.engine.engine import Engine
+from rlx.engine.forward import Distribution
+from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.objectives import Share, Totals
+from rlx.models.tiny import make_tiny
+from rlx.offload.benchmark.device import clock
+
+BF16 = FSDPConfig(model_dtype="bf16")
+STRATEGIES = {"8 bit": "fsdp"}  # torchao's 8-bit tensors cannot be in FSDP2's DTensors
+FORMS: dict[str, tuple[FSDPConfig, dict[str, Any]]] = {
+    "fp32": (FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bf16")), {}),
+    "masters": (replace(BF16, optimizer_state="host"), {}),
+    "stochastic": (BF16, {"optimizer": "_AdamW"}),
+    "8 bit": (BF16, {"optimizer": "AdamW8bit"}),
+    "bf16": (BF16, {"master_weights": False}),
+}
+MODELS = {  # weights -> the model of experiment=arithmetic_1gpu, and one that a CPU trains in seconds
+    "38m": TinyModelConfig(
+        hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4
+    ),
+    "small": TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2),
+}
+ROWS, HELD_OUT = 64, 256
+
+
+class Imitation:
+    """The objective whose loss is the mean negative log-prob of the response tokens."""
+
+    columns: tuple[str, ...] = ()
+    distribution = Distribution(1.0, False)
+
+    def mask(self, batch: Batch) -> Tensor:
+        """As `Objective.mask`."""
+        return batch["response_mask"]
+
+    def denominator(self, mask_BR: Tensor) -> Tensor:
+        """As `Objective.denominator`."""
+        return mask_BR.sum()
+
+    def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
+        """As `Objective.share`."""
+        return Share(-(outputs["log_probs"] * batch["response_mask"]).sum() / totals.denominator, {})
+
+
+def batch_of(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """Return problems with their worked solutions as responses."""
+    prompts = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False) for r in rows]
+    solutions = [tokenizer(r["extra_info"]["answer"], add_special_tokens=False).input_ids for r in rows]
+    left = [torch.tensor(ids[::-1]) for ids in prompts]
+    right = [torch.tensor([*ids, tokenizer.eos_token_id]) for ids in solutions]
+    columns = {
+        "input_ids": (left, right),
+        "mask": ([torch.ones_like(x) for x in left], [torch.ones_like(x) for x in right]),
+    }
+    padded = {
+        name: [pad_sequence(before, batch_first=True).flip(1), pad_sequence(after, batch_first=True)]
+        for name, (before, after) in columns.items()
+    }
+    mask = torch.cat(padded["mask"], 1).bool()
+    return Batch.of(
+        {
+            "input_ids": torch.cat(padded["input_ids"], 1),
+            "attention_mask": mask,
+            "response_mask": padded["mask"][1].bool(),
+        }
+    )
+
+
+def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Batch]:
+    """Yield endless batches of training problems."""
+    problems, rng = make_problems(ArithmeticConfig(train_size=4096), "train"), random.Random(seed)
+    while True:
+        yield batch_of(rng.sample(problems, ROWS), tokenizer)
+
+
+def train(form: str, model: TinyModelConfig, lr: float, steps: int, device: torch.device) -> dict[str, Any]:
+    """Return held-out log-probs `before` and `after`, the `way` from first to last weights, and the mean `share` of a step."""
+    fsdp, changes = FORMS[form]
+    with tempfile.TemporaryDirectory(prefix="rlx-updates-") as folder:
+        made, tokenizer = make_tiny(model)
+        made.bfloat16().float().save_pretrained(folder)  # all forms start from the same numbers
+        tokenizer.save_pretrained(folder)
+        optim = OptimConfig(lr=lr, weight_decay=0.0, allow_lossy_updates=True, **changes)
+        strategy = STRATEGIES.get(form, "fsdp2")
+        engine = Engine(ModelConfig(path=folder), fsdp, strategy=strategy, device=device, optim=optim, name=form)
+    held_out = batch_of(make_problems(ArithmeticConfig(val_size=HELD_OUT), "val"), tokenizer)
+    rule, data = MicroBatchRule(rows=HELD_OUT), batches(tokenizer, model.seed)
+
+    def likelihood() -> float:
+        found = engine.log_probs(held_out, rule, 1.0, with_entropy=False)["log_probs"]
+        return float(found[held_out["response_mask"]].double().mean())
+
+    first, before = {name: w.to("cpu", torch.float64) for name, w in engine.weights()}, likelihood()
+    torch.manual_seed(model.seed)  # of stochastic rounding
+    metrics = [engine.update(next(data), rule, Imitation()) for _ in range(steps)]
+    way = math.sqrt(
+        sum(float((w.to("cpu", torch.float64) - first[name]).square().sum()) for name, w in engine.weights())
+    )
+    return {"before": before, "after": likelihood(), "way": way, "share": mean(m["update_share"] for m in metrics)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = benchmark_parser("updates", __doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), default="38m")
+    parser.add_argument("--forms", default=",".join(FORMS), type=lambda text: text.split(","), help="to compare")
+    parser.add_argument("--lr", type=float, default=5e-6)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=2)
+    given = parser.parse_args(arguments)
+    if unknown := set(given.forms) - set(FORMS):
+        parser.error(f"--forms: got {', '.join(sorted(unknown))}, expected some of {', '.join(FORMS)}")
+    device, figures = chosen_device(given.device), {}
+    with tempfile.TemporaryDirectory() as folder:
+        if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, init_method=f"file://{os.path.join(folder, 'store')}", rank=0, world_size=1
+            )
+        print(f"{title(device)}: {given.model}, lr {given.lr:g}, {given.steps} steps of {ROWS} problems")
+        print(f"{'form':>12}{'seed':>6}{'before':>10}{'after':>10}{'length':>10}{'share':>9}{'seconds':>9}")
+        for seed in range(given.seeds):
+            reference = None
+            for form in given.forms:
+                began = clock(device)
+                found = train(form, replace(MODELS[given.model], seed=seed), given.lr, given.steps, device)
+                seconds = clock(device) - began
+                reference = reference or found["way"]
+                found["length"] = found["way"] / reference
+                figures[f"{form} {seed}"] = found
+                print(
+                    f"{form:>12}{seed:>6}{found['before']:10.4f}{found['after']:10.4f}{found['length']:10.3f}{found['share']:9.3f}"
+                    f"{seconds:9.1f}",
+                    flush=True,
+                )
+    write_json(given, device, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Forms of AdamW side by side, in a process of the tests."""
+
+import torch
+
+from rlx.benchmarks.updates import MODELS, train
+
+
+def forms(names, lr, steps):
+    return {name: train(name, MODELS["small"], lr, steps, torch.device("cpu")) for name in names}
