@@ -159,34 +159,40 @@ def test_a_run_passes_over_damaged_checkpoints_resumes_on_other_processes_and_be
     train, custom, capfd, monkeypatch
 ):
     monkeypatch.setattr(manifest, "SMALL_BYTES", 0)  # so that the workers find the damage and not the driver
-    options = [*custom("varied"), "trainer.total_training_steps=3", "trainer.save_freq=1"]
+    options = [*custom("varied"), "trainer.total_training_steps=4", "trainer.save_freq=1"]
     options += ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]
     folder, unbroken = train(*options, "actor_rollout_ref.actor.checkpoint.async_save=True")
     saved = folder / "checkpoints"
-    assert sorted(os.listdir(saved)) == ["global_step_1", "global_step_2", "global_step_3"]
-    (shard,) = (saved / "global_step_3/actor/optimizer").iterdir()
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(ResumeError, match=rf"global_step_3 cannot be used: {shard}: bytes 0 to .* have changed"):
-        train(*options, *resume_from(folder, 3))
+    assert sorted(os.listdir(saved)) == [f"global_step_{step}" for step in (1, 2, 3, 4)]
+    for step in (3, 4):
+        (shard,) = (saved / f"global_step_{step}/actor/optimizer").iterdir()
+        data = bytearray(shard.read_bytes())
+        data[-5] ^= 1
+        shard.write_bytes(data)
+    with pytest.raises(ResumeError, match=rf"global_step_4 cannot be used: {shard}: bytes 0 to .* have changed"):
+        train(*options, *resume_from(folder, 4))
     capfd.readouterr()
-    other = ["trainer.resume_mode=auto", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp"]
-    again, resumed = train(*options, *other)
+    auto = [*options, "trainer.resume_mode=auto"]
+    assert train(*auto, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")[0] == folder
     printed = capfd.readouterr()
-    assert again == folder and "passed over global_step_3" in printed.out + printed.err
-    assert os.listdir(saved / "superseded") == ["global_step_3"]
+    assert all(f"passed over global_step_{step}" in printed.out + printed.err for step in (3, 4))
+    assert sorted(os.listdir(saved / "superseded")) == ["global_step_3", "global_step_4"]
     assert len(os.listdir(saved / "global_step_3/actor/model")) == 2, "one file of each process"
-    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/lr", "train/policy_version"):
-        assert resumed[3][name] == pytest.approx(unbroken[3][name], rel=1e-3, abs=1e-6), name
+    shutil.rmtree(saved / "global_step_4")
+    _, resumed = train(*auto)
+    assert len(os.listdir(saved / "global_step_4/actor/model")) == 1
+    # Rounding differs between numbers of processes, so in step 4 a token may be another one.
+    for step, rel in ((3, 1e-3), (4, 0.05)):
+        for name in ("reward/mean", "actor/grad_norm", "actor/lr", "train/policy_version"):
+            assert resumed[step][name] == pytest.approx(unbroken[step][name], rel=rel), (step, name)
 
     for shard in saved.glob("global_step_*/actor/optimizer/*"):
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    again, anew = train(*options, "trainer.resume_mode=auto")
+    again, anew = train(*auto)
     printed = capfd.readouterr()
     assert again == folder and "passed over global_step_1" in printed.out + printed.err
-    assert [results(anew[step]) for step in (1, 2, 3)] == [results(unbroken[step]) for step in (1, 2, 3)]
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [results(row) for row in anew.values()] == [results(row) for row in unbroken.values()]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.slow
