@@ -55,6 +55,23 @@ def rows_of(results, number=0):
 # A run
 
 
+def test_frozen_weights_stream_beside_resident_ones(run_benchmark):
+    pytest.importorskip("peft")
+    arguments = (*TINY[:-4], "--rounds", "1", "--dtype", "float32", "--no-picture")
+    printed, results = run_benchmark(*arguments, "--frozen", "--modes", "checkpointing,boundary,boundary:resident=1")
+    rows = rows_of(results)
+    assert all(row["note"] is None for row in rows.values())
+    assert rows["boundary"]["streamed_bytes"] is None
+    # q, k, v, o and three maps of the MLP, in two of three layers.
+    assert rows["boundary:resident=1"]["streamed_bytes"] == 2 * 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert "streamed GB" in printed
+
+
+def test_streaming_needs_frozen_weights_and_a_number(refusal):
+    assert "resident= streams frozen weights" in refusal("--modes", "boundary:resident=0")
+    assert "got resident=x" in refusal("--frozen", "--modes", "boundary:resident=x")
+
+
 def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
     printed, results = run_benchmark(*TINY, "--modes", "plain,checkpointing,boundary,all,boundary:prefetch_layers=0")
     rows = rows_of(results)
