@@ -166,7 +166,9 @@ def _parts_of_ray(address: str) -> dict[str, Any]:
             continue
         for end, name in RAY_PROCESSES.items():
             if any(part.endswith(end) for part in program):
-                found[name] = process.pid
+                found.setdefault(
+                    name, process.pid
+                )  # a child that it has just forked comes later, and bears its name for a moment
     needed = {name: pid for name, pid in found.items() if name in NEEDED_PROCESSES}
     return {"daemons": needed, "helpers": {name: pid for name, pid in found.items() if name not in needed}}
 
@@ -177,8 +179,11 @@ def _told_as_they_start() -> Iterator[None]:
     over = threading.Event()
 
     def tell_often() -> None:
+        seen: dict[str, dict[str, int]] = {"daemons": {}, "helpers": {}}
         while not over.wait(_LOOK_S):
-            tell(**_parts_of_ray("local"))
+            for kind, pids in _parts_of_ray("local").items():
+                seen[kind] |= pids  # one that has ended is told on
+            tell(**seen)
 
     thread = threading.Thread(target=tell_often, daemon=True)
     thread.start()
