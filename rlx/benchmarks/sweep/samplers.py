@@ -34,11 +34,13 @@ def hf_error(made: TinyModel) -> tuple[float, str]:
 def vllm_error(made: TinyModel) -> tuple[float, str]:
     """Return the error of `rollout.name=vllm`, in fp32."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from rlx.rollout.vllm import VLLMRollout  # takes seconds, and may not be installed
 
     small = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
     rollout = RolloutConfig(name="vllm", engine_kwargs=small)
-    trained, plain = engine(made), made.model("lm")  # vLLM's classes of some types would be in the way later
+    trained, plain = engine(made), made.model("lm")
+    # Takes seconds, and may not be installed. transformers cannot load OLMo 2, for example, after it.
+    from rlx.rollout.vllm import VLLMRollout
+
     with refusals():
         sampler = VLLMRollout(rollout, ModelConfig(path=str(made.folder)), CPU, P + R, 0)
     return sampler_error(made.batch, trained, plain, sampler)
