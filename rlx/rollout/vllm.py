@@ -143,6 +143,12 @@ class VLLMRollout:
             if self._adapters is None:
                 raise
             raise ValueError(f"{error}. If it cannot take adapters, set {_MERGE}") from error
+        if self._aliases and not self.engine.has_head():
+            self.engine.close()
+            raise ValueError(
+                f"{model.path}: on CPU vLLM keeps the first values of a head that is tied to the embedding, and its model of "
+                "this type has no other head (Gemma's, for example); set actor_rollout_ref.rollout.name=hf"
+            )
 
     @property
     def version(self) -> int | None:

@@ -168,6 +168,10 @@ class VLLMEngine:
 
         return call
 
+    def has_head(self) -> bool:
+        """Return whether vLLM's model has a head of its own, which may be tied to the embedding."""
+        return bool(self._engine.collective_rpc(_has_head)[0])
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a complete set of weights as from a checkpoint, and drop cached prefixes.
 
@@ -315,6 +319,10 @@ class _Stream:
         except Exception:
             self.has_failed = True
             raise
+
+
+def _has_head(worker: Any) -> bool:
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in worker.get_model().named_modules())
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlx.benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, page, read_results, write_results
+from rlx.benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, joined, page, read_results, write_results
 from rlx.benchmarks.sweep.reference import largest_difference, lora_change, step_of
-from rlx.benchmarks.sweep.run import Outcome, outcomes_of
+from rlx.benchmarks.sweep.run import CheckResult, outcomes_of
 from rlx.benchmarks.sweep.tiny_models import config_of, rows, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -78,14 +78,24 @@ def test_a_difference_counts_as_a_share_of_its_tensors_change():
 def test_results_are_read_as_written(tmp_path):
     results = {
         "qwen3": {
-            "packed": Outcome("right", 2e-6),
-            "lora": Outcome("refused", None, "why"),
-            "all": Outcome("wrong", 0.5),
+            "packed": CheckResult("right", 2e-6),
+            "lora": CheckResult("refused", None, "why"),
+            "all": CheckResult("wrong", 0.5),
         }
     }
     write_results(tmp_path / "r.json", results, "torch 1")
     assert read_results(tmp_path / "r.json") == (results, "torch 1")
     assert read_results(tmp_path / "none.json") == ({}, "")
+
+
+def test_results_of_one_version_are_joined(tmp_path):
+    for name, error, versions in [("a", 1.0, "torch 1"), ("b", 2.0, "torch 1"), ("c", 3.0, "torch 2")]:
+        of_row = {"packed": CheckResult("right", error), name: CheckResult("right", 0.0)}
+        write_results(tmp_path / name, {"qwen3": of_row}, versions)
+    found, _ = joined([tmp_path / "a", tmp_path / "b"])
+    assert set(found["qwen3"]) == {"packed", "a", "b"} and found["qwen3"]["packed"].error == 2.0
+    with pytest.raises(ValueError, match=r"a is of torch 1; .*c is of torch 2"):
+        joined([tmp_path / "a", tmp_path / "c"])
 
 
 def test_the_page_is_current_and_complete():

@@ -26,8 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = options.types.split(",") if options.types else rows()
     features = options.features.split(";") if options.features else list(FEATURES)
     part, parts = map(int, options.part.split("/"))
-    results, _ = read_results(options.json) if options.json else ({}, "")
+    results, of_file = read_results(options.json) if options.json else ({}, "")
     versions = f"torch {version('torch')}, transformers {version('transformers')}"
+    if of_file not in ("", versions):
+        parser.error(f"--json {options.json}: got results of {of_file}, expected none or results of {versions}")
     is_wrong = False
     for row in wanted[part - 1 :: parts]:
         began = monotonic()

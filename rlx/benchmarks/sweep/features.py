@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rlx.benchmarks.sweep.samplers import hf_error, vllm_error
-from rlx.benchmarks.sweep.trainer import Made, saved_error, update_error
+from rlx.benchmarks.sweep.trainer import TinyModel, saved_error, update_error
 from rlx.config.schema import ActivationOffloadConfig
 
 
@@ -18,13 +18,13 @@ class Feature(NamedTuple):
         fresh: whether these start anew, without what others have imported.
     """
 
-    check: Callable[[Made], tuple[float, str]]
+    check: Callable[[TinyModel], tuple[float, str]]
     processes: int = 1
     fresh: bool = False
 
 
-def _offloaded(**options: Any) -> Callable[[Made], tuple[float, str]]:
-    def check(made: Made) -> tuple[float, str]:
+def _offloaded(**options: Any) -> Callable[[TinyModel], tuple[float, str]]:
+    def check(made: TinyModel) -> tuple[float, str]:
         with TemporaryDirectory() as folder:
             chosen = {name: folder if name == "directory" else value for name, value in options.items()}
             save = options.get("save")
@@ -39,7 +39,7 @@ def _offloaded(**options: Any) -> Callable[[Made], tuple[float, str]]:
     return check
 
 
-def _trained(**options: Any) -> Callable[[Made], tuple[float, str]]:
+def _trained(**options: Any) -> Callable[[TinyModel], tuple[float, str]]:
     return lambda made: update_error(made, **options)
 
 

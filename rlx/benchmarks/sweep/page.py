@@ -1,11 +1,15 @@
-"""Render docs/models.md from the sweep's results: python -m rlx.benchmarks.sweep.page > docs/models.md."""
+"""Render docs/models.md from the sweep's results: python -m rlx.benchmarks.sweep.page [part.json ...] > docs/models.md.
+
+Results in files that are named are first added to docs/models.json.
+"""
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rlx.benchmarks.sweep.run import TOLERANCE, Outcome
+from rlx.benchmarks.sweep.run import TOLERANCE, CheckResult
 
 RESULTS = Path("docs/models.json")
 # Columns of the page: the features of the sweep that each joins.
@@ -39,7 +43,7 @@ FAMILIES = {
     "GLM-4": ("glm4", "glm4_moe"),
     "SmolLM3": ("smollm3",),
 }
-NAMES = re.compile(r"\b(?:FSDP)?[A-Z]\w*(?:For[A-Z]\w+|LMHeadModel|LMHead|Decoder)\b")
+CLASS_NAMES = re.compile(r"\b(?:FSDP)?[A-Za-z]\w*(?:For[A-Z]\w+|LMHead|Decoder|[a-z0-9]Model)\b")
 TITLE = """# Models
 
 Which models does rlx run, and how exactly? `python -m rlx.benchmarks.sweep` makes a tiny model of each causal language model type
@@ -68,19 +72,20 @@ part in fp32. An error above {tolerance:g} counts as **wrong**.
 """
 
 
-def read_results(path: Path) -> tuple[dict[str, dict[str, Outcome]], str]:
+def read_results(path: Path) -> tuple[dict[str, dict[str, CheckResult]], str]:
     """Return the outcomes by row and feature that `write_results` wrote, and the versions; none if there is no file."""
     found = json.loads(path.read_text()) if path.exists() else {}
     versions = found.pop("versions", "")
     return {
         row: {
-            name: Outcome(*each) if isinstance(each, list) else Outcome("right", each) for name, each in of_row.items()
+            name: CheckResult(*each) if isinstance(each, list) else CheckResult("right", each)
+            for name, each in of_row.items()
         }
         for row, of_row in found.items()
     }, versions
 
 
-def write_results(path: Path, results: Mapping[str, Mapping[str, Outcome]], versions: str) -> None:
+def write_results(path: Path, results: Mapping[str, Mapping[str, CheckResult]], versions: str) -> None:
     """Write outcomes, a line per row of the table: an error, or [status, error, note]."""
     lines = [f'"versions": {json.dumps(versions)}']
     for row in sorted(results):
@@ -107,13 +112,13 @@ class Refusals:
 
     def number(self, message: str) -> int:
         """Return the number of a message, from 1."""
-        text = NAMES.sub("MODEL", message)
+        text = CLASS_NAMES.sub("MODEL", message)
         if text not in self.texts:
             self.texts.append(text)
         return self.texts.index(text) + 1
 
 
-def cell(outcomes: Iterable[Outcome | None], refusals: Refusals) -> str:
+def cell(outcomes: Iterable[CheckResult | None], refusals: Refusals) -> str:
     """Return a cell that joins the outcomes of several features: wrong ones first, then refusals, then the largest error."""
     found = [outcome for outcome in outcomes if outcome is not None]
     if not found:
@@ -131,7 +136,7 @@ def cell(outcomes: Iterable[Outcome | None], refusals: Refusals) -> str:
 
 
 def table(
-    rows: Iterable[tuple[str, str]], results: Mapping[str, Mapping[str, Outcome]], refusals: Refusals
+    rows: Iterable[tuple[str, str]], results: Mapping[str, Mapping[str, CheckResult]], refusals: Refusals
 ) -> list[str]:
     """Return the lines of a table whose rows have a title and a key in the results."""
     lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
@@ -142,7 +147,7 @@ def table(
     return lines
 
 
-def page(results: Mapping[str, Mapping[str, Outcome]], versions: str) -> str:
+def page(results: Mapping[str, Mapping[str, CheckResult]], versions: str) -> str:
     """Return the page.
 
     Args:
@@ -177,8 +182,29 @@ def page(results: Mapping[str, Mapping[str, Outcome]], versions: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def joined(files: Iterable[Path]) -> tuple[dict[str, dict[str, CheckResult]], str]:
+    """Return the results of several files, and their versions. Later files replace cells of earlier ones.
+
+    Raises:
+        ValueError: the results are of different versions.
+    """
+    results: dict[str, dict[str, CheckResult]] = {}
+    found: dict[str, Path] = {}
+    for file in files:
+        part, versions = read_results(file)
+        found.setdefault(versions, file)
+        for row, of_row in part.items():
+            results.setdefault(row, {}).update(of_row)
+    if len(found) != 1:
+        told = "; ".join(f"{file} is of {versions}" for versions, file in found.items())
+        raise ValueError(f"results of different versions cannot be joined: {told}. Run the sweep anew with one")
+    return results, next(iter(found))
+
+
 def main() -> None:
-    """Print the page of the results in docs/models.json."""
+    """Print the page of the results in docs/models.json, with those of the files in the command added."""
+    if parts := [Path(name) for name in sys.argv[1:]]:
+        write_results(RESULTS, *joined([*filter(Path.exists, [RESULTS]), *parts]))
     print(page(*read_results(RESULTS)), end="")
 
 

@@ -21,7 +21,7 @@ Status = Literal["right", "refused", "wrong", "not makeable"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckResult:
     """The result of one check.
 
     Args:
@@ -35,7 +35,7 @@ class Outcome:
     note: str = ""
 
 
-def outcomes_of(row: str, features: Sequence[str]) -> dict[str, Outcome]:
+def outcomes_of(row: str, features: Sequence[str]) -> dict[str, CheckResult]:
     """Return the outcome of each feature for a row of the table.
 
     Args:
@@ -44,7 +44,7 @@ def outcomes_of(row: str, features: Sequence[str]) -> dict[str, Outcome]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rlx.benchmarks.sweep.features"])
-    found: dict[str, Outcome] = {}
+    found: dict[str, CheckResult] = {}
     with TemporaryDirectory() as folder:
         made = _in_processes(context, 1, _make, (row, folder), [""])[""]
         if made.status != "right":
@@ -61,7 +61,7 @@ def outcomes_of(row: str, features: Sequence[str]) -> dict[str, Outcome]:
 
 def _in_processes(
     context: Any, size: int, work: Any, arguments: tuple[Any, ...], names: Sequence[str]
-) -> dict[str, Outcome]:
+) -> dict[str, CheckResult]:
     """Let a group of processes work on the names until all are done, or the group has failed at one."""
     with TemporaryDirectory() as meeting:
         pipes = [context.Pipe() for _ in range(size)]
@@ -72,7 +72,7 @@ def _in_processes(
         for process, (_, theirs) in zip(group, pipes, strict=True):
             process.start()
             theirs.close()
-        found: dict[str, Outcome] = {}
+        found: dict[str, CheckResult] = {}
         for name in names:
             answers = [_answer(process, mine) for process, (mine, _) in zip(group, pipes, strict=True)]
             found[name] = max(answers, key=_badness)
@@ -90,7 +90,7 @@ def _in_processes(
 LATE = f"it did not end within {LIMIT_S} s"
 
 
-def _answer(process: ForkServerProcess, pipe: Connection) -> Outcome:
+def _answer(process: ForkServerProcess, pipe: Connection) -> CheckResult:
     wait([pipe, process.sentinel], LIMIT_S)
     if pipe.poll():
         try:
@@ -98,11 +98,11 @@ def _answer(process: ForkServerProcess, pipe: Connection) -> Outcome:
         except EOFError:
             process.join()
     if process.exitcode is None:
-        return Outcome("wrong", None, LATE)
-    return Outcome("wrong", None, f"its process ended with exit code {process.exitcode}")
+        return CheckResult("wrong", None, LATE)
+    return CheckResult("wrong", None, f"its process ended with exit code {process.exitcode}")
 
 
-def _badness(outcome: Outcome) -> tuple[int, float]:
+def _badness(outcome: CheckResult) -> tuple[int, float]:
     return ["right", "refused", "not makeable", "wrong"].index(outcome.status), outcome.error or 0.0
 
 
@@ -132,24 +132,24 @@ def _make(row: str, folder: str) -> Any:
     import torch
 
     from rlx.benchmarks.sweep.tiny_models import config_of, write_tiny
-    from rlx.benchmarks.sweep.trainer import Made
+    from rlx.benchmarks.sweep.trainer import TinyModel
     from rlx.config.schema import ModelConfig
     from rlx.models.preflight import faults_of
 
-    def make(_: str) -> Outcome:
+    def make(_: str) -> CheckResult:
         reason = ""
         for dtype in (torch.float64, torch.float32):
             try:
                 write_tiny(Path(folder), config_of(row), dtype)
                 attention = "eager" if faults_of(ModelConfig(path=folder), "lm") else "sdpa"
-                made = Made(Path(folder), dtype, attention)
+                made = TinyModel(Path(folder), dtype, attention)
                 other = {tensor.dtype for tensor in made.model("lm").parameters()} - {dtype}
                 assert not other, f"a model in {dtype} has parameters in {other}"
                 assert made.policy.figures["log_probs"].isfinite().all(), "its log-probs are not finite"
-                return Outcome("right", None, f"{dtype} {attention}".removeprefix("torch."))
+                return CheckResult("right", None, f"{dtype} {attention}".removeprefix("torch."))
             except BaseException as error:
-                reason = _said(error)
-        return Outcome("not makeable", None, reason)
+                reason = _said(error).replace(folder, "MODEL")
+        return CheckResult("not makeable", None, reason)
 
     return make
 
@@ -157,20 +157,20 @@ def _make(row: str, folder: str) -> Any:
 def _check(folder: str, how: str) -> Any:
     import torch
 
-    from rlx.benchmarks.sweep.trainer import Made, Refused
+    from rlx.benchmarks.sweep.trainer import Refused, TinyModel
 
     dtype, attention = how.split()
-    made = Made(Path(folder), getattr(torch, dtype), attention)
+    made = TinyModel(Path(folder), getattr(torch, dtype), attention)
     remark = "" if attention == "sdpa" else attention
 
-    def check(name: str) -> Outcome:
+    def check(name: str) -> CheckResult:
         try:
             error, note = FEATURES[name].check(made)
         except Refused as refusal:
-            return Outcome("refused", None, str(refusal).replace(folder, "MODEL"))
+            return CheckResult("refused", None, str(refusal).replace(folder, "MODEL"))
         except BaseException as failure:
-            return Outcome("wrong", None, _said(failure).replace(folder, "MODEL"))
-        return Outcome("right" if error <= TOLERANCE else "wrong", error, ", ".join(filter(None, (remark, note))))
+            return CheckResult("wrong", None, _said(failure).replace(folder, "MODEL"))
+        return CheckResult("right" if error <= TOLERANCE else "wrong", error, ", ".join(filter(None, (remark, note))))
 
     return check
 

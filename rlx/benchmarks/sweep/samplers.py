@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlx.benchmarks.sweep.reference import P, R, logits_of
-from rlx.benchmarks.sweep.trainer import MICRO, Made, engine, refusals
+from rlx.benchmarks.sweep.trainer import MICRO, TinyModel, engine, refusals
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -22,29 +22,31 @@ CPU = torch.device("cpu")
 TEMPERATURES = (0.0, 1.0)
 
 
-def hf_error(made: Made) -> tuple[float, str]:
+def hf_error(made: TinyModel) -> tuple[float, str]:
     """Return the error of `rollout.name=hf`, in fp32."""
-    trained = engine(made)
+    trained, plain = engine(made), made.model("lm")
     model = ModelConfig(path=str(made.folder), attn_implementation=made.attention)
     with refusals():
         sampler = HFRollout(load_config(model), dtype=torch.float32, attn_implementation=model.attn_implementation)
-    return sampler_error(made, trained, sampler)
+    return sampler_error(made.batch, trained, plain, sampler)
 
 
-def vllm_error(made: Made) -> tuple[float, str]:
+def vllm_error(made: TinyModel) -> tuple[float, str]:
     """Return the error of `rollout.name=vllm`, in fp32."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from rlx.rollout.vllm import VLLMRollout  # takes seconds, and may not be installed
 
     small = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
     rollout = RolloutConfig(name="vllm", engine_kwargs=small)
-    trained = engine(made)
+    trained, plain = engine(made), made.model("lm")
+    # Takes seconds, and may not be installed. transformers cannot load OLMo 2, for example, after it.
+    from rlx.rollout.vllm import VLLMRollout
+
     with refusals():
         sampler = VLLMRollout(rollout, ModelConfig(path=str(made.folder)), CPU, P + R, 0)
-    return sampler_error(made, trained, sampler)
+    return sampler_error(made.batch, trained, plain, sampler)
 
 
-def sampler_error(made: Made, trained: Engine, sampler: Rollout) -> tuple[float, str]:
+def sampler_error(sweep_batch: Batch, trained: Engine, plain: "PreTrainedModel", sampler: Rollout) -> tuple[float, str]:
     """Return the largest difference of a sampler's log-probs to the trainer's, and of the tokens' to the most likely ones."""
     weights = ((name, x.float()) for name, x in trained.weights())
     sampler.update_weights(weights, version=1)
@@ -52,7 +54,7 @@ def sampler_error(made: Made, trained: Engine, sampler: Rollout) -> tuple[float,
     for temperature in TEMPERATURES:
         # Two samples of each prompt share its prefill, and leave the batch at different times.
         sampling = Sampling(R, temperature, stop_token_ids=tuple(range(3, 40)))
-        prompts = prompts_of(made.batch)
+        prompts = prompts_of(sweep_batch)
         requests = [Request(prompt, 2 * i + j, sampling) for i, prompt in enumerate(prompts) for j in range(2)]
         answers = sampler.generate(requests)
         batch = batch_of(requests, answers)
@@ -61,9 +63,8 @@ def sampler_error(made: Made, trained: Engine, sampler: Rollout) -> tuple[float,
         told = torch.cat([torch.tensor(answer.log_probs) for answer in answers])
         errors.append(float((found[mask] - told).abs().max()))
         if temperature == 0.0:
-            model = made.model("lm")
-            errors.append(lead_of_best(model, batch))
-            note = unlike_generate(model, prompts, answers[::2])
+            errors.append(lead_of_best(plain, batch))
+            note = unlike_generate(plain, prompts, answers[::2])
     sampler.close()
     return float(torch.tensor(errors).max()), note
 

@@ -1,23 +1,24 @@
 """Make a tiny model of any causal language model type of transformers, with large random weights."""
 
 import math
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlx.models.loading import RANDOMNESS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 LAYERS = 4
-VOCABULARY = 128
+TOKENS = 128
 SCALE = 2.0  # of weights times the root of their width
 # Windows and chunks are shorter than the sweep's sequences, so that they matter.
 _SIZES = {
     # (names of transformers' configurations, value)
-    "vocab_size vocab_size_per_layer_input audio_vocab_size n_token": VOCABULARY,
+    "vocab_size vocab_size_per_layer_input audio_vocab_size n_token": TOKENS,
     "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
     "output_embedding_size dim_model hidden_size_global attention_hidden_size lru_width": 128,
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers num_decoder_layers "
@@ -56,7 +57,6 @@ _SIZES = {
 }
 SIZES = {name: value for names, value in _SIZES.items() for name in names.split()}
 
-RANDOMNESS = re.compile("drop|noise")  # of training, which PPO cannot have
 OFTEN_NULL = {
     "head_dim",
     "num_key_value_heads",
@@ -65,7 +65,7 @@ OFTEN_NULL = {
     "linear_key_head_dim",
     "linear_value_head_dim",
 }
-TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
+SPECIAL_TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
 
 # The features that a type's default configuration leaves out, and the sizes that must fit each other.
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -169,7 +169,7 @@ def tiny_config(kind: type["PreTrainedConfig"], **changes: Any) -> "PreTrainedCo
         name, value = field.name, values.get(field.name)
         size = SIZES.get(name, SIZES.get(kind.attribute_map.get(name, name)))
         optional = "None" in str(field.type)
-        if name in TOKENS:
+        if name in SPECIAL_TOKENS:
             given[name] = 0 if name == "pad_token_id" else None if optional else 1
         elif isinstance(value, list) and len(value) == values.get("num_hidden_layers"):
             given[name] = (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MICRO = MicroBatchRule(rows=3)
-PLAIN = {"enable_gradient_checkpointing": False}
+UNTOUCHED = {"enable_gradient_checkpointing": False}
 
 
 class Refused(Exception):
@@ -47,7 +47,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Made:
+class TinyModel:
     """A tiny model in a folder.
 
     Args:
@@ -90,13 +90,13 @@ def refusals() -> Iterator[None]:
         raise Refused(str(error)) from error
 
 
-def engine(made: Made, head: Head = "lm", strategy: str = "fsdp2", together: int = 1, **changes: Any) -> Engine:
+def engine(made: TinyModel, head: Head = "lm", strategy: str = "fsdp2", together: int = 1, **changes: Any) -> Engine:
     """Return an engine for a tiny model, after the checks that come before workers start.
 
     Raises:
         Refused: as the message says.
     """
-    model = ModelConfig(path=str(made.folder), attn_implementation=made.attention, **{**PLAIN, **changes})
+    model = ModelConfig(path=str(made.folder), attn_implementation=made.attention, **{**UNTOUCHED, **changes})
     name = "fp64" if made.dtype == torch.float64 else "fp32"
     fsdp = FSDPConfig(model_dtype=name, mixed_precision=MixedPrecisionConfig(reduce_dtype=name))
     if faults := faults_of(model, head, (together,), dist.get_world_size()):
@@ -121,13 +121,13 @@ def own_share(batch: Batch, together: int) -> range:
     return range(number * len(PROMPTS) // shares, (number + 1) * len(PROMPTS) // shares)
 
 
-def update_error(made: Made, head: Head = "lm", figures: bool = True, **options: Any) -> tuple[float, str]:
+def update_error(made: TinyModel, head: Head = "lm", figures: bool = True, **options: Any) -> tuple[float, str]:
     """Return the largest error of figures, gradients and updated weights of an engine, and a note."""
     trained = engine(made, head, **options)
     return _error(made, trained, head, options.get("together", 1), figures)
 
 
-def _error(made: Made, trained: Engine, head: Head, together: int, figures: bool) -> tuple[float, str]:
+def _error(made: TinyModel, trained: Engine, head: Head, together: int, figures: bool) -> tuple[float, str]:
     wanted = made.policy if head == "lm" else made.value
     rows = own_share(made.batch, together)
     own = made.batch.rows(rows)
@@ -164,7 +164,7 @@ def wanted_changes(wanted: Expected, adapters: Mapping[str, tuple[Tensor, float,
     }
 
 
-def saved_error(made: Made) -> tuple[float, str]:
+def saved_error(made: TinyModel) -> tuple[float, str]:
     """Return how much log-probs differ after an update: of a checkpoint that another engine loads, and of exported weights."""
     trained = engine(made)
     trained.update(made.batch, MICRO, policy_objective())
