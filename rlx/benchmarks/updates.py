@@ -44,7 +44,7 @@ from rlx.offload.benchmark.device import clock
 
 BF16 = FSDPConfig(model_dtype="bf16")
 STRATEGIES = {"8 bit": "fsdp"}  # torchao's 8-bit tensors cannot be in FSDP2's DTensors
-FORMS: dict[str, tuple[FSDPConfig, dict[str, Any]]] = {
+UPDATE_FORMS: dict[str, tuple[FSDPConfig, dict[str, Any]]] = {
     "fp32": (FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bf16")), {}),
     "masters": (replace(BF16, optimizer_state="host"), {}),
     "stochastic": (BF16, {"optimizer": "_AdamW"}),
@@ -112,7 +112,7 @@ def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Batch]:
 
 def train(form: str, model: TinyModelConfig, lr: float, steps: int, device: torch.device) -> dict[str, Any]:
     """Return held-out log-probs `before` and `after`, the `way` from first to last weights, and the mean `share` of a step."""
-    fsdp, changes = FORMS[form]
+    fsdp, changes = UPDATE_FORMS[form]
     with tempfile.TemporaryDirectory(prefix="rlx-updates-") as folder:
         made, tokenizer = make_tiny(model)
         made.bfloat16().float().save_pretrained(folder)  # all forms start from the same numbers
@@ -140,13 +140,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = benchmark_parser("updates", __doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="38m")
-    parser.add_argument("--forms", default=",".join(FORMS), type=lambda text: text.split(","), help="to compare")
+    parser.add_argument("--forms", default=",".join(UPDATE_FORMS), type=lambda text: text.split(","), help="to compare")
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=2)
     given = parser.parse_args(arguments)
-    if unknown := set(given.forms) - set(FORMS):
-        parser.error(f"--forms: got {', '.join(sorted(unknown))}, expected some of {', '.join(FORMS)}")
+    if unknown := set(given.forms) - set(UPDATE_FORMS):
+        parser.error(f"--forms: got {', '.join(sorted(unknown))}, expected some of {', '.join(UPDATE_FORMS)}")
     device, figures = chosen_device(given.device), {}
     with tempfile.TemporaryDirectory() as folder:
         if not dist.is_initialized():

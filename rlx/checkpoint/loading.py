@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from rlx.checkpoint.manifest import CheckpointError
 
 MOST_NAMED = 3
-MASTER = ".master"  # ends the names of fp32 copies of weights
+MASTER_ENDING = ".master"  # ends the names of fp32 copies of weights
 
 
 def load(
@@ -44,7 +44,9 @@ def load(
     if of_optimizer:
         lacking = {_group(name) for name in state} - within
         state = {
-            n: t for n, t in state.items() if _group(n) not in lacking and (n in entries or not n.endswith(MASTER))
+            n: t
+            for n, t in state.items()
+            if _group(n) not in lacking and (n in entries or not n.endswith(MASTER_ENDING))
         }
         within = {_group(name) for name in state}
         narrow = {

@@ -7,7 +7,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 WAIT_S = 120.0  # for nodes that are missing, such as one that is starting again
-ANSWER_S = 15.0
+NODE_ANSWER_S = 15.0
 
 
 def alive_nodes(gpus: int) -> int:
@@ -20,7 +20,7 @@ def alive_nodes(gpus: int) -> int:
         _answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(each, soft=False)).remote()
         for each in listed
     ]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=NODE_ANSWER_S) if asked else ([], [])
     return sum(_is_well(each) for each in answered)
 
 

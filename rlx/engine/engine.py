@@ -27,6 +27,7 @@ from rlx.engine.objectives import Objective, Totals
 from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
+from rlx.engine.reductions import over_processes, totals_of
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
 from rlx.engine.sequence_group import SequenceGroup
@@ -224,7 +225,7 @@ class Engine:
             self._state_on_host.to_host()
         self.root.train()
         batch = batch.select(*SEQUENCE, *objective.columns)
-        totals = self._totals(batch, objective)
+        totals = totals_of(batch, objective, self.cutter.copies, self.device)
         parts = list(self.cutter.micro_batches(batch, micro))
         passes = partial(self._passes, parts, objective, totals)
         with self._forward.balancing(parts, objective.distribution):
@@ -235,8 +236,8 @@ class Engine:
         probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
-        metrics = self._over_processes(sums, dist.ReduceOp.SUM) | self._over_processes(maxima, dist.ReduceOp.MAX)
-        moved = self._over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
+        metrics = over_processes(sums, dist.ReduceOp.SUM) | over_processes(maxima, dist.ReduceOp.MAX)
+        moved = over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
         if counts:
             metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / max(1.0, metrics.pop("tokens"))
         return metrics | of_step | update_metrics(moved)
@@ -258,20 +259,6 @@ class Engine:
             for name, figure in share.maxima.items():
                 maxima[name] = torch.maximum(maxima.get(name, figure), figure)
         return sums, maxima
-
-    def _totals(self, batch: Batch, objective: Objective) -> Totals:
-        mask_BR = objective.mask(batch)
-        counts = torch.stack([objective.denominator(mask_BR), mask_BR.sum()]).double().to(self.device)
-        dist.all_reduce(counts)
-        return Totals(*(counts / self.cutter.copies).clamp(min=1).tolist())
-
-    def _over_processes(self, each: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> Metrics:
-        if not each:
-            return {}
-        names = sorted(each)
-        figures = torch.stack([each[name] for name in names])
-        dist.all_reduce(figures, op=op)
-        return dict(zip(names, figures.tolist(), strict=True))
 
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlx.config.schema import ModelConfig
 from rlx.errors import storing
 from rlx.models.loading import ModelError, explained
-from rlx.models.lora import ADAPTER, PARTS
+from rlx.models.lora import ADAPTER, ADAPTER_PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,7 +158,7 @@ def _require_equal_layers(path: str, own: Mapping[str, nn.Parameter], theirs: Ma
 
 
 def _is_part(name: str) -> bool:
-    return name.endswith(f".{ADAPTER}.weight") and name.split(".")[-3] in PARTS
+    return name.endswith(f".{ADAPTER}.weight") and name.split(".")[-3] in ADAPTER_PARTS
 
 
 def _peft_name(name: str) -> str:

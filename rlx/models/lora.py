@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
+ADAPTER_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """The parameters of an adapter, as peft names them; DoRA alone has the last."""
 
 
@@ -85,7 +85,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         module.to(adapter_dtype(next(module.parameters()).dtype))
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
     for layer in layers.values():
-        for part in (getattr(layer, part) for part in PARTS if hasattr(layer, part)):
+        for part in (getattr(layer, part) for part in ADAPTER_PARTS if hasattr(layer, part)):
             part.to(adapter_dtype(layer.get_base_layer().weight.dtype))
     is_stabilised = config.lora.use_rslora
     return {
@@ -165,7 +165,7 @@ def merged_weights(
         layer, base, leaf = name.rpartition(".base_layer.")
         full = gather(parameter)
         if base and leaf == "weight":
-            names = [_name(layer, part) for part in PARTS]
+            names = [_name(layer, part) for part in ADAPTER_PARTS]
             parts = [gather(parameters[each]) for each in names if each in parameters]
             full = _merge(full, adapters[layer], *parts)
         yield (f"{layer}.{leaf}" if base else name), full
@@ -189,7 +189,7 @@ def _name(layer: str, part: str) -> str:
 def _part_of(name: str, adapters: Mapping[str, Adapter]) -> bool:
     """Whether a parameter belongs to an adapter."""
     layer, _, end = name.removesuffix(f".{ADAPTER}.weight").rpartition(".")
-    return end in PARTS and layer in adapters
+    return end in ADAPTER_PARTS and layer in adapters
 
 
 def _merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:

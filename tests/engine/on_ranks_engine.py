@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule
 from rlx.engine.optimizer_state import OptimizerStateOnHost
+from rlx.engine.reductions import totals_of
 from rlx.engine.units import local
 from rlx.models.loading import load_model
 from rlx.models.lora import adapters_off
@@ -248,7 +249,7 @@ def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tu
     engine = build(folder, FSDPConfig(model_dtype="bf16", mixed_precision=precision), strategy)
     engine.root.train()
     objective, batch = policy(), make_batch(24)
-    totals = engine._totals(batch, objective)
+    totals = totals_of(batch, objective, engine.cutter.copies, engine.device)
     parts = list(engine.cutter.micro_batches(batch, MicroBatchRule(rows=1)))
 
     def gradient(chosen: list[MicroBatch]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from rank_tools import build, make_batch, own_share, policy, weights_of
 from rlx.config.schema import ActivationOffloadConfig
 from rlx.engine import oom_retry
 from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.reductions import totals_of
 
 PLENTY = 1 << 40
 RULE = MicroBatchRule(rows=3)
@@ -98,7 +99,7 @@ def behind_the_last_collective(folder):
     own, counts = share(), []
     for _ in range(4):
         parts = list(engine.cutter.micro_batches(own, RULE))
-        totals = engine._totals(own, policy())
+        totals = totals_of(own, policy(), engine.cutter.copies, engine.device)
         runs.clear()
         engine._oom_retry.run(passes)
         counts.append(len(runs))

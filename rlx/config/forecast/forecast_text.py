@@ -5,7 +5,7 @@ from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
-LONGEST = "longest that fits"
+LONGEST_COLUMN = "longest that fits"
 
 
 def short_text(forecast: MemoryForecast) -> str:
@@ -21,7 +21,7 @@ def short_text(forecast: MemoryForecast) -> str:
             f"{largest.name}, in addition to the memory of Python and torch"
         )
     elif phases:
-        rows = [("memory by phase", "peak GB", "of", LONGEST), *(_row(forecast, phase) for phase in phases)]
+        rows = [("memory by phase", "peak GB", "of", LONGEST_COLUMN), *(_row(forecast, phase) for phase in phases)]
         lines += [*aligned(rows, texts=1), _legend(forecast), *_states(forecast), *_host(forecast, phases)]
         lines += _streams(forecast)
     return "\n".join(lines)
@@ -31,7 +31,9 @@ def long_text(forecast: MemoryForecast) -> str:
     """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
-    peaks: list[tuple[str, ...]] = [("peaks in GB", "peak", "of", LONGEST, "full beyond", "host", "disk", "peak in")]
+    peaks: list[tuple[str, ...]] = [
+        ("peaks in GB", "peak", "of", LONGEST_COLUMN, "full beyond", "host", "disk", "peak in")
+    ]
     for phase in phases:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         full = _full_beyond(forecast, phase)
