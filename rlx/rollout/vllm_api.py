@@ -78,8 +78,10 @@ def unknown_options(names: Iterable[str]) -> list[str]:
 
 
 def lacking_model(architectures: Sequence[str]) -> str | None:
-    """Return an error message if this version has none of these architectures, else None."""
-    if not architectures or not set(architectures).isdisjoint(ModelRegistry.get_supported_archs()):
+    """Return an error message if this version has no model of its own for any of these architectures, else None."""
+    found = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.get_supported_archs()]
+    # Some types, such as OLMo 2 in 0.32, run on transformers' class, which vLLM patches so that the trainer's model fails.
+    if not architectures or any(".transformers" not in getattr(each, "module_name", "") for each in found):
         return None
     return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
 

@@ -37,13 +37,13 @@ def vllm_error(made: TinyModel) -> tuple[float, str]:
 
     small = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
     rollout = RolloutConfig(name="vllm", engine_kwargs=small)
-    trained, plain = engine(made), made.model("lm")
-    # Takes seconds, and may not be installed. transformers cannot load OLMo 2, for example, after it.
-    from rlx.rollout.vllm import VLLMRollout
+    # Before vLLM: beside its engine transformers cannot make OLMo 2, for example.
+    batch, trained, plain = made.batch, engine(made), made.model("lm")
+    from rlx.rollout.vllm import VLLMRollout  # takes seconds, and may not be installed
 
     with refusals():
         sampler = VLLMRollout(rollout, ModelConfig(path=str(made.folder)), CPU, P + R, 0)
-    return sampler_error(made.batch, trained, plain, sampler)
+    return sampler_error(batch, trained, plain, sampler)
 
 
 def sampler_error(sweep_batch: Batch, trained: Engine, plain: "PreTrainedModel", sampler: Rollout) -> tuple[float, str]:
