@@ -101,7 +101,7 @@ def seal(folder: Path, known: Mapping[str, FileEntry]) -> None:
 def damage(folder: Path) -> list[str]:
     """Return what is wrong with a sealed folder, as far as names, sizes and small files show it; quick.
 
-    A folder without a manifest is damaged too.
+    A folder without a manifest is damaged too. Raises OSError if a file cannot be read, which does not mean that it is damaged.
     """
     faults = []
     for below, name, entry in _listed(folder, faults):
@@ -126,16 +126,22 @@ def is_of_later_version(folder: Path) -> bool:
 
 
 def damaged_chunks(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Return the chunks whose digests are wrong, among this `part` of `parts` of all chunks; reads that share of the folder."""
+    """Return the chunks whose digests are wrong, among this `part` of `parts` of all chunks; reads that share of the folder.
+
+    Raises:
+        CheckpointError: a file is not as the manifests list it. Another process that found it may see another file system.
+        OSError: a file cannot be read, which does not mean that it is damaged.
+    """
     unreadable: list[str] = []
     chunks = [
         (below / name, number, digest)
         for below, name, entry in _listed(folder, unreadable)
         for number, digest in enumerate(entry.digests)
     ]
+    if unreadable:
+        raise CheckpointError("; ".join(unreadable[:3]))
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(_fault_of_chunk, chunks[part::parts])
-    return unreadable + [fault for fault in found if fault]
+        return [fault for fault in pool.map(_fault_of_chunk, chunks[part::parts]) if fault]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -143,10 +149,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: there is no such file, or it holds something else; the message names it.
+        OSError: it cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON ({error})") from None
@@ -221,15 +228,12 @@ def _entry_of(path: Path) -> FileEntry:
 def _fault_of_chunk(chunk: tuple[Path, int, str]) -> str | None:
     path, number, expected = chunk
     start, digest = number * CHUNK_BYTES, xxhash.xxh3_128()
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            left = CHUNK_BYTES
-            while left and (data := file.read(min(left, READ_BYTES))):
-                digest.update(data)
-                left -= len(data)
-    except OSError as error:
-        return f"{path}: cannot be read ({error.strerror})"
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        left = CHUNK_BYTES
+        while left and (data := file.read(min(left, READ_BYTES))):
+            digest.update(data)
+            left -= len(data)
     if digest.hexdigest() == expected:
         return None
     return f"{path}: bytes {start} to {start + CHUNK_BYTES - left} have changed since they were written"

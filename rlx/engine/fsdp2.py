@@ -101,7 +101,9 @@ class FSDP2Model(Sharded):
             return tensor.detach().to(self.device, copy=True)
         # The device's collectives cannot reach shards that an offload policy keeps in host memory.
         full = tensor.detach().to(self.device).full_tensor()
-        return full.clone() if tensor.device_mesh.size() == 1 else full
+        # If the shards are over one process, nothing was gathered: the result is the parameter's own memory.
+        own = tensor.to_local().untyped_storage().data_ptr()
+        return full.clone() if full.untyped_storage().data_ptr() == own else full
 
 
 def _mixed_precision_policy(precision: Precision, stored: set[torch.dtype], processes: int) -> MixedPrecisionPolicy:

@@ -21,6 +21,8 @@ _PREFIX = "base_model.model."
 # Options of peft with which its layers compute something else than rlx's, and the values without effect.
 _UNKNOWN = {
     "bias": ("none", None),
+    # Others, such as pissa, olora and corda, also change the base weights, which the folder does not hold.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),

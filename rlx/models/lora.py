@@ -78,7 +78,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not those of GPUs, which fork_rng would not restore
         inject_adapter_in_model(lora_config, hidden, ADAPTER)
     for name in head:
         module = model.get_submodule(name).requires_grad_(True)

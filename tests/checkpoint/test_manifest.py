@@ -1,7 +1,9 @@
 """What a manifest lists and finds."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +103,24 @@ def test_a_file_that_is_no_json_is_named(text, said, tmp_path):
     path.unlink()
     with pytest.raises(m.CheckpointError, match=r"state\.json: cannot be read \(No such file"):
         m.read_json(path)
+
+
+def test_a_process_that_sees_other_files_raises_and_finds_no_damage(sealed):
+    (sealed / "inner/long").unlink()
+    with pytest.raises(FileNotFoundError, match="inner/long"):
+        m.damaged_chunks(sealed)
+    (sealed / "inner/manifest.json").unlink()
+    (sealed / "manifest.json").unlink()
+    with pytest.raises(m.CheckpointError, match=r"manifest\.json: is missing"):
+        m.damaged_chunks(sealed)
+
+
+def test_a_file_that_cannot_be_read_is_no_damage(sealed, monkeypatch):
+    def fails(path, *_, **__):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        m.damage(sealed)
+    with pytest.raises(OSError, match="Input/output error"):
+        m.damaged_chunks(sealed)

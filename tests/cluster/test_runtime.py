@@ -176,7 +176,6 @@ def test_local_session_ignores_stale_addresses_and_keeps_out_of_the_home_folder(
         import os, ray
         from rlx.cluster.runtime import session
         from rlx.config.schema import PPOConfig, RayConfig
-from rlx.supervisor.link import DESCRIPTOR
 
         config = PPOConfig(ray_kwargs=RayConfig({{"num_cpus": 3, "_temp_dir": {str(short_folder)!r}}}))
         for attempt in range(2):
@@ -207,7 +206,6 @@ def test_an_address_that_cannot_be_joined_is_told_at_once(address):
         from rlx.cluster.errors import ClusterError
         from rlx.cluster.runtime import session
         from rlx.config.schema import PPOConfig, RayConfig
-from rlx.supervisor.link import DESCRIPTOR
 
         try:
             with session(PPOConfig(ray_kwargs=RayConfig({{"address": {address!r}}}))):

@@ -241,6 +241,13 @@ def refused(folder, strategy, fsdp, model=None):
         return str(error)
 
 
+def weights_are_copies(folder: str) -> list[bool]:
+    """Whether streamed weights have memory of their own, with all of each shard on every process (fsdp_size=1)."""
+    engine = build(folder, dataclasses.replace(FP64, fsdp_size=1))
+    own = {local(p).untyped_storage().data_ptr() for p in engine.root.parameters()}
+    return [tensor.untyped_storage().data_ptr() not in own for _, tensor in engine.weights()]
+
+
 def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tuple[torch.dtype, bool, float]:
     """Return the type of the summed gradients, whether they equal the sum of the gradients of each micro-batch in this type,
     and the error of the sum in bf16 relative to them.

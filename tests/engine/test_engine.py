@@ -221,6 +221,10 @@ def test_sharded_models_take_packed_sequences_and_give_log_probs_from_the_head(s
     assert two_ranks("engine", "ways", model_folder, strategy) == [[(True, True), (False, True)]] * 2
 
 
+def test_streamed_weights_are_copies_also_of_whole_shards(model_folder, two_ranks):
+    assert all(all(copies) for copies in two_ranks("engine", "weights_are_copies", model_folder))
+
+
 @pytest.mark.parametrize(("save", "tier"), [("boundary", "cpu"), ("attention", "disk"), ("all", "cpu")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_activation_offload_changes_no_bit(strategy, save, tier, model_folder, ranks, tmp_path):

@@ -93,7 +93,13 @@ def test_adapters_of_fewer_layers_or_of_another_model_are_refused(written, folde
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("bias", "all"), ("modules_to_save", ["score"]), ("rank_pattern", {"q_proj": 1}), ("target_parameters", ["w"])],
+    [
+        ("bias", "all"),
+        ("modules_to_save", ["score"]),
+        ("rank_pattern", {"q_proj": 1}),
+        ("target_parameters", ["w"]),
+        ("init_lora_weights", "pissa"),  # it changes the base weights too
+    ],
 )
 def test_options_of_peft_that_rlx_lacks_are_named(name, value, written, folders):
     _, path = written()

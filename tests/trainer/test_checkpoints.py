@@ -10,8 +10,10 @@ import pytest
 from checkpoint_tools import STATE, make
 
 from rlx.checkpoint.manifest import seal
-from rlx.config.schema import AlgorithmConfig, PPOConfig
+from rlx.config.schema import AlgorithmConfig, PPOConfig, TrainerConfig
+from rlx.supervisor import link
 from rlx.trainer import checkpoints as ck
+from rlx.trainer.run import continued
 
 
 def config_in(folder, **trainer):
@@ -180,3 +182,14 @@ def test_a_checkpoint_has_what_the_run_goes_on_from(tmp_path):
     assert "its critic holds ['optimizer'] without the model" in str(caught.value)
     with pytest.raises(ck.ResumeError, match=r"its actor has no LoRA adapters, but .*lora_rank=4"):
         ck.require_parts(with_rank(grpo, 4), alone)
+
+
+def test_the_restart_of_a_validation_begins_as_it_did(monkeypatch, tmp_path):
+    monkeypatch.setenv(link.FOLDER, str(tmp_path))
+    trainer = TrainerConfig(resume_mode="resume_path", resume_from_path="elsewhere", val_only=True)
+    config = PPOConfig(trainer=trainer)
+    assert continued(config) is config
+    trains = replace(config, trainer=replace(trainer, val_only=False))
+    assert continued(trains).trainer.resume_mode == "disable", (
+        "a training goes on in its own folder, here without a checkpoint"
+    )

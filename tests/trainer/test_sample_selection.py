@@ -90,3 +90,14 @@ def test_long_responses_lose_part_of_their_score():
     punished = sample_selection.with_scores(batch, scores, OverlongBufferConfig(enable=True, len=2, penalty_factor=0.5))
     assert punished["scores"].tolist() == [1.0, 1.0, 0.75, 0.5]
     assert scores.scores.tolist() == [1.0] * 4, "the reward functions' own verdict stays"
+
+
+def test_recorded_experts_are_widened_with_the_prompts():
+    parts = []
+    for width in (2, 5):
+        batch, scores = part([1.0, 0.0], prompts=1, width=width)
+        experts = torch.arange(2 * (width + 4) * 3 * 2).remainder(200).to(torch.uint8).reshape(2, width + 4, 3, 2)
+        parts.append((batch.with_(routed_experts=experts), scores))
+    experts = sample_selection.join(parts)[0]["routed_experts"]
+    assert not experts[:2, :3].any() and torch.equal(experts[:2, 3:], parts[0][0]["routed_experts"])
+    assert torch.equal(experts[2:], parts[1][0]["routed_experts"])

@@ -47,8 +47,8 @@ class StreamedForward(ForwardOverride):
                 "stay on the device until its backward; call enable_activation_offloading(model, enable_ckpt=True), which "
                 "recomputes the layers instead"
             )
-        self.handle.begin(weights, entered=1)
         try:
+            self.handle.begin(weights, entered=1)
             if is_outermost and torch.is_grad_enabled():
                 with weights_are_refetched():
                     return forward(*args, **kwargs)
@@ -111,11 +111,12 @@ class LayerOffloading:
             for other in self._fetched:
                 if other is not weights and other is not following and not other.calls:
                     other.drop()
+            # Noted before the copies begin, so that `release` finds them if one fails.
+            self._fetched = [o for o in self._fetched if o.is_fetched and o not in (weights, following)]
+            self._fetched += [o for o in (weights, following) if o is not None]
             weights.fetch()
             if following is not None:
                 following.fetch()
-            fetched = dict.fromkeys((*self._fetched, weights, following))
-            self._fetched = [other for other in fetched if other is not None and other.is_fetched]
             weights.attach()
 
     def leave(self, weights: FrozenWeights) -> None:
