@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
 from rlx.config.machine import processes
-from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD
+from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD, TIME_STEP
 from rlx.config.schema.roles import TINY, has_critic, has_reference, has_reference_model, has_reward_model, is_tiny
 from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
@@ -215,7 +215,7 @@ UNUSED_KEYS = (
     ),
     *(
         _row("adv_estimator does not read it", _does_not_estimate_with(name), f"algorithm.{name}")
-        for name in (GAMMA, LAM, NORM_BY_STD)
+        for name in (GAMMA, LAM, NORM_BY_STD, TIME_STEP)
     ),
     _without("algorithm.filter_groups.enable", "algorithm.filter_groups.*", "data.gen_batch_size"),
     _without("reward.overlong_buffer.enable", "reward.overlong_buffer.*"),
