@@ -14,6 +14,7 @@ from rlx.algorithms.kl import kl_estimate
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
+from rlx.rollout.flight import joined_loads
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
@@ -110,7 +111,7 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name in usage[0]:
-        if "/" in name and not name.startswith("memory/"):
+        if "/" in name and not name.startswith(("memory/", "load/")):
             total = sum(each[name] for each in usage)
             found[f"perf/offload/{name}"] = total if name.endswith("_bytes") else total / len(usage)
     moved, stalled = (
@@ -118,6 +119,12 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     )
     peak = max(each["peak_memory_gb"] for each in usage)
     return {**found, "perf/offloaded_mb": moved / 1e6, "perf/stall_ms": stalled, "perf/peak_memory_gb": peak}
+
+
+def sampler_load(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return perf/rollout/<figure> of all samplers together, from `Worker.usage` of each process; {} if none had a request."""
+    loads = [{name[5:]: value for name, value in each.items() if name.startswith("load/")} for each in usage]
+    return {f"perf/rollout/{name}": value for name, value in joined_loads(loads).items()}
 
 
 def finite_mean(values: Sequence[float]) -> float:

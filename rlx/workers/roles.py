@@ -23,6 +23,7 @@ from rlx.models.lora import adapters_off
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.change_check import ChangeCheck
 from rlx.rollout.factory import build_rollout, sampler_dtype
+from rlx.rollout.flight import joined_loads
 from rlx.rollout.protocol import EngineError, Sampling
 from rlx.workers.settings import Purpose, expert_options, optimizer_steps, sampling_for
 
@@ -226,6 +227,7 @@ class RolloutRole:
         self._sleeps = settings.name == "vllm" and settings.free_cache_engine
         self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))
+        self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
         self._synced: int | None = None  # version of the actor's weights at the last sync
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
@@ -262,7 +264,15 @@ class RolloutRole:
                 what = error or "in another process"
                 raise EngineError(f"the sampler failed again after it was started anew: {what}") from error
         assert samples is not None
+        load = self.sampler.take_load()
+        if purpose == "train":
+            self._loads.append(load)
         return samples if self._conversations is None else samples.with_prompts(_largest(samples.prompt_length))
+
+    def take_load(self) -> dict[str, float]:
+        """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.flight.Load`."""
+        loads, self._loads = self._loads, []
+        return joined_loads(loads)
 
     def sync(self, version: int) -> None:
         """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates.
