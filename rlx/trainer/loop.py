@@ -307,8 +307,7 @@ class Trainer:
             "train/skipped_steps": float(self.skipped_steps),
             "train/policy_version": float(self.policy_version),
             "perf/tokens": float(batch["attention_mask"].sum()),
-            **steps.resource_use(usage),
-            **steps.sampler_load(usage),
+            **(steps.resource_use(usage) | steps.sampler_load(usage)),
             **memory.of_phases(usage),
             **memory.on_host(usage),
         }
