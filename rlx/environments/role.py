@@ -8,18 +8,12 @@ from rlx.environments.conversation import Chat
 from rlx.environments.pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import Bounds, run_conversations
-from rlx.environments.spec import EnvironmentSpec
+from rlx.environments.settings import environment_spec
 from rlx.rollout.flight import FirstRank
 from rlx.rollout.protocol import Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def environment_spec(config: PPOConfig) -> EnvironmentSpec:
-    """Return the environment that the configuration names."""
-    own, turns = config.environment, config.actor_rollout_ref.rollout.multi_turn
-    return EnvironmentSpec(own.name or "Environment", own.path, own.kwargs, own.timeout_s, turns.format)
 
 
 def bounds(config: PPOConfig) -> Bounds:
