@@ -3,9 +3,8 @@
 python -m rlx.benchmarks.checkpoint --shape qwen2-7b --json checkpoint.json
 
 One process, FSDP2, bf16 weights of a random model, AdamW's fp32 moments and masters as a run has by default (`--bf16-state`: moments in
-bf16, no masters). Host memory for staging is reserved and pinned before. `blocks` is the time from the call until training can go on.
-`beside` is the mean of the steps that began while the thread wrote. The first save of states in host memory may pin more, to leave
-what is still read; so look at the second too. The digests' cost is the time of a file written with digests over that of a plain file
+bf16, no masters). Host memory for saves is reserved and pinned before, as a run does after its first step. `blocks` is the time from
+the call until training can go on. `beside` is the mean of the steps that began while the thread wrote. The digests' cost is the time of a file written with digests over that of a plain file
 with the same bytes; both end with fsync. Rounds alternate.
 """
 
@@ -102,7 +101,7 @@ def measure_saves(training: Training, folder: Path, steps: int, saves: int) -> d
     device = training.device
     parts = training.parts()
     nbytes = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
-    pinning = seconds_of(lambda: _reserve(training.arena, parts, training.offloads), device)
+    pinning = seconds_of(lambda: training.saves.reserve(t for part in parts.values() for t in part.values()), device)
     alone = [seconds_of(training.step, device) for _ in range(steps)]
     found: dict[str, Any] = {"blocks_s": [], "written_s": [], "steps_beside_s": []}
     for _ in range(saves):
@@ -126,19 +125,6 @@ def measure_saves(training: Training, folder: Path, steps: int, saves: int) -> d
     usual = statistics.mean(alone[1:] or alone)
     stretch = [statistics.mean(beside) / usual - 1 for beside in found["steps_beside_s"]]
     return {"bytes": nbytes, "pinning_s": pinning, "steps_alone_s": alone, "stretch": stretch, **found}
-
-
-def _reserve(arena: HostArena, parts: dict[str, dict[str, Tensor]], offloads: list[TensorOffload]) -> None:
-    """Let the arena reserve what a save will stage."""
-    in_host = {storage for offload in offloads for storage in offload.starts()}
-    tensors = (
-        tensor.to_local() if hasattr(tensor, "to_local") else tensor for p in parts.values() for tensor in p.values()
-    )
-    account = arena.account(name="reserved")
-    block = account.allocate(sum(t.nbytes for t in tensors if t.untyped_storage() not in in_host))
-    if block is None:
-        raise MemoryError("the host has no memory for staging")
-    account.free(block)
 
 
 def measure_digests(folder: Path, nbytes: int, rounds: int) -> dict[str, list[float]]:
@@ -197,7 +183,7 @@ def main() -> int:
     plain, digested = (statistics.median(digests[name]) for name in ("plain_s", "digested_s"))
     print(f"{title(device)}: {options.shape}, {save['bytes'] / GB:.1f} GB, state on the {_place(options)}")
     rows: dict[str, list[float]] = {
-        "pinning the staging, once [s]": [save["pinning_s"]],
+        "pinning host memory, once [s]": [save["pinning_s"]],
         "step alone [s]": [statistics.mean(save["steps_alone_s"][1:] or save["steps_alone_s"])],
         "plain write [GB/s]": [options.digested_bytes / GB / plain],
         "cost of digests [%]": [100 * (digested / plain - 1)],

@@ -29,7 +29,7 @@ from torch import Tensor
 from rlx.config.host_memory import SHORT_SHARE, host_memory
 from rlx.engine.units import local
 from rlx.errors import ExplainedError
-from rlx.offload import Block, HostArena, trim
+from rlx.offload import Account, Block, HostArena, trim
 
 NOTICEABLE_S = 1.0
 logger = logging.getLogger(__name__)
@@ -183,13 +183,7 @@ class TensorOffload:
             logger.info(text, self._account.name, seconds, block.nbytes / 1e9)
 
     def _spare(self, nbytes: int) -> Block | None:
-        """Return a block beside those in use, or None if that would make host memory short."""
-        arena, memory = self._account.arena, host_memory()
-        spare_bytes = memory.available_bytes - SHORT_SHARE * memory.total_bytes
-        if arena.max_bytes is not None:
-            spare_bytes = min(spare_bytes, arena.max_bytes - arena.reserved_bytes)
-        has_room = nbytes <= arena.reserved_bytes - arena.held_bytes + max(0, spare_bytes)
-        return self._account.allocate(nbytes) if has_room else None
+        return spare_block(self._account, nbytes)
 
     def wait_for_copy(self) -> None:
         """Make the current stream wait for the last copy that was queued."""
@@ -228,6 +222,16 @@ class TensorOffload:
     def __del__(self) -> None:
         if self._offloaded is not None:
             self._free(self._offloaded.block, None)
+
+
+def spare_block(account: Account, nbytes: int) -> Block | None:
+    """Return a block beside those in use, or None if that would make host memory short."""
+    arena, memory = account.arena, host_memory()
+    spare_bytes = memory.available_bytes - SHORT_SHARE * memory.total_bytes
+    if arena.max_bytes is not None:
+        spare_bytes = min(spare_bytes, arena.max_bytes - arena.reserved_bytes)
+    has_room = nbytes <= arena.reserved_bytes - arena.held_bytes + max(0, spare_bytes)
+    return account.allocate(nbytes) if has_room else None
 
 
 def obtainable_bytes(arena: HostArena) -> int:

@@ -60,6 +60,7 @@ class TrainedRole(EngineRole):
     def __init__(self, name: str, engine: Engine, settings: CheckpointConfig):
         super().__init__(engine)
         self._name, self._settings = name, settings
+        self._has_reserved = not settings.async_save
 
     def works_beside(self, method: str) -> bool:
         """Whether a method needs no device memory, so that the role that worked before need not rest."""
@@ -84,7 +85,18 @@ class TrainedRole(EngineRole):
         """Continue from a checkpoint."""
         self.engine.load(folder, trusted)
 
-    def _named(self, metrics: Metrics) -> Metrics:
+    def _updated(self, metrics: Metrics) -> Metrics:
+        """Return an update's metrics as `<role>/...`."""
+        if not self._has_reserved and (optimizer := self.engine.optimizer) is not None:
+            # The first step has made the optimizer's state. The first save would hold up training for this.
+            state = (
+                each
+                for states in optimizer.state.values()
+                for each in states.values()
+                if isinstance(each, torch.Tensor)
+            )
+            self.engine.saves.reserve([*self.engine.root.parameters(), *state])
+            self._has_reserved = True
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
 
@@ -130,7 +142,7 @@ class ActorRole(TrainedRole):
 
     def update(self, batch: Batch) -> Metrics:
         """Take one optimizer step on a mini-batch and return its metrics as `actor/...`."""
-        return self._named(self.engine.update(batch, self._update_rule, self._objective))
+        return self._updated(self.engine.update(batch, self._update_rule, self._objective))
 
 
 class RefRole(EngineRole):
@@ -200,7 +212,7 @@ class CriticRole(TrainedRole):
 
     def update(self, batch: Batch) -> Metrics:
         """Take one optimizer step on a mini-batch and return its metrics as `critic/...`."""
-        return self._named(self.engine.update(batch, self._rule, self._objective))
+        return self._updated(self.engine.update(batch, self._rule, self._objective))
 
 
 class RolloutRole:
