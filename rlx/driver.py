@@ -23,6 +23,7 @@ from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError, wrapped
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
+from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
 
 DONE, FAILED, FAULTY, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -97,10 +98,7 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
 def _run(composed: Composed, config: PPOConfig) -> int:
     tell(max_restarts=config.trainer.max_restarts)
     try:
-        # It imports torch and Ray, which takes seconds that --check and a faulty configuration need not wait for.
-        from rlx.trainer.run import run
-
-        run(config, composed.yaml)
+        launch(config, composed.yaml)
     except ExplainedError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
