@@ -1,6 +1,6 @@
-"""The command `rlx`: `rlx train`, `rlx check`, `rlx export` and so on, each also to be had as `python -m <its module>`.
+"""The command `rlx` (`python -m rlx.cli` is the same): `rlx train`, `rlx check`, `rlx export` and so on.
 
-It imports the standard library only; a command imports its own part.
+It imports the standard library only; a command imports its own part, and can also be had as `python -m <its module>`.
 """
 
 import os

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlx.supervisor import family, link
@@ -188,6 +190,8 @@ class Keeper:
         at = f" in step {facts['step']}" if facts.get("step") else ""
         kept = f"; {facts['saved']} was saved" if facts.get("saved") else ""
         self._say(f"{by}{at}{kept}")
+        if again := resuming(self._command, facts.get("folder")):
+            self._say(f"goes on from its newest checkpoint with: {again}")
         _remove(facts)
         return 128 + number
 
@@ -216,6 +220,25 @@ def end_of(facts: dict[str, Any], code: int | None, loss: str | None) -> End:
         return End(loss, step)
     how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
     return End(f"the driver ended without a word ({how})", step)
+
+
+def resuming(command: Sequence[str], folder: str | None) -> str | None:
+    """Return the command that continues the run from its newest checkpoint, or None if it has none.
+
+    Args:
+        command: `python -m rlx.driver ...`.
+        folder: of the run.
+    """
+    saved = (
+        sorted(Path(folder, "checkpoints").glob("global_step_*"), key=lambda path: int(path.name[12:]))
+        if folder
+        else []
+    )
+    if not saved:
+        return None
+    given = [each for each in command[3:] if not each.startswith("trainer.resume_")]
+    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[-1]}"]
+    return f"rlx train {shlex.join([*given, *where])}"
 
 
 def _where(end: End) -> str:
