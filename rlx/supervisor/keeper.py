@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlx.supervisor import family, link
@@ -168,6 +170,8 @@ class Keeper:
             return self._over(why, told="end" in facts)
         if number is not None:
             self._say(_interrupted(number, facts))
+            if again := resuming(self._command, facts.get("folder")):
+                self._say(f"goes on from its newest checkpoint with: {again}")
         _remove(facts)
         return code or DONE if number is None else 128 + number
 
@@ -225,6 +229,22 @@ def _interrupted(number: int, facts: dict[str, Any]) -> str:
     by = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     at = f" in step {facts['step']}" if facts.get("step") else ""
     return f"{by}{at}" + (f"; {facts['saved']} was saved" if facts.get("saved") else "")
+
+
+def resuming(command: Sequence[str], folder: str | None) -> str | None:
+    """Return the command that continues the run from its newest checkpoint, or None if it has none.
+
+    Args:
+        command: `python -m rlx.driver ...`.
+        folder: of the run.
+    """
+    found = Path(folder, "checkpoints").glob("global_step_*") if folder else []
+    saved = sorted((path for path in found if path.name[12:].isdecimal()), key=lambda path: int(path.name[12:]))
+    if not saved:
+        return None
+    given = [each for each in command[3:] if not each.startswith("trainer.resume_")]
+    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[-1]}"]
+    return f"rlx train {shlex.join([*given, *where])}"
 
 
 def _where(end: End) -> str:

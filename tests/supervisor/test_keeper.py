@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlx.supervisor.keeper import resuming
+
 ROOT = Path(__file__).parents[2]
 KEEP = "import sys; from rlx.supervisor.keeper import Keeper; sys.exit(Keeper([sys.executable, *sys.argv[1:]]).keep())"
 SIGNAL_AT = """
@@ -237,4 +239,15 @@ def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep):
             f"rlx goes on: the dashboard of Ray (pid {helper}) died; the run does not need it",
             f"rlx restart 1 of 1: the raylet of Ray (pid {daemon}) died",
         ],
+    )
+
+
+def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
+    command = [sys.executable, "-m", "rlx.driver", "data.train_files=a b.jsonl", "trainer.resume_mode=disable"]
+    assert resuming(command, None) is None and resuming(command, str(tmp_path)) is None
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    assert resuming(command, str(tmp_path)) == (
+        "rlx train 'data.train_files=a b.jsonl' trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_10"
     )
