@@ -86,8 +86,8 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as fault:
         raise DataError(f"{where}: cannot be read as UTF-8 text ({fault.reason})") from None
     except (ValueError, RecursionError) as fault:
-        got = line.decode().strip()[:80]
-        raise DataError(f"{where}: got {got!r}, expected one JSON object per line ({_first_line(fault)})") from None
+        got = repr(line.decode().strip()[:80])[:80]
+        raise DataError(f"{where}: got {got}, expected one JSON object per line ({_first_line(fault)})") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: got a JSON {type(row).__name__}, expected an object")
     return row

@@ -25,6 +25,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from rlx.errors import wrapped
 from rlx.trainer.phases import PHASES
 from rlx.trainer.tracking import METRICS_FILE
 
@@ -312,7 +313,7 @@ class Progress:
 
     def notice(self, text: str) -> None:
         """Show a line that the user should read."""
-        self._line(f"! {text}", "yellow")
+        self._line(wrapped(f"! {text}"), "yellow")
 
     def remark(self, text: str) -> None:
         """Show a line for information."""

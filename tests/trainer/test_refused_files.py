@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer
 from rlx.config.schema import DataConfig
 from rlx.data import prompts
 from rlx.data.prompts import PromptDataset
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, wrapped
 from rlx.models.loading import ModelError, load_tokenizer
 
 Row = dict[str, Any]
@@ -159,6 +159,7 @@ def test_a_refused_data_file(name: str, tokenizer: ByT5Tokenizer, tmp_path: Path
     assert message.startswith(str(file)) and fault.said in message, message
     assert raised.value.__cause__ is None, "the driver would print a traceback"
     assert len(message.replace(str(file), "")) < 500, "it quotes too much"
+    assert all(len(line) <= 100 or str(file) in line for line in wrapped(message).splitlines())
 
 
 MODEL_FAULTS = {
