@@ -23,6 +23,22 @@ CHARACTERS_PER_TOKEN = 100
 
 Tools = list[dict[str, Any]]
 
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_ROLES: dict[str, tuple[Message, Message]] = {
+    "user": ({"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}),
+    "tool": (
+        {"role": "assistant", "content": "b", "tool_calls": [_CALL]},
+        {"role": "tool", "content": "c", "name": "f", "tool_call_id": _CALL["id"]},
+    ),
+}
+"""Plain examples of a turn and of an answer to it, by the answer's role."""
+
 
 class RewrittenHistory(ExplainedError, ValueError):
     """A chat template writes earlier turns in another way once messages follow them."""
@@ -84,6 +100,15 @@ class Chat:
         self._require_content(history, safe, tools)
         ids = self._ids(self._tail(history, safe, tools), hidden)
         return ids[1:] if ids[:1] == [last_token] else ids
+
+    def fault_of(self, role: str) -> str:
+        """Return why no conversation goes on with messages of this role, user or tool; empty if plain ones do."""
+        turn, answer = _ROLES.get(role, _ROLES["user"])
+        try:
+            self.between([{"role": "user", "content": "a"}, turn], [{**answer, "role": role}], _TOOLS, last_token=-1)
+        except Exception as fault:  # templates raise any kind of error
+            return f"{type(fault).__name__}: {fault}"
+        return ""
 
     def _tail(self, history: list[Message], added: list[Message], tools: Tools) -> str:
         """Return the text behind the words of the last message of `history`."""

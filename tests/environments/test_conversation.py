@@ -65,6 +65,17 @@ def test_a_template_that_drops_thinking_is_refused_or_its_turns_are_kept(tokeniz
     assert tokenizer.decode(between(tokenizer, [USER, thought], [tool])) == ".<|user|>2<|assistant|>"
 
 
+def test_a_role_with_which_no_conversation_goes_on_is_found(tokenizer):
+    assert Chat(tokenizer).fault_of("user") == ""
+    assert "wizard" in Chat(tokenizer).fault_of("wizard")
+    tokenizer.chat_template = DROPS_THINKING
+    assert (Chat(tokenizer).fault_of("user"), Chat(tokenizer).fault_of("tool")) == ("", "")
+    tokenizer.chat_template = DROPS_THINKING.replace("said.split('</think>')[-1]", "'earlier'")
+    assert "RewrittenHistory" in Chat(tokenizer).fault_of("user") and Chat(tokenizer, keeps_rewritten=True).fault_of(
+        "user"
+    )
+
+
 def test_a_template_that_leaves_a_message_out_is_refused(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message.content", "(message.content if message.role != 'user' else '')"
