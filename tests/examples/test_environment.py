@@ -40,7 +40,9 @@ def test_the_teacher_pays_less_for_a_later_answer():
     with EnvironmentPool(environment_spec(compose(command()).config), 1, None) as pool:
         pool.reset(0, {"prompt": PROMPT, "data_source": "a", "ground_truth": "7", "extra_info": {}, "seed": 1})
         assert answer() == Reset(PROMPT, [])
-        for index, (text, content) in enumerate([("seven", "Write #### and the number."), ("#### 8", "Wrong, try again.")]):
+        for index, (text, content) in enumerate(
+            [("seven", "Write #### and the number."), ("#### 8", "Wrong, try again.")]
+        ):
             pool.step(0, Turn(text, index))
             expected = Observation([{"role": "user", "content": content}], 0.0, False, {"acc": 0.0})
             assert answer() == expected
