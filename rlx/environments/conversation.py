@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
+ANCHOR = "\n"
 CHARACTERS_PER_TOKEN = 100
 """Longer messages are not tokenised: they cannot fit into the tokens that are left."""
 
@@ -63,7 +64,7 @@ class Chat:
         self._marker = re.compile("|".join(map(re.escape, [*listed, HIDDEN])))
         # SentencePiece writes a space before each text; behind a line break it does not.
         first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
-        self._anchor = "\n" if first.startswith("\u2581") else ""
+        self._anchor_ids = tokenizer.encode(ANCHOR, add_special_tokens=False) if first.startswith("\u2581") else []
         self._end: str | None = None
         self._checked: set[tuple[str, bool]] = set()
 
@@ -199,14 +200,12 @@ class Chat:
     def _encoded(self, text: str) -> list[int]:
         if not text:
             return []
-        anchor, ids = (
-            self._tokenizer.encode(each, add_special_tokens=False) for each in (self._anchor, self._anchor + text)
-        )
-        return (
-            ids[len(anchor) :]
-            if ids[: len(anchor)] == anchor
-            else self._tokenizer.encode(text, add_special_tokens=False)
-        )
+        anchor = self._anchor_ids
+        if anchor:
+            ids = self._tokenizer.encode(ANCHOR + text, add_special_tokens=False)
+            if ids[: len(anchor)] == anchor:
+                return ids[len(anchor) :]
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def _contents(messages: list[Message]) -> str:

@@ -129,4 +129,4 @@ def check(record):
     assert record["turns"][-1]["end"] == len(record["token_ids"])
     rewards = [turn["reward"] or 0.0 for turn in record["turns"]]
     assert sum(rewards) == pytest.approx(record["reward"], abs=1e-4)
-    assert record["reason"] in ("done", "length", "max_turns", "error: ValueError: unlucky")
+    assert record["reason"] in ("done", "length", "max_turns", "error: raised ValueError: unlucky")
