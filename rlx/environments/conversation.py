@@ -173,7 +173,8 @@ class Chat:
 
         match value:
             case str():
-                return self._marker.sub(number, value)
+                whole = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+                return self._marker.sub(number, whole)
             case dict():
                 return {name: each if name == "role" else self._hide(each, hidden) for name, each in value.items()}
             case list():
