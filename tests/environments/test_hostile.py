@@ -1,4 +1,4 @@
-"""10,000 conversations of hostile turns and answers, through the processes that a run uses: none crashes, none escapes its mask."""
+"""A thousand conversations of hostile turns and answers, through the processes that a run uses: none crashes, none escapes its mask."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from rlx.environments.running import Bounds, Row, run_conversations
 from rlx.environments.spec import EnvironmentSpec
 from rlx.rollout.protocol import Sampling
 
-ROWS = 10_000
+ROWS = 1_000
 TOOLS = """
 def shout(text: str) -> str:
     '''Say it.
