@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
 ANCHOR = "\n"
+LARGEST = 1e300
 CHARACTERS_PER_TOKEN = 100
 """Longer messages are not tokenised: they cannot fit into the tokens that are left."""
 
@@ -265,8 +266,8 @@ class Conversation:
 
     def add_answer(self, observation: Observation, text: str, seconds: float) -> None:
         """Keep the environment's answer to the last turn, whose text is `text`, but not its messages."""
-        numbers = {name: float(x) for name, x in observation.info.items() if isinstance(x, bool | int | float)}
-        self.info |= numbers
+        numbers = {name: x for name, x in observation.info.items() if isinstance(x, bool | int | float)}
+        self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST}  # NaN is not
         self.own_turns[-1].update(
             seconds=seconds, reward=observation.reward, calls=list(observation.info.get("calls") or [])
         )
