@@ -61,6 +61,9 @@ METRICS = (
     Metric("critic/values_mean", "", "Mean value.", "critic/values/mean"),
     Metric("critic/*", "", "As for the actor, of the value model."),
     Metric("actor/*", "", "Further figures of the policy's update."),
+    Metric("correction/*", "", "Weights and rejections of algorithm.rollout_correction.", "rollout_corr/*"),
+    Metric("filter_groups/*", "", "Prompts kept by algorithm.filter_groups, and the generations they took."),
+    Metric("conversation/*", "", "Turns, calls and failures of conversations; docs/environments.md."),
     Metric("advantages/abs_mean", "", "Mean size of an advantage."),
     Metric(
         "mismatch/*", "", "How far the sampler's log-probs are from the trainer's; docs/rollout.md.", "rollout_corr/*"
