@@ -68,8 +68,14 @@ def named_machine(text: str) -> Machine:
     if name not in PROFILES or gpus < 1:
         raise ValueError(f"--on: got {text!r}, expected a number and one of {', '.join(PROFILES)}, such as 8xh100")
     card, lowest = PROFILES[name], ".".join(map(str, LOWEST))
-    sizes = {"device_bytes": int(card.device_bytes), "host_bytes": int(gpus * card.host_bytes)}
-    return Machine(gpus, CORES_PER_GPU * gpus, frozenset(OPTIONAL_PACKAGES), vllm=vllm_version() or lowest, **sizes)
+    return Machine(
+        gpus,
+        CORES_PER_GPU * gpus,
+        frozenset(OPTIONAL_PACKAGES),
+        vllm=vllm_version() or lowest,
+        device_bytes=int(card.device_bytes),
+        host_bytes=int(gpus * card.host_bytes),
+    )
 
 
 def look_at_gpus() -> tuple[int, int | None]:
