@@ -35,7 +35,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 with restored_process_state():
-    from vllm import LLM, ModelRegistry, SamplingParams
+    from vllm import LLM, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
@@ -69,15 +69,6 @@ def unknown_options(names: Iterable[str]) -> list[str]:
                 f"{name} is no option of vLLM {_version}" + (f"; did you mean {' or '.join(near)}?" if near else "")
             )
     return lines
-
-
-def lacking_model(architectures: Sequence[str]) -> str | None:
-    """Return an error message if this version has no model of its own for any of these architectures, else None."""
-    found = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.get_supported_archs()]
-    # Some types, such as OLMo 2 in 0.32, run on transformers' class, which vLLM patches so that the trainer's model fails.
-    if not architectures or any(".transformers" not in getattr(each, "module_name", "") for each in found):
-        return None
-    return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
 
 
 def _beat_at_each(engine: Any) -> None:
@@ -114,7 +105,8 @@ class VLLMEngine:
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(
-                    f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}"
+                    f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}. Change them by engine_kwargs.vllm, "
+                    "or set actor_rollout_ref.rollout.name=hf"
                 ) from error
         _beat_at_each(self._llm.llm_engine)
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
