@@ -48,6 +48,13 @@ def faults_of(
         # This machine may lack kernels that the workers have.
         here = model.attn_implementation if model.attn_implementation == "sdpa" else "eager"
         skeleton = load_skeleton(replace(model, attn_implementation=here), head, torch.float32)
+        recomputes = model.enable_gradient_checkpointing and not model.enable_activation_offload
+        if recomputes and not skeleton.supports_gradient_checkpointing:
+            faults.append(
+                f"enable_gradient_checkpointing: got True for a {type(skeleton).__name__}, which has no checkpointing in "
+                "transformers, expected a model that has; set enable_activation_offload=True, which recomputes its layers, or "
+                "enable_gradient_checkpointing=False"
+            )
         if model.lora_rank > 0:
             adapter_targets(skeleton, model.target_modules)
         if model.lora_rank > 0 and model.lora_adapter_path is not None:

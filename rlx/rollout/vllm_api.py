@@ -35,7 +35,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 with restored_process_state():
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
@@ -69,6 +69,11 @@ def unknown_options(names: Iterable[str]) -> list[str]:
                 f"{name} is no option of vLLM {_version}" + (f"; did you mean {' or '.join(near)}?" if near else "")
             )
     return lines
+
+
+def models_of(architectures: Sequence[str]) -> list[Any]:
+    """Return what this version has registered for these architectures."""
+    return [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.get_supported_archs()]
 
 
 def _beat_at_each(engine: Any) -> None:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from vllm import ModelRegistry
-
 from rlx.config.vllm_range import supported_vllm
+from rlx.rollout.vllm_api import models_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 def lacking_model(architectures: Sequence[str]) -> str | None:
     """Return an error message if this vLLM has a model for none of these architectures, or cannot import it; else None."""
-    found, version = _registered(architectures), supported_vllm()
+    found, version = models_of(architectures), supported_vllm()
     if not found and architectures:
         return f"vLLM {version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
     try:
@@ -28,12 +27,8 @@ def lacking_model(architectures: Sequence[str]) -> str | None:
 
 def runs_on_transformers(architectures: Sequence[str]) -> bool:
     """Whether vLLM builds a model from transformers' class, such as OLMo 2 since 0.32."""
-    found = _registered(architectures)
+    found = models_of(architectures)
     return bool(found) and all(".transformers" in getattr(each, "module_name", "") for each in found)
-
-
-def _registered(architectures: Sequence[str]) -> list[Any]:
-    return [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.get_supported_archs()]
 
 
 def with_own_class(overrides: Mapping[str, Any]) -> Callable[["PreTrainedConfig"], "PreTrainedConfig"]:
