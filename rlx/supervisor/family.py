@@ -47,6 +47,14 @@ def is_dead(pid: int) -> bool:
         return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the process is suspended, by SIGSTOP for example."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
 def end_all(child: int) -> None:
     """Kill all descendants, wait for their end, and remove their files in /dev/shm."""
     files: set[str] = set()

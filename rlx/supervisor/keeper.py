@@ -22,6 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BY_SIGNAL: dict[int | None, int] = {128 + signum: signum for signum in SIGNALS}  # exit code -> signal
 MOST_BEFORE_IT_BEGINS = 1  # restarts of a driver that was killed before it could tell `trainer.max_restarts`
 TICK_S = 0.3  # between two looks at the driver and at Ray's processes
+FROZEN_S = 20.0  # a driver that is suspended for so long is lost
 DRIVER_ENDING_S = 15.0  # for a driver that failed: to close its loggers
 PROBE_EVERY_S, PROBES = 5.0, 4  # the head of a cluster that does not answer so many times in a row is lost
 
@@ -53,6 +54,7 @@ class Driver:
         self._end_by_s = float("inf")
         self._next_probe_s, self._unanswered = 0.0, 0
         self._mourned: set[str] = set()
+        self._frozen_since_s = float("inf")
         self.facts: dict[str, Any] = {"folder": folder}
 
     @property
@@ -100,6 +102,12 @@ class Driver:
             if self._unanswered == PROBES:
                 return f"the head of the Ray cluster at {head} has not answered for {PROBES * PROBE_EVERY_S:.0f} s"
         return None
+
+    def is_frozen(self) -> bool:
+        """Whether it has been suspended for FROZEN_S. It cannot tell of itself, and no worker need be there to miss it."""
+        is_stopped = family.is_stopped(self.pid)
+        self._frozen_since_s = min(self._frozen_since_s, time.monotonic()) if is_stopped else float("inf")
+        return time.monotonic() - self._frozen_since_s >= FROZEN_S
 
     def missed(self) -> list[str]:
         """Return in words which of Ray's dispensable processes have ended since the last call."""
@@ -176,7 +184,7 @@ class Keeper:
         return code or DONE if number is None else 128 + number
 
     def _watch(self, driver: Driver) -> str | None:
-        """Return after the driver's end; if Ray died first, kill the driver and return what died."""
+        """Return after the driver's end. If Ray died first or the driver is frozen, return that; `close` then kills it."""
         passed_on = 0
         while driver.code is None:
             time.sleep(TICK_S)
@@ -188,6 +196,8 @@ class Keeper:
             driver.enforce()
             if passed_on or "end" in driver.facts:
                 continue
+            if driver.is_frozen():
+                return f"the driver (pid {driver.pid}) was frozen for {FROZEN_S:.0f} s"
             for helper in driver.missed():
                 self._say(f"goes on: {helper} died; the run does not need it")
             if (loss := driver.lost()) is not None:

@@ -1,6 +1,7 @@
 """The supervisor with small scripts in place of the driver: restarts, signals, and what is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -208,6 +209,18 @@ def test_a_driver_that_alone_was_asked_to_end_is_not_started_again(keep):
     """Some schedulers signal each process; the driver's end may come first."""
     code, _, errors = end(keep("tell(max_restarts=3, step=4); sys.exit(143)"))
     assert (code, errors) == (143, ["rlx ended by SIGTERM in step 4"])
+
+
+@pytest.mark.parametrize("facts", ["", "tell(max_restarts=1)"])
+def test_a_frozen_driver_is_started_again(keep, facts):
+    script = f"""
+        {facts}
+        if not restarts():
+            os.kill(os.getpid(), 19)
+    """
+    code, _, errors = end(keep(script, "from rlx.supervisor import keeper; keeper.FROZEN_S = 1.0\n"))
+    assert code == 0 and len(errors) == 1
+    assert re.fullmatch(r"rlx restart 1 of 1: the driver \(pid \d+\) was frozen for 1 s", errors[0])
 
 
 def test_a_killed_supervisor_takes_the_driver_along(keep):
