@@ -9,7 +9,7 @@ from rlx.config.host_memory import all_host_bytes
 from rlx.config.schema import PPOConfig
 from rlx.config.vllm_range import vllm_version
 
-OPTIONAL_PACKAGES = ("peft", "torchao", "wandb", "flash_attn", "liger_kernel")
+OPTIONAL_PACKAGES = ("peft", "torchao", "bitsandbytes", "wandb", "flash_attn", "liger_kernel")
 # One of these exists if a driver for CUDA devices is loaded (the last one under WSL).
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 

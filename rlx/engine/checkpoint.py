@@ -31,6 +31,7 @@ from rlx.errors import storing
 from rlx.models.adapter_folder import AdapterKind
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import Adapter, adapter_weights, merged_weights
+from rlx.offload.streaming.nf4 import in_full
 
 PICKLED_FORMAT = 1
 """The format of earlier versions. DCP's own files are pickles, and reading a pickle runs the code in it."""
@@ -216,7 +217,9 @@ def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:
         CheckpointError: the checkpoint is damaged or holds no model.
     """
     weights, description = _model(folder, trusted)
-    return dict(merged_weights(weights, description.adapters))
+    own = (tensor.dtype for name, tensor in weights.items() if ".lora_" not in name and tensor.is_floating_point())
+    dtype = next(own)  # embedding and norms are not quantised
+    return dict(merged_weights(weights, description.adapters, lambda tensor: in_full(tensor, dtype)))
 
 
 def read_adapters(folder: Path, trusted: bool = False) -> tuple[dict[str, Tensor], AdapterKind]:

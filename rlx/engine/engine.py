@@ -36,15 +36,10 @@ from rlx.engine.sharding import shard, stream_frozen
 from rlx.engine.units import local
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import adapter_weights, merged_weights, refuse_idle_adapters
+from rlx.models.lora import adapter_weights, base_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
-from rlx.offload import (
-    OffloadOptions,
-    OffloadStats,
-    enable_activation_offloading,
-    host_arena,
-    register_attention,
-)
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena, register_attention
+from rlx.offload.streaming.nf4 import in_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +94,8 @@ class Engine:
         self.model_config, self.fsdp, self.device, self.head = model, fsdp, device, head
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
         precision = precision_of(fsdp, device)
-        made = make_model(model, head, precision.stored, seed, trains=optim is not None)
+        self._stored = precision.stored
+        made = make_model(model, head, precision.stored, seed, trains=optim is not None, device=device)
         plain, layers, self.adapters = made.plain, made.layers, made.adapters
         self.card = ModelCard.of(plain, head, tokenizer)
         if compile_layers:
@@ -280,9 +276,13 @@ class Engine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight's name in the model's own state_dict and its full tensor on the device; a tied weight once.
 
-        Adapters are merged in. All processes iterate to the end. The receiver may keep the tensors.
+        Adapters are merged in, quantised weights dequantised. All processes iterate to the end. The receiver may keep the tensors.
         """
         return self._gathered(merged_weights)
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the model with its adapters off, as `weights` does."""
+        return self._gathered(base_weights)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of the adapters alone, as `weights` does."""
@@ -293,7 +293,7 @@ class Engine:
         self.to_device(optimizer=False)
         for unit in self.sharded.units:
             with self.sharded.gathering(unit) as gather:
-                yield from chosen(unit.tensors(), self.adapters, gather)
+                yield from chosen(unit.tensors(), self.adapters, lambda t, get=gather: in_full(get(t), self._stored))
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""

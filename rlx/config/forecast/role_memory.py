@@ -7,7 +7,7 @@ from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
 from rlx.config.schema.roles import MicroSize, ModelRole, has_frozen_layers, sharded_roles
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.memory import ADAPTER_BYTES, STEP_BYTES, StateBytes, state_bytes
+from rlx.offload.plan.memory import ADAPTER_BYTES, NF4_BYTES, STEP_BYTES, StateBytes, state_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 PIECE_BYTES = 1 << 30  # of rlx.engine.optimizer_state
@@ -117,6 +117,7 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
             is_resharded=fsdp.reshard_after_forward,
             gradient_bytes=of_trained if takes_one else max(of_trained, reduced),
             optimizer_bytes=role.optimizer_bytes,
+            is_quantized=role.trained and role.model.quantization is not None,
         )
 
     update, forward = states(role.trained), states(False)
@@ -127,23 +128,25 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
 
 
 def _with_streamed_layers(memory: RoleMemory) -> RoleMemory:
-    """Return a role's memory with the weights of its layers on the host, in the type of computation. FSDP gathers none of them.
+    """Return a role's memory with the weights of its layers on the host, quantised or in the type of computation. FSDP gathers none of them.
 
     Norms and biases, which stay on the device, are counted as streamed: they are less than 0.1 %.
     """
     layers = sorted(map(memory.decoder.layer_parameters, range(len(memory.decoder.windows))))
-    buffers = sum(layers[-2:]) * memory.element
+    is_quantized = memory.role.trained and memory.role.model.quantization is not None
+    on_host, stored = (NF4_BYTES, NF4_BYTES) if is_quantized else (memory.element, memory.stored)
+    buffers = sum(layers[-2:]) * on_host
     at_once = layers[-1] * (2 if memory.role.fsdp.reshard_after_forward else len(layers))
-    gathered = at_once * memory.element * (memory.stored != memory.element)
+    gathered = at_once * memory.element * (stored != on_host)
 
     def without_layers(states: StateBytes) -> StateBytes:
-        weights = states.weights - sum(layers) * memory.stored + buffers
+        weights = states.weights - sum(layers) * stored + buffers
         return states._replace(weights=weights, gathered=max(0.0, states.gathered - gathered))
 
     return memory._replace(
         update=without_layers(memory.update),
         forward=without_layers(memory.forward),
-        streamed=float(sum(layers) * memory.element),
+        streamed=float(sum(layers) * on_host),
         buffers=float(buffers),
     )
 

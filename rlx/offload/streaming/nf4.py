@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from rlx.offload.runtime.layers import find_layers
 
 BLOCK = 64  # weights that share a scale, in bitsandbytes and in the paper
-BITS_PER_WEIGHT = 4 + 32 / BLOCK
 
 
 class QuantizationError(ValueError):
@@ -103,6 +102,11 @@ def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
     library, scales = _library(), flat[codes:].view(torch.float32)
     state = library.QuantState(scales, torch.Size((rows, columns)), blocksize=BLOCK, quant_type="nf4", dtype=dtype)
     return library.dequantize_4bit(flat[:codes], state)  # type: ignore[no-any-return]
+
+
+def in_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a quantised weight dequantised to `dtype`, and any other tensor as it is."""
+    return dequantized(tensor, dtype) if is_quantized(tensor) else tensor
 
 
 def quantize_layers(model: nn.Module, device: torch.device | None = None) -> None:
