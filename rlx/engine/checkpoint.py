@@ -10,6 +10,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -140,6 +141,7 @@ def read(
     head: str,
     sharded: Sharded,
     optimizer: AdamW | None,
+    adapters: Mapping[str, Adapter],
     trusted: bool = False,
     in_parts: Callable[[Callable[[], None]], None] = lambda make: make(),
 ) -> Description:
@@ -149,7 +151,7 @@ def read(
     schedule, these start anew, with a warning. The digests of the tensors are not checked, see `require_undamaged`.
 
     Args:
-        folder, head, sharded, optimizer: the checkpoint, and what continues from it.
+        folder, head, sharded, optimizer, adapters: the checkpoint, and what continues from it.
         trusted: allow a checkpoint of an earlier version, which can run code.
         in_parts: calls its argument, once or for some of the optimizer's parameters at a time, to make their state.
 
@@ -165,6 +167,7 @@ def read(
             f"{folder}: got head {description.head} and contents {list(description.contents)}, expected head {head} and a "
             "model among the contents; to resume, save with checkpoint.save_contents=[model,optimizer,extra]"
         )
+    _require_same_scale(folder, description.adapters, adapters)
     pickled = description.format == PICKLED_FORMAT
     model = get_model_state_dict(sharded.root, options=sharded.state_options)
     load(_tensors(model), folder / "model", pickled)
@@ -180,6 +183,16 @@ def read(
             logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
             description = replace(description, updates=0)
     return description
+
+
+def _require_same_scale(folder: Path, saved: Mapping[str, Adapter], own: Mapping[str, Adapter]) -> None:
+    """Refuse adapters that would count more or less than they did when they were trained; their tensors would fit."""
+    for layer in saved.keys() & own.keys():
+        if not math.isclose(saved[layer].scale, own[layer].scale):
+            raise CheckpointError(
+                f"{folder}: got adapters that are scaled by {saved[layer].scale:g}, expected {own[layer].scale:g} as configured; set "
+                "model.lora_alpha and model.lora.use_rslora as in the run that saved them"
+            )
 
 
 def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: bool) -> None:

@@ -337,7 +337,8 @@ class Engine:
         self.to_device(optimizer=not in_parts)
         self._release_streamed()
         replace = self._state_on_host.replace if in_parts and self._state_on_host else lambda make: make()
-        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted, replace)
+        own = self.head, self.sharded, self.optimizer, self.adapters
+        description = checkpoint.read(Path(folder), *own, trusted, replace)
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
 
