@@ -1,4 +1,4 @@
-"""Load and check the parts of a run before it starts anything, and report all faults at once."""
+"""Load and check the parts of a run before any model is made, and report all faults at once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rlx.cluster.runtime import check_options
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import TINY, asks_for_experts, has_reward_model, is_tiny, sharded_roles
+from rlx.config.schema.roles import (
+    TINY,
+    asks_for_experts,
+    has_reward_model,
+    is_tiny,
+    only_environment_scores,
+    sharded_roles,
+)
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.errors import ExplainedError
@@ -98,7 +105,7 @@ class _Trials:
 
 
 def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
-    """Do all work that may fail and needs no worker, before the warm start, the run's folder and Ray.
+    """Do all work that may fail and needs no worker, before the warm start, the run's folder and the workers' models.
 
     Args:
         config: composed and checked.
@@ -127,7 +134,7 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             sampler = trial(_sampler, config, len(train), checkpoint)
         if rewards is not None:
             until_it_fails.enter_context(rewards)
-            trial(rewards.check_sources, _sources(train, val) or ())
+            trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
         trial.end()
         until_it_fails.pop_all()
     assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"

@@ -7,8 +7,17 @@ from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
 from rlx.config.machine import processes
-from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD
-from rlx.config.schema.roles import TINY, has_critic, has_reference, has_reference_model, has_reward_model, is_tiny
+from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD, TIME_STEP
+from rlx.config.schema.roles import (
+    TINY,
+    has_critic,
+    has_environment,
+    has_reference,
+    has_reference_model,
+    has_reward_model,
+    is_tiny,
+    only_environment_scores,
+)
 from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
 
@@ -123,6 +132,7 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
         _without(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules", f"{model}.lora.*"),
         _row("adapters are fp32", lambda s: s.value(f"{model}.lora_rank") > 0, *_below(optim, *_OF_BF16)),
         _without(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
+        _if(f"{role}.use_dynamic_bsz", True, f"{role}.ppo_micro_batch_size_per_gpu"),
         _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
         _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
         _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, *_OF_BF16)),
@@ -142,6 +152,10 @@ UNUSED_KEYS = (
     # Updates
     _without(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
     _without(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
+    *(
+        _if(f"{role}.log_prob_use_dynamic_bsz", True, f"{role}.log_prob_micro_batch_size_per_gpu")
+        for role in (ROLLOUT, REF)
+    ),
     _without(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
     _row("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config), f"{REF}.*"),
     _row(
@@ -187,9 +201,17 @@ UNUSED_KEYS = (
     # Generation
     _if(f"{ROLLOUT}.name", "hf", *_below(ROLLOUT, *VLLM_ONLY)),
     _without(f"{ROLLOUT}.val_kwargs.do_sample", *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n")),
+    # Conversations
+    _row(
+        "neither environment.name nor environment.path is set",
+        lambda s: not has_environment(s.config),
+        *("environment.*", f"{ROLLOUT}.multi_turn.*"),
+    ),
+    _row("environment.rewards is replace", lambda s: only_environment_scores(s.config), f"{OWN}.*", *OF_FUNCTIONS),
     # Rewards and algorithm
     _without(f"{JUDGE}.enable", f"{JUDGE}.*"),
     _without(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
+    _if(f"{JUDGE}.use_dynamic_bsz", True, f"{JUDGE}.micro_batch_size_per_gpu"),
     _row(
         "a reward model has no optimizer",
         _always,
@@ -215,7 +237,7 @@ UNUSED_KEYS = (
     ),
     *(
         _row("adv_estimator does not read it", _does_not_estimate_with(name), f"algorithm.{name}")
-        for name in (GAMMA, LAM, NORM_BY_STD)
+        for name in (GAMMA, LAM, NORM_BY_STD, TIME_STEP)
     ),
     _without("algorithm.filter_groups.enable", "algorithm.filter_groups.*", "data.gen_batch_size"),
     _without("reward.overlong_buffer.enable", "reward.overlong_buffer.*"),

@@ -47,6 +47,22 @@ CASES = [
             "activation_offload.pin_memory=False",
         )
     ),
+    (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=2", [f"{ACTOR}.ppo_micro_batch_size_per_gpu"]),
+    (
+        f"{GAE} critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=2",
+        ["critic.ppo_micro_batch_size_per_gpu"],
+    ),
+    *(
+        (
+            f"{role}.log_prob_use_dynamic_bsz=True {role}.log_prob_micro_batch_size_per_gpu=2 {ACTOR}.use_kl_loss=True",
+            [f"{role}.log_prob_micro_batch_size_per_gpu"],
+        )
+        for role in (ROLLOUT, REF)
+    ),
+    (
+        f"{JUDGE} reward_model.use_dynamic_bsz=True reward_model.micro_batch_size_per_gpu=2",
+        ["reward_model.micro_batch_size_per_gpu"],
+    ),
     (f"{ROLLOUT}.n=1 {MODEL}.use_shared_prefix=True", [f"{MODEL}.use_shared_prefix"]),
     (f"{ACTOR}.optim.master_weights=False", [f"{ACTOR}.optim.master_weights"]),
     (
@@ -105,6 +121,12 @@ CASES = [
     (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", [f"{ROLLOUT}.engine_kwargs.vllm"]),
     (f"{ROLLOUT}.val_kwargs.n=4", [f"{ROLLOUT}.val_kwargs.n"]),
     ("custom_reward_function.name=f", ["custom_reward_function.name"]),
+    (
+        f"environment.timeout_s=9 {ROLLOUT}.multi_turn.max_assistant_turns=3",
+        [f"{ROLLOUT}.multi_turn.max_assistant_turns", "environment.timeout_s"],
+    ),
+    ("environment.name=calculator environment.rewards=replace reward.timeout_s=9", ["reward.timeout_s"]),
+    ("algorithm.adv_estimator=grpo algorithm.time_step=turn", ["algorithm.time_step"]),
     (f"custom_reward_function.path={__file__} reward.format_score=0.1", ["reward.format_score"]),
     (f"custom_reward_function.path={__file__} custom_reward_function.data_sources=[a] reward.format_score=0.1", []),
     ("reward.reward_manager.name=batch", ["reward.reward_manager.name"]),
