@@ -59,6 +59,7 @@ class Description:
         updates: optimizer steps asked for, including skipped ones; the learning rate follows them.
         steps: optimizer steps taken.
         adapters: LoRA layers in `model`, as `rlx.models.lora.add_lora` names them.
+        quantization: of the frozen weights in `model`, as `model.quantization` names it.
         format: version of this layout.
     """
 
@@ -67,6 +68,7 @@ class Description:
     updates: int
     steps: int
     adapters: dict[str, Adapter]
+    quantization: str | None = None
     format: int = FORMAT
 
 
@@ -243,6 +245,8 @@ def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:
         CheckpointError: the checkpoint is damaged or holds no model.
     """
     weights, description = _model(folder, trusted)
+    if description.quantization is None:
+        return dict(merged_weights(weights, description.adapters))
     own = (tensor.dtype for name, tensor in weights.items() if ".lora_" not in name and tensor.is_floating_point())
     dtype = next(own)  # embedding and norms are not quantised
     return dict(merged_weights(weights, description.adapters, lambda tensor: in_full(tensor, dtype)))

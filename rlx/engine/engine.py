@@ -291,9 +291,10 @@ class Engine:
     @torch.no_grad()
     def _gathered(self, chosen: Callable[..., Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
         self.to_device(optimizer=False)
+        in_type = in_full if self.model_config.quantization is not None else lambda tensor, dtype: tensor
         for unit in self.sharded.units:
             with self.sharded.gathering(unit) as gather:
-                yield from chosen(unit.tensors(), self.adapters, lambda t, get=gather: in_full(get(t), self._stored))
+                yield from chosen(unit.tensors(), self.adapters, lambda t, get=gather: in_type(get(t), self._stored))
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""
@@ -309,7 +310,8 @@ class Engine:
         """
         if not (in_place := self.saves_in_place(contents)):
             self.to_device(optimizer=not self.sharded.state_dict_shares_storages)
-        description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
+        own = self.updates, self.steps, self.adapters, self.model_config.quantization
+        description = checkpoint.Description(self.head, tuple(contents), *own)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
         partial = self.saves.begin(Path(folder), parts, offloads, in_background)

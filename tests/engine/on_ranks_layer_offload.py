@@ -53,7 +53,11 @@ def shared(folder, scratch, machines):
     socket.gethostname = lambda: f"{found()}-{dist.get_rank() % machines}"
     try:
         for streams in (False, True):
-            model = LORA | {"layer_offload": streams, "enable_activation_offload": True, "activation_offload": ACTIVATIONS}
+            model = LORA | {
+                "layer_offload": streams,
+                "enable_activation_offload": True,
+                "activation_offload": ACTIVATIONS,
+            }
             engine, other = (build(folder, model=model) for _ in range(2))
             results.append([per_token(engine, "lm", batch), engine.update(batch, ROWS, policy()), weights_of(engine)])
             engine.save(f"{scratch}/{streams}", ("model", "optimizer", "extra"))

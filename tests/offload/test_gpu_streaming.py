@@ -93,4 +93,5 @@ def test_quantised_weights(decoder, toys, save):
         torch.cuda.synchronize()
         expected.assert_equal(toys.grade(model, read))
         expected.assert_equal(toys.grade(streamed, read))
-    assert handle.stats().copied_bytes >= 4 * handle.streamed_bytes
+    # Two fetches of a layer in each of two steps; both ends are still there when the direction turns.
+    assert 3 * handle.streamed_bytes < handle.stats().copied_bytes <= 4 * handle.streamed_bytes

@@ -9,7 +9,7 @@ from rlx.config.schema import LoraConfig, TinyModelConfig
 from rlx.models.tiny import make_tiny
 
 
-@pytest.fixture(params=["adapters", "merged", "nf4", "nf4-merged"])
+@pytest.fixture(params=["adapters", "merged", "nf4", pytest.param("nf4-merged", marks=pytest.mark.slow)])
 def ranks(request, config, two_ranks, tmp_path):
     policy, kind = config.actor_rollout_ref, request.param
     model = replace(policy.model, lora_rank=2, lora=LoraConfig(merge="merged" in kind))

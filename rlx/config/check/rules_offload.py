@@ -39,7 +39,7 @@ def nothing_else_in_compiled_layers(s: CheckContext) -> Faults:
     """The engine cannot see the activations of a compiled layer, and tiles would break its graph at each MLP and norm."""
     for name, what in (
         *(("enable_activation_offload", "activation offloading"), ("tiled_mlp", "tiles")),
-        ("layer_offload", "layer offloading"),
+        *(("layer_offload", "layer offloading"), ("quantization", "a quantised base")),
     ):
         key = f"actor_rollout_ref.model.{name}"
         if s.value(COMPILE) and s.value(key):
