@@ -197,7 +197,7 @@ def state_bytes(
     layer_weights = decoder.parameters - decoder.root_parameters
     of_layer = NF4_BYTES if is_quantized else weight_bytes
     is_gathered, summed_in = gpus > 1 or weight_bytes != element, summed_in or element
-    gathered = is_gathered * element * (decoder.root_parameters + at_once * of_adapters)
+    gathered: float = is_gathered * element * (decoder.root_parameters + at_once * of_adapters)
     if is_quantized:
         gathered += (gpus > 1) * NF4_BYTES * at_once * largest
         gathered += 2 * element * decoder.width * max(decoder.mlp_width, decoder.heads * decoder.head_width)

@@ -58,10 +58,10 @@ class NF4Product(torch.autograd.Function):
         return F.linear(input, dequantized(weight, input.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         """Return the gradients of input and bias."""
         (weight,) = ctx.saved_tensors
-        of_rows = gradient.flatten(0, -2)
+        of_rows = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             full = dequantized(weight, gradient.dtype)
@@ -124,11 +124,14 @@ def quantize_layers(model: nn.Module, device: torch.device | None = None) -> Non
             are no linear maps; or bitsandbytes is missing.
     """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found, total = [], 0
+    found: list[tuple[nn.Module, str, nn.Linear]] = []
+    total = 0
     for _, layer in find_layers(model, None):
         total += sum(p.numel() for p in layer.parameters() if not p.requires_grad)
         places = [(parent, name, child) for parent in layer.modules() for name, child in parent.named_children()]
-        found += [place for place in places if _can_quantize(place[2]) and uses[id(place[2].weight)] == 1]
+        for parent, name, child in places:
+            if isinstance(child, nn.Linear) and _can_quantize(child) and uses[id(child.weight)] == 1:
+                found.append((parent, name, child))
     count = sum(linear.weight.numel() for _, _, linear in found)
     if 2 * count < total or not count:
         raise QuantizationError(
@@ -141,9 +144,9 @@ def quantize_layers(model: nn.Module, device: torch.device | None = None) -> Non
         setattr(parent, name, NF4Linear(linear, device))
 
 
-def _can_quantize(module: nn.Module) -> bool:
-    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_linear and not module.weight.requires_grad and module.in_features % BLOCK == 0  # type: ignore[operator]
+def _can_quantize(linear: nn.Linear) -> bool:
+    is_plain = type(linear).forward is nn.Linear.forward
+    return is_plain and not linear.weight.requires_grad and linear.in_features % BLOCK == 0
 
 
 def _library() -> Any:
