@@ -34,7 +34,7 @@ from rlx.offload.storage.arena import Block
 from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
 from rlx.offload.storage.pages import Pages
 from rlx.offload.storage.regions import TENSOR_ALIGN_BYTES, KeptTensor, modified_in_place
-from rlx.offload.streaming.shared_pages import shared_pages
+from rlx.offload.streaming.shared_file import shared_file
 
 logger = logging.getLogger("rlx.offload")
 
@@ -225,12 +225,11 @@ def _forget(ids: list[int], owner: weakref.ref[FrozenWeights]) -> None:
 
 
 def _pages(nbytes: int, is_locked: bool, group: dist.ProcessGroup | None) -> Pages:
-    if group is not None:
-        return shared_pages(nbytes, is_locked, group)
-    with contextlib.suppress(RuntimeError):
-        return Pages(nbytes, is_locked)
-    logger.warning(
-        f"layer offloading: the system refused to page-lock {nbytes} bytes of host memory; pageable memory is used, whose "
-        "copies do not overlap compute. Raise the limit of locked memory (ulimit -l)"
-    )
-    return Pages(nbytes, is_locked=False)
+    with contextlib.nullcontext() if group is None else shared_file(nbytes, group) as file:
+        with contextlib.suppress(RuntimeError):
+            return Pages(nbytes, is_locked, file)
+        logger.warning(
+            f"layer offloading: the system refused to page-lock {nbytes} bytes of host memory; pageable memory is used, whose "
+            "copies do not overlap compute. Raise the limit of locked memory (ulimit -l)"
+        )
+        return Pages(nbytes, False, file)
