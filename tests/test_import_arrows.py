@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "supervisor": set(),
     "driver": {"cluster", "config", "supervisor", "trainer"},
     "export": {"checkpoint", "engine", "models"},
+    "view": {"trainer"},
     "user_code": set(),
     "config": set(),
     "data": {"user_code"},
