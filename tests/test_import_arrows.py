@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "checkpoint",
         "config",
         "data",
+        "environments",
         "algorithms",
         "engine",
         "models",
