@@ -23,6 +23,7 @@ from rlx.view.transcripts import Sample, ViewError, samples_of, transcript_files
 
 __all__ = ["Page", "ViewError", "write_page"]
 BLOCK_BYTES = 1_000_000  # of JSON; a browser unpacks it in some milliseconds
+FIRST_GUESS = 0.3  # of the share of its bytes that packed JSON has
 DIGITS = 4  # significant ones of a number in the page
 TITLE_LENGTH = 100
 LARGEST_GAP = 1.0  # nats, whose colour is full
@@ -80,7 +81,7 @@ class _Packed:
         self.largest_advantage = self.largest_gap = 0.0
         self.left_out = 0
         self._rows: list[str] = []  # of the block that is being filled
-        self._row_bytes = self._used = 0
+        self._row_bytes = self._raw = self._used = 0
         self._limit = most_bytes
 
     def begin_step(self, limit: int) -> None:
@@ -90,8 +91,8 @@ class _Packed:
 
     def add(self, sample: Sample, file: str) -> None:
         row = json.dumps(_tokens(sample), separators=(",", ":"))
-        # A row that waits may turn out to be smaller when it is packed; a page that is too small is not wrong.
-        fits = self._used + self._row_bytes // 8 + len(row) // 8 <= self._limit
+        share = self._used / self._raw if self._raw else FIRST_GUESS  # that packing leaves
+        fits = self._used + (self._row_bytes + len(row)) * share <= self._limit
         self.left_out += not fits
         place = (len(self.blocks), len(self._rows)) if fits else (-1, 0)
         for name, value in zip(_COLUMNS, (*_summary(sample), file, *place), strict=True):
@@ -110,6 +111,7 @@ class _Packed:
         if self._rows:
             self.blocks.append(_compressed(f"[{','.join(self._rows)}]"))
             self._used += len(self.blocks[-1])
+            self._raw += self._row_bytes
             self._rows, self._row_bytes = [], 0
 
 

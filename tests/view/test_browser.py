@@ -28,7 +28,7 @@ class Made(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.tags.append((tag, attributes))
-        names = [*(attributes.get("class") or "").split(), attributes.get("id") or ""]
+        names = [f"<{tag}>", *(attributes.get("class") or "").split(), attributes.get("id") or "no id"]
         if "data-token" in attributes:
             self.tokens.append([attributes.get("style") or "", ""])
             names.append("a token")
