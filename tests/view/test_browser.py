@@ -75,7 +75,9 @@ def test_a_sample_is_shown_as_it_was_written_and_hostile_text_stays_text(make_ru
     line = json.loads((run / "transcripts" / "step_000002.jsonl").read_text().splitlines()[5])
     made = look(run / "view.html", "step=2&sample=21&colour=advantage")
     assert made.texts["<h1>"][0].endswith("/ seven<b>") and made.texts["<title>"] == made.texts["<h1>"]
-    assert [tag for tag, _ in made.tags].count("script") == 3, "the index, one block and the code"
+    assert [tag for tag, _ in made.tags].count("script") == 5, (
+        "the index, a block for each of three steps, and the code"
+    )
     assert not any(tag in ("img", "iframe") for tag, _ in made.tags)
     shown = [text for _, text in made.tokens]
     assert shown == [hidden(piece) or "∅" for piece in line["tokens"]]
