@@ -1,9 +1,19 @@
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from rlx.environments.pool import EnvironmentPool
 from rlx.environments.spec import EnvironmentSpec
+from rlx.models.tiny import make_tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))  # for in_this_process
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tiny_tokenizer()
 
 
 @pytest.fixture
