@@ -1,4 +1,4 @@
-"""Generate word problems in the form of GSM8K: a short story, its working line by line, the answer after `####`.
+"""Generate problems in the form of GSM8K: a short story or a bare sum, its working line by line, the answer after `####`.
 
 A hash of a problem's question decides whether it belongs to validation or training. The two therefore never overlap, whatever
 their sizes and seeds are.
@@ -54,7 +54,7 @@ PAIRS = {
         "{name} and {friend} have {a} {things}. {b} are {friend}'s. How many are {name}'s?",
     ),
 }
-LARGEST = {1: 30, 2: 100, 3: 500, 4: 9999}
+LARGEST = {1: 30, 2: 100, 3: 500, 4: 999}
 """The largest number in a problem, by difficulty."""
 SMALLEST = 2
 """The smallest number, because the sentences are in the plural."""
