@@ -9,23 +9,22 @@ from rlx.environments.protocol import Message, Observation, Turn
 class Guessing:
     """Guess a whole number from 1 to `largest` in at most `turns` turns.
 
-    The number is a row's `ground_truth`, so that all samples of a group guess the same one. The reward comes at the end: 1 for the
-    first guess, and `per_turn` less for each further one; 0 if all are wrong. A turn without a number counts as a wrong guess.
+    The number comes from a row's `ground_truth`, any whole number, modulo `largest`. So all samples of a group guess the same one. The
+    reward comes at the end: 1 for the number, else 0. A turn without a number counts as a wrong guess.
 
     Args:
         largest: largest number.
         turns: number of guesses.
-        per_turn: loss of reward for each further guess.
     """
 
-    def __init__(self, largest: int = 63, turns: int = 6, per_turn: float = 0.0):
-        self._largest, self._turns, self._per_turn = largest, turns, per_turn
+    def __init__(self, largest: int = 63, turns: int = 6):
+        self._largest, self._turns = largest, turns
         self._secret = self._made = 0
 
     def reset(self, row: dict[str, Any]) -> list[Message]:
         """See Environment."""
-        self._secret = int(row["ground_truth"])
-        return row["prompt"]  # type: ignore[no-any-return]
+        self._secret = (int(row["ground_truth"]) - 1) % self._largest + 1
+        return [{"role": "user", "content": f"1-{self._largest}"}]
 
     def step(self, turn: Turn) -> Observation:
         """See Environment."""
@@ -35,7 +34,6 @@ class Guessing:
         right, last = guess == self._secret, self._made == self._turns
         info = {"guesses": self._made, "right": float(right)}
         if right or last:
-            reward = max(0.0, 1.0 - self._per_turn * (self._made - 1)) if right else 0.0
-            return Observation([], reward, done=True, info=info)
-        hint = f"a number from 1 to {self._largest}" if guess is None else "higher" if guess < self._secret else "lower"
+            return Observation([], float(right), done=True, info=info)
+        hint = f"1-{self._largest}!" if guess is None else "higher" if guess < self._secret else "lower"
         return Observation([{"role": "user", "content": hint}], info=info)

@@ -27,9 +27,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlx.models.tiny
 from rlx.config.check.folders import warm_starts_folder
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import EnvironmentConfig, PPOConfig
 from rlx.data import arithmetic
 from rlx.data.seeding import seed_for
+from rlx.environments import guessing
 from rlx.models.loading import without_progress_bar
 from rlx.rewards.gsm8k import compute_score
 from rlx.rollout.hf import HFRollout
@@ -48,21 +49,23 @@ IGNORED = -100
 Ids = tuple[int, ...]
 Turns = tuple[tuple[Ids, Ids], ...]
 """Pairs of tokens: what the model reads, from the beginning of the conversation, and what it learns to write."""
+Accepted = tuple[str, ...]
 
 
 class Example(NamedTuple):
-    """A demonstrated conversation as tokens, and the right answer."""
+    """A demonstrated conversation as tokens, the right answer, and for each turn the texts that are as good as its own."""
 
     turns: Turns
     ground_truth: str
+    accepted: tuple[Accepted, ...]
 
 
 def warm_start(config: PPOConfig) -> Path:
     """Return the folder of the warm-started tiny model and its tokenizer; the folder is made once and reused.
 
     The model learns demonstrations of the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on
-    problems of neither split reaches `warm_start.target_accuracy`. Of conversations with tools it is the share in which all turns are
-    as demonstrated, each after the demonstrated ones before it and its own first token. It trains on this process's accelerator, if there is one and `trainer.device`
+    problems of neither split reaches `warm_start.target_accuracy`. Of conversations of several turns it is the share in which all
+    turns are as good as those demonstrated, each after the demonstrated ones before it and its own first token. It trains on this process's accelerator, if there is one and `trainer.device`
     allows it. The folder's name is a hash of all inputs of its contents. The folder appears only when it is complete.
 
     Raises:
@@ -122,13 +125,13 @@ def _fingerprint(config: PPOConfig) -> str:
     training = {key: value for key, value in asdict(config.warm_start).items() if key != "cache_dir"}
     code = [
         inspect.getsource(module)
-        for module in (rlx.models.tiny, arithmetic, demonstrations, inspect.getmodule(_Training))
+        for module in (rlx.models.tiny, arithmetic, demonstrations, guessing, inspect.getmodule(_Training))
     ]
     parts = [
         asdict(config.actor_rollout_ref.model.tiny),
         asdict(config.data.arithmetic),
         training,
-        config.environment.name,
+        [config.environment.name, config.environment.kwargs],
         code,
         _device(config).type,
         torch.__version__,
@@ -204,42 +207,55 @@ class _Training:
         """Return the share of the held-out problems that greedy decoding solves. See `warm_start`."""
         self._rollout.update_weights(self._model.state_dict().items(), version=0)
         greedy = Sampling(MAX_ANSWER_TOKENS, temperature=0.0, stop_token_ids=(self._tokenizer.eos_token_id,))
-        turns = [(example, *turn) for example in self._held_out for turn in example.turns]
-        given = [0 if len(example.turns) == 1 else 1 for example, *_ in turns]
-        prompts = [prompt + answer[:count] for (_, prompt, answer), count in zip(turns, given, strict=True)]
-        completions = self._rollout.generate([Request(prompt, 0, greedy) for prompt in prompts])
-        right = dict.fromkeys((example.turns for example in self._held_out), 1.0)
-        for (example, _, answer), count, completion in zip(turns, given, completions, strict=True):
-            if len(example.turns) > 1:
-                score = float(tuple(completion.token_ids) == answer[count:])
-            else:
-                text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-                score = compute_score(arithmetic.ARITHMETIC_SOURCE, text, example.ground_truth)
-            right[example.turns] = min(right[example.turns], score)
-        return mean(right.values())
+        turns = [(place, turn) for place, example in enumerate(self._held_out) for turn in range(len(example.turns))]
+        requests = [Request(self._given(self._held_out[place], turn), 0, greedy) for place, turn in turns]
+        right = [1.0] * len(self._held_out)
+        for (place, turn), completion in zip(turns, self._rollout.generate(requests), strict=True):
+            score = self._score(self._held_out[place], turn, completion.token_ids)
+            right[place] = min(right[place], score)
+        return mean(right)
+
+    def _given(self, example: Example, turn: int) -> Ids:
+        """Return what the model reads when a turn is measured."""
+        prompt, answer = example.turns[turn]
+        return prompt + answer[: self._first(example)]
+
+    def _score(self, example: Example, turn: int, token_ids: list[int]) -> float:
+        """Return 1 if a turn of the model is right, else 0."""
+        ids = [*example.turns[turn][1][: self._first(example)], *token_ids]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if self._first(example):
+            return float(text in example.accepted[turn])
+        return compute_score(arithmetic.ARITHMETIC_SOURCE, text, example.ground_truth)
+
+    @staticmethod
+    def _first(example: Example) -> int:
+        """Return the number of tokens of a turn that are given: one, if the problem may be solved in other turns, too."""
+        return int(len(example.turns) > 1)
 
 
 def _examples(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
     """Return the training problems, and further ones of the training split that no training run gets.
 
-    With a calculator the latter are those that are demonstrated with calls.
+    If some are demonstrated in several turns, the latter are among those.
     """
     task = config.data.arithmetic
     rows = arithmetic.make_problems(replace(task, train_size=task.train_size + HELD_OUT), "train")
-    examples = [_example(row, config.environment.name, tokenizer) for row in rows]
+    examples = [_example(row, config.environment, tokenizer) for row in rows]
     held_out = examples[task.train_size :]
     return examples[: task.train_size], [each for each in held_out if len(each.turns) > 1] or held_out
 
 
-def _example(row: dict[str, Any], environment: str | None, tokenizer: PreTrainedTokenizerBase) -> Example:
+def _example(row: dict[str, Any], environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Example:
     messages = demonstrations.demonstration(row, environment)
-    turns = []
+    turns, accepted = [], []
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, return_dict=False)
             answer = tokenizer(message["content"], add_special_tokens=False).input_ids
             turns.append((tuple(prompt), (*answer, tokenizer.eos_token_id)))
-    return Example(tuple(turns), row["reward_model"]["ground_truth"])
+            accepted.append(message.get("accepted", (message["content"],)))
+    return Example(tuple(turns), row["reward_model"]["ground_truth"], tuple(accepted))
 
 
 def _padded(rows: list[Turns]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from rlx.environments.python_tool import PythonTool
 from rlx.environments.sandbox import Limits, NotIsolated, check_isolation, run_python
 from rlx.user_code import UserCodeError
 
-LIMITS = Limits(time_s=20.0, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
+LIMITS = Limits(time_s=20.0, processes=8, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
 
 
 def is_isolated():

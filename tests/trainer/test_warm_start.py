@@ -79,8 +79,12 @@ def test_accuracy_is_measured_on_problems_outside_both_splits(config):
         split: {example.turns[0][0] for example in examples}
         for split, examples in (("train", train), ("held out", held_out))
     }
-    val = {module._example(row, None, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "val")}
-    given = {module._example(row, None, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "train")}
+    val = {
+        module._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "val")
+    }
+    given = {
+        module._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "train")
+    }
     assert prompts["train"] == given
     assert len(prompts["held out"]) == module.HELD_OUT
     assert not prompts["held out"] & (given | val)
