@@ -10,7 +10,7 @@ from rlx.environments.protocol import Turn
 
 Message = dict[str, Any]
 
-CALLS = 4
+CALLS = 3
 """With a calculator one problem in this many is demonstrated with calls, the others by working in the head. So the model knows the
 form of a call, and reinforcement learning has to find out that calls pay."""
 

@@ -185,10 +185,10 @@ class _Training:
             group["lr"] = self._settings.lr * min(1.0, step / WARM_UP_STEPS)
         self._optimizer.zero_grad()
         loss = self._backward([example.turns for example in problems])
-        # Solutions alone teach arithmetic too, at a fraction of the cost, because most tokens belong to the questions.
-        alone = [example.turns[0][1] for example in solutions if len(example.turns) == 1]
-        if alone:
-            self._backward([(((self._speaker,), solution),) for solution in alone])
+        # Solutions alone teach arithmetic too, at a fraction of the cost, because most tokens belong to the questions. Several turns
+        # are there where arithmetic is left to a tool.
+        if self._first(self._held_out[0]) == 0:
+            self._backward([(((self._speaker,), example.turns[0][1]),) for example in solutions])
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         return loss
