@@ -32,7 +32,7 @@ class Guessing:
         found = re.search(r"-?\d{1,18}", turn.text)
         guess = None if found is None else int(found[0])
         right, last = guess == self._secret, self._made == self._turns
-        info = {"guesses": self._made, "right": float(right)}
+        info = {"guesses": self._made, "acc": float(right)}
         if right or last:
             return Observation([], float(right), done=True, info=info)
         hint = f"1-{self._largest}!" if guess is None else "higher" if guess < self._secret else "lower"

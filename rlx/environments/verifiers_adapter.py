@@ -3,7 +3,7 @@
 A verifiers environment asks a client for each turn. Here the client waits for rlx's sampler: it hands the messages out as an
 observation, and answers with the turn that rlx sends. The environment's rubric gives the reward at the end.
 
-It is the interface `verifiers.load_environment` with `Environment.run_rollout` and `Client`, of verifiers 0.1.12 to 0.3. Version 0.4
+It is the interface `verifiers.load_environment` with `Environment.run_rollout` and `Client`, of verifiers 0.2 and 0.3 (tested with 0.2.1). Version 0.4
 has another one, in which agents are programs that speak to a server. Environments that score groups of samples are not supported.
 """
 
@@ -20,7 +20,7 @@ from rlx.environments.protocol import Message, Observation, Turn
 from rlx.environments.tool_calls import parse
 from rlx.user_code import UserCodeError
 
-PACKAGE = "verifiers>=0.1.12,<0.4"
+PACKAGE = "verifiers>=0.2,<0.4"
 
 
 @cache
@@ -71,10 +71,14 @@ class Verifiers:
         _load(env_id, _text(args))
 
     async def reset(self, row: dict[str, Any]) -> list[Message]:
-        """See Environment. `extra_info` of a row is the environment's `info`, its `task` and `example_id` among them."""
+        """See Environment. `extra_info` of a row is the environment's `info`, with its `example_id`."""
         info = dict(row.get("extra_info") or {})
-        given = {"prompt": row["prompt"], "answer": row["ground_truth"], "info": info}
-        given |= {"task": info.get("task", "default"), "example_id": info.get("example_id", 0)}
+        given = {
+            "prompt": row["prompt"],
+            "answer": row["ground_truth"],
+            "example_id": info.pop("example_id", 0),
+            "info": info,
+        }
         client = _client_class()(self._asked, self._answers)
         self._rollout = asyncio.ensure_future(self._environment.run_rollout(given, client, "rlx", {}))
         messages, tools = await self._next() or ([], [])
@@ -176,7 +180,7 @@ def write_rows(env_id: str, path: Path, arguments: dict[str, Any]) -> int:
         for place, row in enumerate(rows):
             info = row.get("info") or {}
             info = json.loads(info) if isinstance(info, str) else info
-            extra = {**info, "task": row.get("task") or "default", "example_id": row.get("example_id", place)}
+            extra = {**info, "example_id": row.get("example_id", place)}
             written = {"data_source": f"verifiers/{env_id}", "prompt": row["prompt"], "extra_info": extra}
             truth = {"style": "rule", "ground_truth": str(row.get("answer") or "")}
             file.write(json.dumps({**written, "reward_model": truth}) + "\n")

@@ -13,7 +13,7 @@ from rlx.environments.verifiers_adapter import Verifiers, write_rows
 from rlx.user_code import UserCodeError
 
 has_it = importlib.util.find_spec("verifiers") is not None
-needs_it = pytest.mark.skipif(not has_it, reason="verifiers is not installed: pip install 'verifiers>=0.1.12,<0.4'")
+needs_it = pytest.mark.skipif(not has_it, reason="verifiers is not installed: pip install 'verifiers>=0.2,<0.4'")
 PACKAGE = '''
 import verifiers as vf
 from datasets import Dataset
@@ -58,7 +58,7 @@ def package(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(has_it, reason="verifiers is installed")
 def test_without_the_package_the_message_says_how_to_get_it():
-    with pytest.raises(UserCodeError, match=r"needs the package verifiers .*pip install 'verifiers>=0.1.12,<0.4'"):
+    with pytest.raises(UserCodeError, match=r"needs the package verifiers .*pip install 'verifiers>=0.2,<0.4'"):
         EnvironmentSpec("verifiers", kwargs={"env_id": "wordle"}).load()
 
 
@@ -66,9 +66,7 @@ def test_an_interface_without_load_environment_is_refused(tmp_path, monkeypatch)
     (tmp_path / "verifiers.py").write_text('__version__ = "0.4.0"')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "verifiers", raising=False)
-    with pytest.raises(
-        UserCodeError, match=r"verifiers 0.4.0 has no load_environment, expected verifiers>=0.1.12,<0.4"
-    ):
+    with pytest.raises(UserCodeError, match=r"verifiers 0.4.0 has no load_environment, expected verifiers>=0.2,<0.4"):
         EnvironmentSpec("verifiers", kwargs={"env_id": "new"}).load()
     sys.modules.pop("verifiers", None)
 
