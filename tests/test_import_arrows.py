@@ -45,6 +45,7 @@ MAY_IMPORT = {
         "data",
         "algorithms",
         "engine",
+        "environments",
         "models",
         "offload",
         "rollout",

@@ -22,7 +22,7 @@ def test_a_game():
     assert [answer.done for answer in answers] == [False, False, True]
     assert [answer.reward for answer in answers] == [None, None, 1.0] and answers[-1].info == {
         "guesses": 3,
-        "right": 1.0,
+        "acc": 1.0,
     }
 
 
