@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "environments",
         "algorithms",
         "engine",
+        "environments",
         "models",
         "offload",
         "rollout",

@@ -1,4 +1,4 @@
-"""Generate word problems in the form of GSM8K: a short story, its working line by line, the answer after `####`.
+"""Generate problems in the form of GSM8K: a short story or a bare sum, its working line by line, the answer after `####`.
 
 A hash of a problem's question decides whether it belongs to validation or training. The two therefore never overlap, whatever
 their sizes and seeds are.
@@ -54,7 +54,7 @@ PAIRS = {
         "{name} and {friend} have {a} {things}. {b} are {friend}'s. How many are {name}'s?",
     ),
 }
-LARGEST = {1: 30, 2: 100, 3: 500}
+LARGEST = {1: 30, 2: 100, 3: 500, 4: 999}
 """The largest number in a problem, by difficulty."""
 SMALLEST = 2
 """The smallest number, because the sentences are in the plural."""
@@ -124,6 +124,8 @@ def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 def _problem(rng: random.Random, difficulty: int) -> Problem:
     words = _words(rng)
     largest = LARGEST[difficulty]
+    if difficulty == 4:
+        return _sum(rng, largest)
     if difficulty == 1 and rng.random() < 0.5:
         return _pair(rng, words, largest)
     if difficulty == 3:
@@ -156,6 +158,13 @@ def _pair(rng: random.Random, words: dict[str, str], largest: int) -> Problem:
     answer = high + low if sign == "+" else high - low
     text = rng.choice(PAIRS[sign]).format(a=high, b=low, **words)
     return Problem(text, (f"{high}{sign}{low}={answer}",), answer)
+
+
+def _sum(rng: random.Random, largest: int) -> Problem:
+    sign = rng.choice("+-")
+    high, low = _operands(rng, largest, sign)
+    answer = high + low if sign == "+" else high - low
+    return Problem(f"What is {high}{sign}{low}?", (f"{high}{sign}{low}={answer}",), answer)
 
 
 def _operands(rng: random.Random, largest: int, sign: str) -> tuple[int, int]:

@@ -58,7 +58,11 @@ class EnvironmentSpec:
         made = getattr(importlib.import_module(module), name)
         # Their calls have the run's format; an environment of a user's own chooses its own.
         takes_format = "tool_format" in inspect.signature(made).parameters
-        return self._bound(made, {"tool_format": self.tool_format, **self.kwargs} if takes_format else self.kwargs)
+        kwargs = {"tool_format": self.tool_format, **self.kwargs} if takes_format else self.kwargs
+        factory = self._bound(made, kwargs)
+        if hasattr(made, "prepare"):
+            made.prepare(**kwargs)
+        return factory
 
     def _own(self) -> Factory:
         found = load_name(self.path or "", self.name, KEY)

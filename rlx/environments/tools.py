@@ -69,7 +69,9 @@ class Tools:
         properties = tool.parameters.get("properties", {})
         arguments = call.arguments
         if isinstance(arguments, str):
-            arguments = {next(iter(properties)): arguments} if len(properties) == 1 else _object(arguments)
+            arguments = {next(iter(properties)): arguments} if len(properties) == 1 else _value(arguments)
+            if not isinstance(arguments, dict):
+                return {}, f"expected a JSON object of the arguments {', '.join(properties)}"
         if isinstance(call.arguments, str) or call.as_text:
             arguments = {name: _typed(value, properties.get(name, {})) for name, value in arguments.items()}
         fault = next(tool.validator.iter_errors(arguments), None)
@@ -171,23 +173,20 @@ def _standard(schema: Any) -> Any:
     return {"anyOf": [found, {"type": "null"}]} if schema.get("nullable") is True else found
 
 
-def _object(text: str) -> dict[str, Any]:
-    """Return the JSON object that a text is, else an object that no schema takes."""
+def _value(text: str) -> Any:
+    """Return the JSON value that a text is, else the text."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"a JSON object of all arguments": text[:100]}
+        return text
 
 
 def _typed(value: Any, schema: dict[str, Any]) -> Any:
     """Return the JSON value that a text is, unless the schema wants text."""
     if not isinstance(value, str) or schema.get("type") in ("string", None):
         return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+    python = {"True": True, "False": False, "None": None}
+    return python.get(value.strip(), _value(value))
 
 
 def _cut(text: str) -> str:

@@ -6,13 +6,14 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from rlx.config.schema import TinyModelConfig
 
 ROLES = ("system", "user", "assistant")
-# One token per role and nothing between messages: tokens are bytes, so each character of a template costs compute.
+# One token per role and nothing between messages: tokens are bytes, so each character of a template costs compute. A tool speaks
+# as the user does.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
-    "{%- if message.role not in ['system', 'user', 'assistant'] -%}"
-    "{{ raise_exception('role is ' + message.role + ', expected system, user or assistant') }}"
+    "{%- if message.role not in ['system', 'user', 'assistant', 'tool'] -%}"
+    "{{ raise_exception('role is ' + message.role + ', expected system, user, assistant or tool') }}"
     "{%- endif -%}"
-    "{{ '<|' + message.role + '|>' + message.content }}"
+    "{{ '<|' + ('user' if message.role == 'tool' else message.role) + '|>' + message.content }}"
     "{%- if message.role == 'assistant' -%}{{ eos_token }}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"

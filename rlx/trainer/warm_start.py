@@ -27,13 +27,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlx.models.tiny
 from rlx.config.check.folders import warm_starts_folder
-from rlx.config.schema import ArithmeticConfig, PPOConfig
+from rlx.config.schema import EnvironmentConfig, PPOConfig
 from rlx.data import arithmetic
 from rlx.data.seeding import seed_for
+from rlx.environments import guessing
 from rlx.models.loading import without_progress_bar
 from rlx.rewards.gsm8k import compute_score
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request, Sampling
+from rlx.trainer import demonstrations
 
 HELD_OUT = 512
 """Problems that only measure accuracy; neither split of the later run contains them."""
@@ -44,19 +46,26 @@ SOLUTIONS_PER_PROBLEM = 3
 IGNORED = -100
 
 
-class Example(NamedTuple):
-    """A problem as tokens, and its right answer."""
+Ids = tuple[int, ...]
+Turns = tuple[tuple[Ids, Ids], ...]
+"""Pairs of tokens: what the model reads, from the beginning of the conversation, and what it learns to write."""
+Accepted = tuple[str, ...]
 
-    prompt_ids: tuple[int, ...]
-    solution_ids: tuple[int, ...]
+
+class Example(NamedTuple):
+    """A demonstrated conversation as tokens, the right answer, and for each turn the texts that are as good as its own."""
+
+    turns: Turns
     ground_truth: str
+    accepted: tuple[Accepted, ...]
 
 
 def warm_start(config: PPOConfig) -> Path:
     """Return the folder of the warm-started tiny model and its tokenizer; the folder is made once and reused.
 
-    The model learns the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on problems of neither
-    split reaches `warm_start.target_accuracy`. It trains on this process's accelerator, if there is one and `trainer.device`
+    The model learns demonstrations of the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on
+    problems of neither split reaches `warm_start.target_accuracy`. Of conversations of several turns it is the share in which all
+    turns are as good as those demonstrated, each after the demonstrated ones before it and its own first token. It trains on this process's accelerator, if there is one and `trainer.device`
     allows it. The folder's name is a hash of all inputs of its contents. The folder appears only when it is complete.
 
     Raises:
@@ -114,11 +123,15 @@ def _one_thread() -> Iterator[None]:
 def _fingerprint(config: PPOConfig) -> str:
     """Return sixteen hexadecimal digits that depend on model, task, training, their code, the device and torch's version."""
     training = {key: value for key, value in asdict(config.warm_start).items() if key != "cache_dir"}
-    code = [inspect.getsource(module) for module in (rlx.models.tiny, arithmetic, inspect.getmodule(_Training))]
+    code = [
+        inspect.getsource(module)
+        for module in (rlx.models.tiny, arithmetic, demonstrations, guessing, inspect.getmodule(_Training))
+    ]
     parts = [
         asdict(config.actor_rollout_ref.model.tiny),
         asdict(config.data.arithmetic),
         training,
+        [config.environment.name, config.environment.kwargs],
         code,
         _device(config).type,
         torch.__version__,
@@ -134,7 +147,7 @@ class _Training:
     ):
         self._settings, self._device = config.warm_start, device
         self._model, self._tokenizer = model, tokenizer
-        self._train, self._held_out = _examples(config.data.arithmetic, tokenizer)
+        self._train, self._held_out = _examples(config, tokenizer)
         self._seed = config.actor_rollout_ref.model.tiny.seed
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=self._settings.lr, betas=BETAS, weight_decay=0.0)
         self._rollout = HFRollout(model.config, device)
@@ -171,15 +184,17 @@ class _Training:
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.lr * min(1.0, step / WARM_UP_STEPS)
         self._optimizer.zero_grad()
-        loss = self._backward([(example.prompt_ids, example.solution_ids) for example in problems])
-        # Solutions alone teach arithmetic too, at a fraction of the cost, because most tokens belong to the questions.
-        self._backward([((self._speaker,), example.solution_ids) for example in solutions])
+        loss = self._backward([example.turns for example in problems])
+        # Solutions alone teach arithmetic too, at a fraction of the cost, because most tokens belong to the questions. Several turns
+        # are there where arithmetic is left to a tool.
+        if self._first(self._held_out[0]) == 0:
+            self._backward([(((self._speaker,), example.turns[0][1]),) for example in solutions])
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         return loss
 
-    def _backward(self, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:
-        """Add the gradient of the mean loss over the tokens of the second parts, and return that loss."""
+    def _backward(self, rows: list[Turns]) -> float:
+        """Add the gradient of the mean loss over the learned tokens, and return that loss."""
         ids_BT, labels_BT = (x.to(self._device) for x in _padded(rows))
         logits = self._model(input_ids=ids_BT, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
@@ -189,32 +204,67 @@ class _Training:
         return loss.item()
 
     def _accuracy(self) -> float:
-        """Return the share of the held-out problems that greedy decoding solves."""
+        """Return the share of the held-out problems that greedy decoding solves. See `warm_start`."""
         self._rollout.update_weights(self._model.state_dict().items(), version=0)
         greedy = Sampling(MAX_ANSWER_TOKENS, temperature=0.0, stop_token_ids=(self._tokenizer.eos_token_id,))
-        completions = self._rollout.generate([Request(example.prompt_ids, 0, greedy) for example in self._held_out])
-        texts = [self._tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
-        answered = zip(texts, (example.ground_truth for example in self._held_out), strict=True)
-        return mean(compute_score(arithmetic.ARITHMETIC_SOURCE, *answer) for answer in answered)
+        turns = [(place, turn) for place, example in enumerate(self._held_out) for turn in range(len(example.turns))]
+        requests = [Request(self._given(self._held_out[place], turn), 0, greedy) for place, turn in turns]
+        right = [1.0] * len(self._held_out)
+        for (place, turn), completion in zip(turns, self._rollout.generate(requests), strict=True):
+            score = self._score(self._held_out[place], turn, completion.token_ids)
+            right[place] = min(right[place], score)
+        return mean(right)
+
+    def _given(self, example: Example, turn: int) -> Ids:
+        """Return what the model reads when a turn is measured."""
+        prompt, answer = example.turns[turn]
+        return prompt + answer[: self._first(example)]
+
+    def _score(self, example: Example, turn: int, token_ids: list[int]) -> float:
+        """Return 1 if a turn of the model is right, else 0."""
+        ids = [*example.turns[turn][1][: self._first(example)], *token_ids]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if self._first(example):
+            return float(text in example.accepted[turn])
+        return compute_score(arithmetic.ARITHMETIC_SOURCE, text, example.ground_truth)
+
+    @staticmethod
+    def _first(example: Example) -> int:
+        """Return the number of tokens of a turn that are given: one, if the problem may be solved in other turns, too."""
+        return int(len(example.turns) > 1)
 
 
-def _examples(config: ArithmeticConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
-    """Return the training problems, and further ones of the training split that no training run gets."""
-    rows = arithmetic.make_problems(replace(config, train_size=config.train_size + HELD_OUT), "train")
-    examples = [_example(row, tokenizer) for row in rows]
-    return examples[: config.train_size], examples[config.train_size :]
+def _examples(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
+    """Return the training problems, and further ones of the training split that no training run gets.
+
+    If some are demonstrated in several turns, the latter are among those.
+    """
+    task = config.data.arithmetic
+    rows = arithmetic.make_problems(replace(task, train_size=task.train_size + HELD_OUT), "train")
+    examples = [_example(row, config.environment, tokenizer) for row in rows]
+    held_out = examples[task.train_size :]
+    return examples[: task.train_size], [each for each in held_out if len(each.turns) > 1] or held_out
 
 
-def _example(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Example:
-    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-    solution = tokenizer(row["extra_info"]["answer"], add_special_tokens=False).input_ids
-    return Example(tuple(prompt), (*solution, tokenizer.eos_token_id), row["reward_model"]["ground_truth"])
+def _example(row: dict[str, Any], environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Example:
+    messages = demonstrations.demonstration(row, environment)
+    turns, accepted = [], []
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, return_dict=False)
+            answer = tokenizer(message["content"], add_special_tokens=False).input_ids
+            turns.append((tuple(prompt), (*answer, tokenizer.eos_token_id)))
+            accepted.append(message.get("accepted", (message["content"],)))
+    return Example(tuple(turns), row["reward_model"]["ground_truth"], tuple(accepted))
 
 
-def _padded(rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Tensor, Tensor]:
-    """Return ids and labels (B, T), right padded; labels are IGNORED outside the second parts."""
-    ids = [torch.tensor((*given, *wanted)) for given, wanted in rows]
-    labels = [torch.tensor((*[IGNORED] * len(given), *wanted)) for given, wanted in rows]
+def _padded(rows: list[Turns]) -> tuple[Tensor, Tensor]:
+    """Return ids and labels (B, T), right padded; labels are IGNORED outside of what is learned."""
+    ids = [torch.tensor(turns[-1][0] + turns[-1][1]) for turns in rows]
+    labels = [torch.full_like(row, IGNORED) for row in ids]
+    for turns, row in zip(rows, labels, strict=True):
+        for prompt, answer in turns:
+            row[len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
     return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 

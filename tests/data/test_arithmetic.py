@@ -6,7 +6,7 @@ from rlx.config.schema import ArithmeticConfig
 from rlx.data import arithmetic
 from rlx.data.arithmetic import make_problems
 
-DIFFICULTIES = (1, 2, 3)
+DIFFICULTIES = (1, 2, 3, 4)
 
 
 def question(row):
@@ -52,7 +52,7 @@ def test_working_is_right_and_uses_the_numbers_of_the_question(rows, difficulty)
         assert last == f"#### {total}" and row["reward_model"]["ground_truth"] == str(total)
         assert max([*numbers(question(row)), total]) <= arithmetic.LARGEST[difficulty]
         lengths.add(len(steps))
-    assert lengths == {1: {1}, 2: {2}, 3: {2, 3}}[difficulty]
+    assert lengths == {1: {1}, 2: {2}, 3: {2, 3}, 4: {1}}[difficulty]
 
 
 def test_losses_and_gains_read_as_what_they_do():

@@ -100,7 +100,7 @@ def check_rows(rows):
         assert compute_score(row["data_source"], re.sub("####", "so", solution), truth) == 0.0
 
 
-@pytest.mark.parametrize("difficulty", [1, 2, 3])
+@pytest.mark.parametrize("difficulty", [1, 2, 3, 4])
 def test_every_generated_problem(difficulty):
     config = ArithmeticConfig(difficulty=difficulty, train_size=2000)
     check_rows(make_problems(config, "train") + make_problems(config, "val"))

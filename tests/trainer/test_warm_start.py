@@ -74,20 +74,24 @@ def test_what_does_not_change_the_model_keeps_its_folder(config):
 
 def test_accuracy_is_measured_on_problems_outside_both_splits(config):
     task = config.data.arithmetic
-    train, held_out = module._examples(task, make_tiny(TINY)[1])
+    train, held_out = module._examples(config, make_tiny(TINY)[1])
     prompts = {
-        split: {example.prompt_ids for example in examples}
+        split: {example.turns[0][0] for example in examples}
         for split, examples in (("train", train), ("held out", held_out))
     }
-    val = {module._example(row, make_tiny(TINY)[1]).prompt_ids for row in make_problems(task, "val")}
-    given = {module._example(row, make_tiny(TINY)[1]).prompt_ids for row in make_problems(task, "train")}
+    val = {
+        module._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "val")
+    }
+    given = {
+        module._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "train")
+    }
     assert prompts["train"] == given
     assert len(prompts["held out"]) == module.HELD_OUT
     assert not prompts["held out"] & (given | val)
 
 
 def test_only_the_solution_is_learned_and_padding_is_not():
-    ids, labels = module._padded([((5, 6), (7, 1)), ((8,), (9, 9, 9, 1))])
+    ids, labels = module._padded([(((5, 6), (7, 1)),), (((8,), (9, 9, 9, 1)),)])
     assert ids.tolist() == [[5, 6, 7, 1, 0], [8, 9, 9, 9, 1]]
     assert labels.tolist() == [[-100, -100, 7, 1, -100], [-100, 9, 9, 9, 1]]
 

@@ -12,7 +12,11 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 class ArithmeticConfig:
     """The generated word problems that `builtin:arithmetic` names in a list of files."""
 
-    difficulty: int = key(1, "1: one sum or difference; 2: two; 3: up to three, with products.", choices=(1, 2, 3))
+    difficulty: int = key(
+        1,
+        "1: a story with one sum or difference; 2: two; 3: up to three, with products; 4: a bare one of numbers to 999.",
+        choices=(1, 2, 3, 4),
+    )
     train_size: int = key(8192, "Distinct training problems.", minimum=1)
     val_size: int = key(512, "Distinct held-out problems; none of them is a training problem.", minimum=1)
     seed: int = key(0, "Seed of the generator.", minimum=0)

@@ -107,7 +107,7 @@ def test_a_wrong_type_is_a_fault_and_keeps_the_default(key: str, given: object, 
         ("critic.strategy", "ddp", "one of null, fsdp, fsdp2"),
         ("trainer.logger", ["console", "paper"], "list of str, one of console, tensorboard, jsonl, wandb"),
         ("critic.checkpoint.save_contents", "weights", "list of str, one of model, optimizer, extra, hf_model"),
-        ("data.arithmetic.difficulty", 4, "one of 1, 2, 3"),
+        ("data.arithmetic.difficulty", 5, "one of 1, 2, 3, 4"),
     ],
 )
 def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str):

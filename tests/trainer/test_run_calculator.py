@@ -1,0 +1,31 @@
+"""The tiny model learns to call the calculator."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rlx.trainer.report import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_held_out_accuracy_rises_because_calls_pay(tmp_path):
+    """12 points: the whole run on one kind of processor rose by more than 70, but rounding differs between processors."""
+    settings = [f"trainer.default_local_dir={tmp_path}", f"warm_start.cache_dir={tmp_path}/cache"]
+    settings += ["trainer.total_training_steps=10", "trainer.test_freq=10"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlx.main_ppo", "experiment=calculator", *settings],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = tmp_path.glob("*/metrics.jsonl")
+    metrics = read_metrics(path)
+    assert metrics[0]["val/accuracy"] < 0.5, "the warm start hardly calls"
+    assert metrics[10]["val/accuracy"] >= metrics[0]["val/accuracy"] + 0.12
+    assert metrics[10]["conversation/tool_calls"] > metrics[1]["conversation/tool_calls"] + 0.2
+    rows = [json.loads(line) for line in (path.parent / "transcripts" / "step_000010.jsonl").read_text().splitlines()]
+    assert any(turn["calls"] for row in rows for turn in row["turns"])
