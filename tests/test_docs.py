@@ -56,3 +56,9 @@ def test_the_names_of_the_map_exist():
     code = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", ARCHITECTURE.read_text())
     names = {part for name in code if not name.endswith((".py", ".md", ".jsonl")) for part in name.split(".")}
     assert sorted(names - words) == []
+
+
+def test_the_site_has_these_pages():
+    named = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(named) == len(set(named)) > 15
+    assert [name for name in named if not (ROOT / "docs" / name).is_file()] == []

@@ -59,6 +59,8 @@ class LayerForward(ForwardOverride):
         if module.training and is_checkpointed(module):
             self.handle._take_over_checkpointing()
         session = self.handle.session
+        if self._layer is session.layers[0]:
+            self.handle._count_pass()
         if session.save == "all":
             return run_save_all(session, self._layer, module, forward, args, kwargs)
         tensors: list[torch.Tensor] = []
@@ -114,6 +116,7 @@ class ActivationOffloading:
         self.is_enabled = True
         self._layers: list[weakref.ref[LayerForward]] = []
         self._flags = CheckpointingFlags(())
+        self._passes = 0
 
     def stats(self, per_layer: bool = False) -> OffloadStats:
         """Return the statistics since offloading was enabled, also after `disable`. Does not wait for a device.
@@ -170,6 +173,12 @@ class ActivationOffloading:
             layer = RecomputedLayer(index, name)
             self.session.layers.append(layer)
             self._layers.append(weakref.ref(LayerForward(self, layer, module)))
+
+    def _count_pass(self) -> None:
+        """Say at the second pass, once, why nothing left the device in the first; a plan of save="auto" may keep all."""
+        self._passes += 1
+        if self._passes == 2 and self.session.save != "auto" and (why := self.session.why_idle()):
+            logger.warning(f"activation offloading: nothing has left the device: {why}")
 
     def _take_over_checkpointing(self) -> None:
         """Switch off transformers' gradient checkpointing of the layers, even if it was switched on after `_wrap`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import sharded_roles
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 def launch(config: PPOConfig, yaml: str) -> Path:
     """Train as configured and return the folder of the run; arguments and errors are those of `rlx.trainer.run.run`."""
+    if "console" in config.trainer.logger:
+        print(f"starting Ray and {processes(config)} process(es)", flush=True)
     Thread(target=_import_ahead, args=["rlx.trainer.run"], daemon=True).start()
     from rlx.cluster.runtime import session
 

@@ -79,6 +79,10 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
         if config.trainer.resume_mode == "auto":
             progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
     names = config.trainer.project_name, config.trainer.experiment_name
+    if console:
+        policy = config.actor_rollout_ref
+        vllm = "; then vLLM starts" if policy.rollout.name == "vllm" else ""
+        progress.remark(f"loading {', '.join(roles_of(config))} from {policy.model.path}{vllm}")
     rows = (None, VAL_ONLY_FILE) if only_validates else (step if checkpoint else -1, METRICS_FILE)
     with (
         lock or RunLock(folder) as lock,

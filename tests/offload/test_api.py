@@ -2,6 +2,7 @@ import copy
 import inspect
 import logging
 import pickle
+import re
 
 import pytest
 import torch
@@ -284,3 +285,26 @@ def test_fsdp2_may_shard_a_model_that_is_enabled_already(toys, enable, enable_ck
         assert handle.stats().offloaded_bytes > 0
     finally:
         dist.destroy_process_group()
+
+
+def test_a_line_says_once_why_nothing_left_the_device(toys, caplog):
+    model = toys.stack()
+    handle = enable_activation_offloading(model, enable_ckpt=True)  # default options: these tensors are small
+    with caplog.at_level("WARNING", logger="rlx.offload"):
+        for _ in range(3):
+            toys.grade(model, toys.step)
+    assert handle.stats().offloaded_bytes == 0
+    (line,) = [record.getMessage() for record in caplog.records if "nothing has left" in record.getMessage()]
+    assert re.search(r"has [\d,]+ bytes, options\.min_bytes is 1,048,576", line)
+
+
+def test_blocks_in_a_sequential_are_offloaded_and_gradients_stay(toys):
+    def of(offload: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), *toys.stack().layers)
+        handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0)) if offload else None
+        model(torch.randn(4, 8)).square().mean().backward()
+        assert handle is None or handle.stats().offloaded_bytes > 0
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, of(False), of(True)))

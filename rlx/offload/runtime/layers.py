@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ def find_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> l
     Args:
         model: any module.
         layers: modules, qualified names or class names; None: the blocks that FSDP wraps, else the classes in
-            `_no_split_modules`, else the outermost `ModuleList`s whose members share a class.
+            `_no_split_modules`, else the outermost `ModuleList`s whose members share a class, else the blocks in a `Sequential`:
+            modules of one class of their own, at least two, as in `Sequential(embedding, Block(), Block(), head)`.
 
     Raises:
         ValueError: if there are none, or one lies inside another.
@@ -32,11 +34,11 @@ def find_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> l
     if layers is not None:
         found = _named_layers(model, layers)
     else:
-        found = _fsdp_blocks(model) or _no_split_layers(model) or _list_members(model)
+        found = _fsdp_blocks(model) or _no_split_layers(model) or _list_members(model) or _sequential_blocks(model)
     if not found:
         raise ValueError(
             f"no layers found in {type(model).__name__}: it has no FSDP-wrapped blocks, no _no_split_modules and no "
-            "ModuleList whose members share a class; name them with layers=[...] (modules, module names or class names)"
+            "ModuleList or Sequential whose members share a class; name them with layers=[...] (modules, module names or class names)"
         )
     unwrapped = [(name, _inside_fsdp1(module)) for name, module in found]
     ids = {id(module) for _, module in unwrapped}
@@ -64,7 +66,7 @@ def _named_layers(model: nn.Module, layers: Sequence[str | nn.Module]) -> list[N
 def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[NamedLayer]:
     found: list[NamedLayer] = []
     for name, module in model.named_modules():
-        if is_wanted(module) and not any(name.startswith(f"{outer}.") for outer, _ in found):
+        if is_wanted(module) and not any(not outer or name.startswith(f"{outer}.") for outer, _ in found):
             found.append((name, module))
     return found
 
@@ -98,6 +100,28 @@ def _no_split_layers(model: nn.Module) -> list[NamedLayer]:
 def _list_members(model: nn.Module) -> list[NamedLayer]:
     lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList) and len(set(map(type, module))) == 1)
     return [(f"{name}.{key}" if name else key, layer) for name, group in lists for key, layer in group.named_children()]
+
+
+def _sequential_blocks(model: nn.Module) -> list[NamedLayer]:
+    def kinds(module: nn.Module) -> set[type[nn.Module]]:
+        """Classes of which there are several; one of torch's without parts, such as Linear, is no block."""
+        if not isinstance(module, nn.Sequential):
+            return set()
+        own = (part for part in module if not isinstance(part, nn.Sequential))
+        counts = Counter(type(part) for part in own if any(part.children()) or not _is_of_torch(part))
+        return {kind for kind, number in counts.items() if number > 1}
+
+    groups = _outermost(model, lambda module: bool(kinds(module)))
+    return [
+        (f"{name}.{key}" if name else key, part)
+        for name, group in groups
+        for key, part in group.named_children()
+        if type(part) in kinds(group)
+    ]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _inside_fsdp1(module: nn.Module) -> nn.Module:

@@ -111,6 +111,7 @@ class OffloadSession:
         self.options = options
         self.save = save
         self.min_bytes = options.min_bytes or 1
+        self.largest_small = 0  # of the tensors below min_bytes
         self._copying_calls = SAVE_MODES[save].copying_calls
         self.timeline = Timeline()
         self.counters = Counters()
@@ -146,7 +147,8 @@ class OffloadSession:
 
     def offload(self, tensor: Tensor, call: LayerCall) -> OffloadedRange | None:
         """Offload the bytes of a tensor for a call, once for all views; None if the tensor is small or the host has no room."""
-        if span_length(tensor) < self.min_bytes:
+        if (nbytes := span_length(tensor)) < self.min_bytes:
+            self.largest_small = max(self.largest_small, nbytes)
             return None
         region = region_of(tensor)
         offloader = self._offloaders.get(region.device) or self._new_offloader(region.device)
@@ -163,6 +165,14 @@ class OffloadSession:
                 offloader.limit_in_flight(self.options.max_inflight_bytes)
         call.offloaded.append(weakref.ref(offloaded))
         return offloaded
+
+    def why_idle(self) -> str | None:
+        """Return in words why nothing has left the device so far; None if something has, or a log line has said why."""
+        if any(layer.counters.offloaded_bytes for layer in self.layers):
+            return None
+        if self.largest_small:
+            return f"the largest tensor that its layers save has {self.largest_small:,} bytes, options.min_bytes is {self.min_bytes:,}"
+        return None if "host memory is full" in self._noted else "its layers got no tensor that wants a gradient"
 
     def is_first(self, topic: str) -> bool:
         """Return whether this is the first call for a topic: some messages are logged only once."""

@@ -40,6 +40,24 @@ def test_the_outermost_lists_of_one_class():
     assert names(model) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+
+def test_the_blocks_of_a_sequential():
+    assert names(nn.Sequential(nn.Embedding(2, 2), Block(), Block(), nn.Linear(2, 2))) == ["1", "2"]
+    model = nn.Module()
+    model.stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    assert names(model) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    model.layers = nn.ModuleList([Block()])
+    assert names(model) == ["layers.0"], "a list comes first"
+    for alone in (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(Block(), nn.Tanh())):
+        with pytest.raises(ValueError, match="no layers found"):
+            names(alone)
+
+
 def test_layers_are_named_in_any_way_and_kept_in_order(toys):
     model = toys.stack()
     wanted = ["layers.0", "layers.2"]
