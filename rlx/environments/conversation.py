@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlx.environments.protocol import Message, Observation, Turn
 from rlx.errors import ExplainedError
 from rlx.rollout.protocol import Completion
@@ -79,7 +81,10 @@ class Chat:
     def text_of(self, completion: Completion) -> str:
         """Return a turn's text with special tokens, without the token that ended it."""
         ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # As an array: transformers looks at every entry of a list.
+        return self._tokenizer.decode(
+            np.asarray(ids, np.int64), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def between(self, history: list[Message], added: list[Message], tools: Tools, last_token: int) -> list[int]:
         """Return the tokens from the end of a turn to the beginning of the next.
