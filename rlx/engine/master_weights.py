@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.optim.adamw import adamw
 
+from rlx.engine.shard_adamw import step_shards
 from rlx.engine.units import local
 
 MASTER = "master"
@@ -44,24 +44,9 @@ class MasterAdamW(AdamW):
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p, group["fused"]) for p in trained]
-            masters, moments, squares = ([local(s[k]) for s in states] for k in (MASTER, "exp_avg", "exp_avg_sq"))
+            masters = [local(state[MASTER]) for state in states]
             gradients = [self._widened(local(p.grad)) for p in trained]
-            adamw(
-                masters,
-                gradients,
-                moments,
-                squares,
-                [],
-                [s["step"] for s in states],
-                fused=group["fused"],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            step_shards(group, masters, gradients, states)
             for parameter, master in zip(trained, masters, strict=True):
                 local(parameter).copy_(master)
 

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.master_weights import NARROW, MasterAdamW
+from rlx.engine.shard_adamw import ShardAdamW
 from rlx.engine.torchao_adamw import build_torchao
 from rlx.engine.units import local
 
@@ -50,10 +51,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     if optim.optimizer != "AdamW":
         return build_torchao(optim.optimizer, trained, lr=optim.lr, **_constants(optim))  # type: ignore[return-value]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
-    kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else AdamW
+    kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else ShardAdamW
     optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
     optimizer.register_load_state_dict_pre_hook(_keep_kernel)
-    if kind is AdamW:
+    if kind is ShardAdamW:
         optimizer.register_step_pre_hook(lambda stepped, *_: _narrow_gradients(stepped))
     return optimizer
 
