@@ -152,12 +152,12 @@ class VLLMRollout(RequestsInFlight):
                 raise
             raise ValueError(f"{error}. If it cannot take adapters, set {_MERGE}") from error
         try:
-            self._require_weights(parameters)
+            self._check_model(parameters)
         except ValueError as error:
             self.engine.close()
             raise ValueError(f"{model.path}: {error}") from error
 
-    def _require_weights(self, parameters: Mapping[str, Tensor]) -> None:
+    def _check_model(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise ValueError if vLLM's model would not use the trainer's weights as they are.
 
         Args:
