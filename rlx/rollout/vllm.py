@@ -17,7 +17,7 @@ from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import VLLMEngine, unknown_options
-from rlx.rollout.vllm_models import lacking_model, runs_on_transformers, with_own_class
+from rlx.rollout.vllm_models import carries_states, lacking_model, runs_on_transformers, with_own_class, zeros_of
 
 logger = logging.getLogger(__name__)
 # On CPU vLLM would take a share of the whole machine's memory in each process.
@@ -119,6 +119,7 @@ class VLLMRollout(RequestsInFlight):
         options = engine_options(rollout, model, device, context_length, seed)
         super().__init__(options["max_num_seqs"])
         self._aliases: dict[str, list[str]] = {}
+        parameters: dict[str, Tensor] = {}
         self._adapters = _Adapters(AdapterKind.of(model), model.path) if model.sends_adapters else None
         if device.type == "cpu" and self._adapters is None:
             parameters = load_skeleton(model, "lm", torch.float32).state_dict(keep_vars=True)
@@ -131,6 +132,8 @@ class VLLMRollout(RequestsInFlight):
             self._aliases = tied_names(parameters)
             if self._aliases:
                 options["hf_overrides"] = {**options["hf_overrides"], "tie_word_embeddings": False}
+        if carries_states(architectures) and not options["enable_chunked_prefill"]:
+            options["enable_prefix_caching"] = False  # vLLM caches states at the ends of chunks
         if runs_on_transformers(architectures):
             options["hf_overrides"] = with_own_class(options["hf_overrides"])
         if device.type != "cpu":
@@ -148,12 +151,32 @@ class VLLMRollout(RequestsInFlight):
             if self._adapters is None:
                 raise
             raise ValueError(f"{error}. If it cannot take adapters, set {_MERGE}") from error
-        if self._aliases and not self.engine.has_head():
+        try:
+            self._check_model(parameters)
+        except ValueError as error:
             self.engine.close()
+            raise ValueError(f"{model.path}: {error}") from error
+
+    def _check_model(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if vLLM's model would not use the trainer's weights as they are.
+
+        Args:
+            parameters: of the trainer's model, if ties have been undone.
+        """
+        hf = "set actor_rollout_ref.rollout.name=hf"
+        if self._aliases and not self.engine.has_head():
             raise ValueError(
-                f"{model.path}: on CPU vLLM keeps the first values of a head that is tied to the embedding, and its model of "
-                "this type has no other head (Gemma's, for example); set actor_rollout_ref.rollout.name=hf"
+                "on CPU vLLM keeps the first values of a head that is tied to the embedding, and its model of this type has no "
+                f"other head (Gemma's, for example); {hf}"
             )
+        if rounded := self.engine.rounded_parameters():
+            raise ValueError(
+                f"vLLM rounds {rounded[0]} and {len(rounded) - 1} other parameters to fewer bits than {self.engine.dtype}, expected "
+                f"all weights in it; set actor_rollout_ref.rollout.dtype=bf16, or {hf}"
+            )
+        if self._aliases:  # some models, such as Bloom's, refuse a head of their own
+            self.update_weights(zeros_of(parameters), version=0)
+            self._version = None
 
     @property
     def version(self) -> int | None:

@@ -20,7 +20,7 @@ from rlx.heartbeat import beat
 from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_shared_memory import shared_memory
-from rlx.rollout.vllm_weights import count_adapters, probe, tensors_of
+from rlx.rollout.vllm_weights import count_adapters, probe, rounded_parameters, tensors_of
 
 _version = supported_vllm()
 # In this process instead of one of its own, because the weights come from here.
@@ -182,6 +182,10 @@ class VLLMEngine:
         """Return whether vLLM's model has a head of its own, which may be tied to the embedding."""
         return bool(self._engine.collective_rpc(_has_head)[0])
 
+    def rounded_parameters(self) -> list[str]:
+        """See `rlx.rollout.vllm_weights.rounded_parameters`."""
+        return list(self._engine.collective_rpc(rounded_parameters)[0])
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a complete set of weights as from a checkpoint, and drop cached prefixes.
 
@@ -197,7 +201,7 @@ class VLLMEngine:
                     raise
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(
-                    f"vLLM {_version} cannot take this model's weights ({reason}); set actor_rollout_ref.rollout.name=hf"
+                    f"vLLM {_version} cannot take this model's weights ({reason[:300]}); set actor_rollout_ref.rollout.name=hf"
                 ) from error
         self._drop_prefixes()
 

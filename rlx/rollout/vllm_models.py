@@ -1,8 +1,11 @@
 """Which models vLLM has, and how those run that it builds from transformers' classes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from rlx.config.vllm_range import supported_vllm
 from rlx.rollout.vllm_api import models_of
@@ -29,6 +32,21 @@ def runs_on_transformers(architectures: Sequence[str]) -> bool:
     """Whether vLLM builds a model from transformers' class, such as OLMo 2 since 0.32."""
     found = models_of(architectures)
     return bool(found) and all(".transformers" in getattr(each, "module_name", "") for each in found)
+
+
+def carries_states(architectures: Sequence[str]) -> bool:
+    """Whether vLLM's model carries a state from token to token, as Mamba's and Falcon-H1's do."""
+    classes = [each.load_model_cls() for each in models_of(architectures) if hasattr(each, "load_model_cls")]
+    return any(getattr(each, "has_inner_state", False) for each in classes)
+
+
+def zeros_of(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield zeros for each weight once, by its first name; they take no memory."""
+    seen: set[int] = set()
+    for name, parameter in parameters.items():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, torch.zeros(()).expand(parameter.shape)
 
 
 def with_own_class(overrides: Mapping[str, Any]) -> Callable[["PreTrainedConfig"], "PreTrainedConfig"]:

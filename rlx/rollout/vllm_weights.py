@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlx.rollout.change_check import sample_of
@@ -35,3 +36,13 @@ def probe(worker: Any) -> Tensor:
     model = worker.get_model()
     weights = list(_slots(model)) or list(model.parameters())
     return sample_of(weights if all(weight.numel() for weight in weights) else [])
+
+
+def rounded_parameters(worker: Any) -> list[str]:
+    """Return the parameters that the model keeps in fewer bits than it computes in, such as Apertus' scalars in bf16."""
+    config = worker.vllm_config.model_config
+    if config.quantization is not None:
+        return []
+    bits = torch.finfo(config.dtype).bits
+    each = worker.get_model().named_parameters()
+    return [name for name, p in each if p.is_floating_point() and torch.finfo(p.dtype).bits < bits]

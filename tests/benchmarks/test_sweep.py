@@ -1,6 +1,7 @@
 """Model types compared with transformers alone: three in the quick half, a drawn tenth in all tests, all of them nightly."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def test_no_outcome_of_these_is_wrong(row):
 def test_no_outcome_of_a_drawn_tenth_is_wrong():
     drawn = random.Random(DRAW).sample(rows(), len(rows()) // 10)
     assert {row: found for row in drawn if (found := wrong(row, FEATURES))} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "status", "said"),
+    [
+        ("olmo2", "right", ""),  # vLLM runs it on transformers' class
+        ("falcon_h1", "right", ""),  # it carries states
+        ("apertus", "refused", "vLLM rounds .*alpha_p and 7 other .*rollout.name=hf"),
+        ("bloom", "refused", "cannot take this model's weights .*lm_head.*rollout.name=hf"),
+    ],
+)
+def test_vllm_samples_beside_the_trainer(cpu_vllm, row, status, said):
+    found = outcomes_of(row, ["vllm sampler"])["vllm sampler"]
+    assert found.status == status and re.search(said, found.note)
 
 
 def test_outcomes_tell_what_happened():
