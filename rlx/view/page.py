@@ -1,0 +1,192 @@
+"""Pack samples and metrics into one HTML page.
+
+The page holds data alone as base64 of gzip, and `page.js` writes it as text. So nothing that a model or a tool wrote is ever parsed
+as HTML, and a policy in the page's head lets no other script run. The list of samples is one block; their tokens are in
+blocks of about 1 MB, each of which is unpacked when one of its samples is looked at.
+"""
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlx.errors import storing
+from rlx.trainer.report import read_metrics
+from rlx.trainer.tracking import METRICS_FILE
+from rlx.view.transcripts import Sample, ViewError, samples_of, transcript_files
+
+__all__ = ["Page", "ViewError", "write_page"]
+BLOCK_BYTES = 1_000_000  # of JSON; a browser unpacks it in some milliseconds
+FIRST_GUESS = 0.3  # of the share of its bytes that packed JSON has
+DIGITS = 4  # significant ones of a number in the page
+TITLE_LENGTH = 100
+LARGEST_GAP = 1.0  # nats, whose colour is full
+
+
+class Page(NamedTuple):
+    """What a page shows: steps, samples, and how many of these without their tokens."""
+
+    steps: int
+    samples: int
+    left_out: int
+
+
+def write_page(
+    run: Path, out: Path, first: int | None = None, last: int | None = None, most_bytes: int = 1 << 26
+) -> Page:
+    """Write the page of a run.
+
+    Args:
+        run: the run's folder.
+        out: the page, which is replaced if it exists.
+        first, last: steps to show, both included; None: from the first, to the last.
+        most_bytes: of all samples' tokens in the page. Each step has an equal share of it. Samples beyond it are listed without
+            their tokens, and the page says so.
+
+    Raises:
+        ViewError: there is nothing to show, or a line of a file cannot be read.
+    """
+    chosen = transcript_files(run, first, last)
+    packed = _Packed(most_bytes)
+    for done, file in enumerate(chosen.values(), 1):
+        packed.begin_step(most_bytes * done // len(chosen))
+        for sample in samples_of(file):
+            packed.add(sample, file.name)
+    packed.finish()
+    metrics = read_metrics(run / METRICS_FILE) if (run / METRICS_FILE).exists() else {}
+    index = {
+        "samples": packed.columns,
+        "scale": {"advantage": packed.largest_advantage or 1.0, "gap": min(packed.largest_gap, LARGEST_GAP) or 1.0},
+        "metrics": {step: {name: _short(value) for name, value in row.items()} for step, row in metrics.items()},
+        "left_out": packed.left_out,
+    }
+    name = " / ".join(run.resolve().parts[-2:])
+    with storing(out), out.open("w", encoding="utf-8") as page:
+        page.writelines(_parts(name, index, packed.blocks))
+    return Page(len(chosen), len(packed.columns["step"]), packed.left_out)
+
+
+class _Packed:
+    """Samples as columns of the list and as blocks of tokens."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self.blocks: list[str] = []
+        self.largest_advantage = self.largest_gap = 0.0
+        self.left_out = 0
+        self._rows: list[str] = []  # of the block that is being filled
+        self._row_bytes = self._raw = self._used = 0
+        self._limit = most_bytes
+
+    def begin_step(self, limit: int) -> None:
+        """From now on, all blocks together may have this many bytes."""
+        self.finish()
+        self._limit = limit
+
+    def add(self, sample: Sample, file: str) -> None:
+        row = json.dumps(_tokens(sample), separators=(",", ":"))
+        share = self._used / self._raw if self._raw else FIRST_GUESS  # that packing leaves
+        fits = self._used + (self._row_bytes + len(row)) * share <= self._limit
+        self.left_out += not fits
+        place = (len(self.blocks), len(self._rows)) if fits else (-1, 0)
+        for name, value in zip(_COLUMNS, (*_summary(sample), file, *place), strict=True):
+            self.columns[name].append(value)
+        for name, largest in (("advantages", "largest_advantage"), ("log_prob_gap", "largest_gap")):
+            found = (abs(value) for value in sample[name] if value is not None and math.isfinite(value))
+            setattr(self, largest, max(getattr(self, largest), max(found, default=0.0)))
+        if fits:
+            self._rows.append(row)
+            self._row_bytes += len(row)
+            if self._row_bytes >= BLOCK_BYTES:
+                self.finish()
+
+    def finish(self) -> None:
+        """Pack the rows that wait."""
+        if self._rows:
+            self.blocks.append(_compressed(f"[{','.join(self._rows)}]"))
+            self._used += len(self.blocks[-1])
+            self._raw += self._row_bytes
+            self._rows, self._row_bytes = [], 0
+
+
+_COLUMNS = (
+    *("step", "group", "sample", "source", "reward", "tokens", "trained", "turns", "calls", "failed", "seconds"),
+    *("reason", "title", "file", "block", "at"),
+)
+
+
+def _summary(sample: Sample) -> tuple[Any, ...]:
+    """Return the entries of the list for a sample, those of _COLUMNS up to `title`."""
+    turns = sample["turns"]
+    calls = [call for turn in turns for call in turn.get("calls") or ()]
+    own = [turn for turn in turns if turn["role"] == "assistant"]
+    return (
+        sample["step"],
+        sample["group"],
+        sample["sample"],
+        str(sample.get("data_source") or ""),
+        _short(sample.get("reward")),
+        len(sample["tokens"]),
+        sum(map(bool, sample["loss_mask"])),
+        len(own),
+        len(calls),
+        sum(bool(call.get("error")) for call in calls if isinstance(call, dict)),
+        _short(math.fsum(turn.get("seconds") or 0.0 for turn in turns)),
+        str(sample.get("reason") or ""),
+        " ".join(str(own[-1]["text"] if own else "").split())[:TITLE_LENGTH],
+    )
+
+
+def _tokens(sample: Sample) -> dict[str, Any]:
+    """Return the entries of a block for a sample."""
+    turns = [
+        {**turn, "text": None, "seconds": _short(turn.get("seconds")), "reward": _short(turn.get("reward"))}
+        for turn in sample["turns"]
+    ]
+    return {
+        "ids": sample["token_ids"],
+        "tokens": sample["tokens"],
+        "mask": [int(bool(own)) for own in sample["loss_mask"]],
+        "advantages": [_short(value) for value in sample["advantages"]],
+        "gaps": [_short(value) for value in sample["log_prob_gap"]],
+        "turns": turns,
+    }
+
+
+def _short(value: float | None) -> float | str | None:
+    """Round a number to DIGITS significant digits; JSON has no inf and nan, so these become text."""
+    if value is None:
+        return None
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
+
+
+def _compressed(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode("ascii"), 6, mtime=0)).decode("ascii")
+
+
+def _parts(name: str, index: dict[str, Any], blocks: Iterable[str]) -> Iterator[str]:
+    """Yield the page piece by piece."""
+    style, script, body = (
+        files("rlx.view").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
+    )
+    policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+    yield (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">\n'
+        f"<style>{style}</style></head>\n<body>{body.replace('{name}', html.escape(name))}\n"
+    )
+    yield f'<script type="text/plain" id="index">{_compressed(json.dumps(index, separators=(",", ":")))}</script>\n'
+    for number, block in enumerate(blocks):
+        yield f'<script type="text/plain" id="block{number}">{block}</script>\n'
+    yield f"<script>{script}</script></body></html>\n"
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"

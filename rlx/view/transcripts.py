@@ -1,0 +1,70 @@
+"""Read transcripts of a run: a sample per line of `<run>/transcripts/step_<N>.jsonl`."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlx.errors import ExplainedError
+
+Sample = dict[str, Any]
+PER_TOKEN = ("token_ids", "tokens", "loss_mask", "advantages", "log_prob_gap")
+_NAME = re.compile(r"step_(\d+)\.jsonl")
+
+
+class ViewError(ExplainedError, ValueError):
+    """A run has nothing to show, or a file of it cannot be read."""
+
+
+def transcript_files(run: Path, first: int | None, last: int | None) -> dict[int, Path]:
+    """Return the files of steps from `first` to `last`, both included, in order; raise ViewError if there are none."""
+    folder = run / "transcripts"
+    found = {int(match[1]): file for file in folder.glob("*.jsonl") if (match := _NAME.fullmatch(file.name))}
+    if not found:
+        raise ViewError(
+            f"{folder}: got no step_*.jsonl, expected one per step; a run with an environment writes them, others with "
+            "trainer.transcripts=True"
+        )
+    chosen = {
+        step: found[step]
+        for step in sorted(found)
+        if (first is None or step >= first) and (last is None or step <= last)
+    }
+    if not chosen:
+        raise ViewError(
+            f"--steps: got {first}:{last}, expected some of the steps {min(found)} to {max(found)} of {run}"
+        )
+    return chosen
+
+
+def samples_of(file: Path) -> Iterator[Sample]:
+    """Yield the samples of a file. A last line without a line break is left out, because it is still being written.
+
+    Raises:
+        ViewError: a line is no sample.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                sample = json.loads(line)
+                fault = _fault(sample)
+            except ValueError as error:
+                fault = f"is no JSON ({error})"
+            if fault:
+                raise ViewError(f"{file}, line {number}: {fault}; delete the line, or leave the step out with --steps")
+            yield sample
+
+
+def _fault(sample: Any) -> str | None:
+    if not isinstance(sample, dict):
+        return f"got {type(sample).__name__}, expected an object"
+    missing = [name for name in ("step", "group", "sample", "turns", *PER_TOKEN) if name not in sample]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    lengths = {name: len(sample[name]) for name in PER_TOKEN}
+    if len(set(lengths.values())) > 1:
+        return f"got lists of {lengths} entries, expected as many as tokens"
+    return None
