@@ -47,7 +47,6 @@ MAY_IMPORT = {
         "environments",
         "algorithms",
         "engine",
-        "environments",
         "models",
         "offload",
         "rollout",
