@@ -5,6 +5,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.vllm_range import supported_vllm
+from rlx.rollout.process_state import restored_process_state
 from rlx.rollout.vllm_api import models_of
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ def lacking_model(architectures: Sequence[str]) -> str | None:
     if not found and architectures:
         return f"vLLM {version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
     try:
-        for each in found:
-            if hasattr(each, "load_model_cls"):
-                each.load_model_cls()
+        with restored_process_state():  # modules of models set environment variables
+            for each in found:
+                if hasattr(each, "load_model_cls"):
+                    each.load_model_cls()
     except ImportError as error:  # vLLM itself would only say that it failed
         return f"vLLM {version} cannot import its model: {error}; install what it lacks, or set actor_rollout_ref.rollout.name=hf"
     return None
