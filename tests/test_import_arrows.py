@@ -130,7 +130,7 @@ ONLY = {
 }
 # The offloading engine's command-line tools load these when they run, not when they are imported.
 LATE = {
-    "rlx.offload": {"transformers", "matplotlib", "trl", "peft"},
+    "rlx.offload": {"transformers", "matplotlib", "trl", "peft", "bitsandbytes"},
     "rlx.config.forecast": {"huggingface_hub"},
 }
 # The parts that a library belongs to.
@@ -140,6 +140,7 @@ OWNERS = {
     "omegaconf": {"config"},
     "vllm": {"rollout"},
     "peft": {"models", "offload"},
+    "bitsandbytes": {"offload"},
     "datasets": {"data"},
     "math_verify": {"rewards"},
     "wandb": {"trainer"},

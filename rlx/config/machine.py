@@ -11,7 +11,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.vllm_range import LOWEST, vllm_version
 from rlx.offload.plan.hardware import PROFILES
 
-OPTIONAL_PACKAGES = ("peft", "torchao", "wandb", "flash_attn", "liger_kernel")
+OPTIONAL_PACKAGES = ("peft", "torchao", "bitsandbytes", "wandb", "flash_attn", "liger_kernel")
 CORES_PER_GPU = 16  # of a machine that is only named; no prediction depends on it
 # One of these exists if a driver for CUDA devices is loaded (the last one under WSL).
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

@@ -10,6 +10,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from rlx.errors import storing
 from rlx.models.adapter_folder import AdapterKind
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import Adapter, adapter_weights, merged_weights
+from rlx.offload.streaming.nf4 import in_full
 
 PICKLED_FORMAT = 1
 """The format of earlier versions. DCP's own files are pickles, and reading a pickle runs the code in it."""
@@ -57,6 +59,7 @@ class Description:
         updates: optimizer steps asked for, including skipped ones; the learning rate follows them.
         steps: optimizer steps taken.
         adapters: LoRA layers in `model`, as `rlx.models.lora.add_lora` names them.
+        quantization: of the frozen weights in `model`, as `model.quantization` names it.
         format: version of this layout.
     """
 
@@ -65,6 +68,7 @@ class Description:
     updates: int
     steps: int
     adapters: dict[str, Adapter]
+    quantization: str | None = None
     format: int = FORMAT
 
 
@@ -152,6 +156,7 @@ def read(
     head: str,
     sharded: Sharded,
     optimizer: AdamW | None,
+    adapters: Mapping[str, Adapter],
     trusted: bool = False,
     in_parts: Callable[[Callable[[], None]], None] = lambda make: make(),
 ) -> Description:
@@ -161,7 +166,7 @@ def read(
     schedule, these start anew, with a warning. The digests of the tensors are not checked, see `require_undamaged`.
 
     Args:
-        folder, head, sharded, optimizer: the checkpoint, and what continues from it.
+        folder, head, sharded, optimizer, adapters: the checkpoint, and what continues from it.
         trusted: allow a checkpoint of an earlier version, which can run code.
         in_parts: calls its argument, once or for some of the optimizer's parameters at a time, to make their state.
 
@@ -177,6 +182,7 @@ def read(
             f"{folder}: got head {description.head} and contents {list(description.contents)}, expected head {head} and a "
             "model among the contents; to resume, save with checkpoint.save_contents=[model,optimizer,extra]"
         )
+    _require_same_scale(folder, description.adapters, adapters)
     pickled = description.format == PICKLED_FORMAT
     model = get_model_state_dict(sharded.root, options=sharded.state_options)
     load(_tensors(model), folder / "model", pickled)
@@ -192,6 +198,16 @@ def read(
             logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
             description = replace(description, updates=0)
     return description
+
+
+def _require_same_scale(folder: Path, saved: Mapping[str, Adapter], own: Mapping[str, Adapter]) -> None:
+    """Refuse adapters that would count more or less than they did when they were trained; their tensors would fit."""
+    for layer in saved.keys() & own.keys():
+        if not math.isclose(saved[layer].scale, own[layer].scale):
+            raise CheckpointError(
+                f"{folder}: got adapters that are scaled by {saved[layer].scale:g}, expected {own[layer].scale:g} as configured; set "
+                "model.lora_alpha and model.lora.use_rslora as in the run that saved them"
+            )
 
 
 def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: bool) -> None:
@@ -229,7 +245,11 @@ def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:
         CheckpointError: the checkpoint is damaged or holds no model.
     """
     weights, description = _model(folder, trusted)
-    return dict(merged_weights(weights, description.adapters))
+    if description.quantization is None:
+        return dict(merged_weights(weights, description.adapters))
+    own = (tensor.dtype for name, tensor in weights.items() if ".lora_" not in name and tensor.is_floating_point())
+    dtype = next(own)  # embedding and norms are not quantised
+    return dict(merged_weights(weights, description.adapters, lambda tensor: in_full(tensor, dtype)))
 
 
 def read_adapters(folder: Path, trusted: bool = False) -> tuple[dict[str, Tensor], AdapterKind]:

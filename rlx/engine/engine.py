@@ -36,15 +36,10 @@ from rlx.engine.sharding import shard, stream_frozen
 from rlx.engine.units import local
 from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import adapter_weights, merged_weights, refuse_idle_adapters
+from rlx.models.lora import adapter_weights, base_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
-from rlx.offload import (
-    OffloadOptions,
-    OffloadStats,
-    enable_activation_offloading,
-    host_arena,
-    register_attention,
-)
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena, register_attention
+from rlx.offload.streaming.nf4 import in_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +94,8 @@ class Engine:
         self.model_config, self.fsdp, self.device, self.head = model, fsdp, device, head
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
         precision = precision_of(fsdp, device)
-        made = make_model(model, head, precision.stored, seed, trains=optim is not None)
+        self._stored = precision.stored
+        made = make_model(model, head, precision.stored, seed, trains=optim is not None, device=device)
         plain, layers, self.adapters = made.plain, made.layers, made.adapters
         self.card = ModelCard.of(plain, head, tokenizer)
         if compile_layers:
@@ -280,9 +276,13 @@ class Engine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight's name in the model's own state_dict and its full tensor on the device; a tied weight once.
 
-        Adapters are merged in. All processes iterate to the end. The receiver may keep the tensors.
+        Adapters are merged in, quantised weights dequantised. All processes iterate to the end. The receiver may keep the tensors.
         """
         return self._gathered(merged_weights)
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the model with its adapters off, as `weights` does."""
+        return self._gathered(base_weights)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of the adapters alone, as `weights` does."""
@@ -291,9 +291,10 @@ class Engine:
     @torch.no_grad()
     def _gathered(self, chosen: Callable[..., Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
         self.to_device(optimizer=False)
+        in_type = in_full if self.model_config.quantization is not None else lambda tensor, dtype: tensor
         for unit in self.sharded.units:
             with self.sharded.gathering(unit) as gather:
-                yield from chosen(unit.tensors(), self.adapters, gather)
+                yield from chosen(unit.tensors(), self.adapters, lambda t, get=gather: in_type(get(t), self._stored))
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""
@@ -309,7 +310,8 @@ class Engine:
         """
         if not (in_place := self.saves_in_place(contents)):
             self.to_device(optimizer=not self.sharded.state_dict_shares_storages)
-        description = checkpoint.Description(self.head, tuple(contents), self.updates, self.steps, self.adapters)
+        own = self.updates, self.steps, self.adapters, self.model_config.quantization
+        description = checkpoint.Description(self.head, tuple(contents), *own)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
         partial = self.saves.begin(Path(folder), parts, offloads, in_background)
@@ -337,7 +339,8 @@ class Engine:
         self.to_device(optimizer=not in_parts)
         self._release_streamed()
         replace = self._state_on_host.replace if in_parts and self._state_on_host else lambda make: make()
-        description = checkpoint.read(Path(folder), self.head, self.sharded, self.optimizer, trusted, replace)
+        own = self.head, self.sharded, self.optimizer, self.adapters
+        description = checkpoint.read(Path(folder), *own, trusted, replace)
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
 

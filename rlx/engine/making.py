@@ -11,10 +11,11 @@ from rlx.config.schema import ModelConfig
 from rlx.engine.forward import Head
 from rlx.models.adapter_folder import load_adapters
 from rlx.models.liger import apply_liger
-from rlx.models.loading import load_model, load_skeleton, rope_by_length
+from rlx.models.loading import ModelError, load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora
 from rlx.offload import enable_tiling
 from rlx.offload.runtime.layers import find_layers
+from rlx.offload.streaming.nf4 import QuantizationError, quantize_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +31,9 @@ class Made(NamedTuple):
     adapters: dict[str, Adapter]
 
 
-def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, trains: bool) -> Made:
+def make_model(
+    model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, trains: bool, device: torch.device
+) -> Made:
     """Return the model of a role. All processes call this together.
 
     Args:
@@ -39,6 +42,10 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
         dtype: type of the weights.
         seed: of weights that no file holds: a value head and adapters.
         trains: whether the model gets gradients.
+        device: which quantises the base of adapters; the model itself is in host memory.
+
+    Raises:
+        ModelError: the model cannot be loaded, or does not take the adapters or the quantisation.
     """
     plain = _load(model, head, dtype, seed)
     if dist.get_rank() == 0 and (kind := rope_by_length(plain.config.get_text_config())):
@@ -59,6 +66,8 @@ def make_model(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, tr
             adapters = add_lora(plain, model, seed)
         if model.lora_adapter_path is not None:
             load_adapters(plain, model)
+        if model.quantization is not None:
+            _quantize(plain, device)
     if model.enable_gradient_checkpointing and not model.enable_activation_offload:
         _enable_checkpointing(plain)
     layers = [layer for _, layer in find_layers(plain, None)]
@@ -77,6 +86,13 @@ def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "Pre
     dist.broadcast_object_list(layout, src=0)
     # A model class may load some weights in another type, which a skeleton does not know.
     return plain if own == layout[0] else load_model(model, head, dtype, seed)
+
+
+def _quantize(plain: "PreTrainedModel", device: torch.device) -> None:
+    try:
+        quantize_layers(plain, device)
+    except QuantizationError as error:
+        raise ModelError(str(error)) from None
 
 
 def _enable_checkpointing(plain: "PreTrainedModel") -> None:

@@ -1,6 +1,8 @@
 """Shard a model over processes with FSDP1 or FSDP2."""
 
+import socket
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -47,12 +49,41 @@ def stream_frozen(
 ) -> LayerOffloading:
     """Move the frozen weights of layers to host memory, in the type of computation, before the model is sharded.
 
+    The processes of a machine share one copy. Rank 0 has the weights; other processes may have them on the meta device.
+
     Raises:
-        ValueError: there are several processes, or FSDP1, which has no parameters that it leaves alone.
+        ValueError: FSDP1, which has no parameters that it leaves alone.
     """
-    if strategy != "fsdp2" or dist.get_world_size() > 1:
-        raise ValueError(
-            f"layer_offload: got strategy={strategy} and {dist.get_world_size()} process(es), expected fsdp2 and one process; "
-            "set layer_offload=False"
-        )
-    return enable_layer_offloading(model, layers, device=device, dtype=precision.compute)
+    if strategy != "fsdp2":
+        raise ValueError(f"layer_offload: got strategy={strategy}, expected fsdp2; set layer_offload=False")
+    group = None
+    if dist.get_world_size() > 1:
+        machines: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(machines, socket.gethostname())
+        _fill_frozen(model, layers, device, is_everywhere=len(set(machines)) > 1)
+        for machine in dict.fromkeys(machines):
+            made = dist.new_group([rank for rank, name in enumerate(machines) if name == machine])
+            group = made if machine == machines[dist.get_rank()] else group
+    return enable_layer_offloading(
+        model, layers, device=device, dtype=precision.compute, group=cast(dist.ProcessGroup | None, group)
+    )
+
+
+def _fill_frozen(model: nn.Module, layers: Sequence[nn.Module], device: torch.device, is_everywhere: bool) -> None:
+    """Give frozen weights of layers that are on the meta device memory on the host, untouched, so that it takes no room.
+
+    With `is_everywhere` each process gets rank 0's values, because other machines have no copy to share.
+    """
+    inside = [parameter for layer in layers for parameter in layer.parameters() if not parameter.requires_grad]
+    made = {parameter: parameter for parameter in inside}
+    for parameter in made:
+        if parameter.is_meta:
+            made[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=False)
+        if is_everywhere:
+            value = made[parameter].detach().to(device)
+            dist.broadcast(value, src=0)
+            made[parameter].data.copy_(value)
+    for part in model.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if made.get(parameter, parameter) is not parameter:
+                setattr(part, name, made[parameter])

@@ -171,6 +171,18 @@ def merged_weights(
         yield (f"{layer}.{leaf}" if base else name), full
 
 
+def base_weights(
+    parameters: Mapping[str, Tensor],
+    adapters: Mapping[str, Adapter],
+    gather: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the model as it is with adapters off, by their names before `add_lora`; arguments as above."""
+    for name, parameter in parameters.items():
+        if not _part_of(name, adapters):
+            layer, base, leaf = name.rpartition(".base_layer.")
+            yield (f"{layer}.{leaf}" if base else name), gather(parameter)
+
+
 def adapter_weights(
     parameters: Mapping[str, Tensor],
     adapters: Mapping[str, Adapter],

@@ -25,7 +25,7 @@ REFUSED = {
     "the starting model, which gives the reference and the shape of the weights": (
         "actor_rollout_ref.model.path",
         *("*.model.override_config", "*.model.tiny.*", "*.model.lora_*", "*.model.lora.use_*"),
-        "*.model.target_modules",
+        *("*.model.target_modules", "*.model.quantization"),
         *("warm_start.target_accuracy", "warm_start.max_steps", "warm_start.batch_size", "warm_start.lr"),
         "warm_start.eval_every",
     ),

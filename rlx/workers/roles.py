@@ -6,6 +6,7 @@ All ranks call each method together. A method with a batch gets the rank's share
 import logging
 import traceback
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, get_args
 
@@ -25,6 +26,7 @@ from rlx.rollout.change_check import ChangeCheck
 from rlx.rollout.factory import build_rollout, sampler_dtype
 from rlx.rollout.flight import joined_loads
 from rlx.rollout.protocol import EngineError, Sampling
+from rlx.workers.dequantized_base import DequantizedBase
 from rlx.workers.settings import Purpose, expert_options, optimizer_steps, sampling_for
 
 if TYPE_CHECKING:
@@ -222,6 +224,10 @@ class RolloutRole:
         self._length = config.data.max_response_length
         context_length = config.data.max_prompt_length + self._length
         model, seed = config.actor_rollout_ref.model, config.trainer.seed
+        if model.quantization is not None and model.sends_adapters:
+            self._base = DequantizedBase(actor.engine)
+            actor.rest()
+            model = replace(model, path=self._base.path)
         self._build = partial(build_rollout, settings, model, device, context_length, seed)
         self.sampler = self._build()
         self._sleeps = settings.name == "vllm" and settings.free_cache_engine

@@ -97,6 +97,15 @@ def warnings_of_loading(folder, out):
     return told
 
 
+def rescaled(folder, out):
+    """The message with which adapters are refused that an engine would scale otherwise."""
+    build(folder, model={"lora_rank": 2, "lora_alpha": 8}).save(out, ("model",))
+    try:
+        build(folder, model={"lora_rank": 2, "lora_alpha": 4}).load(out)
+    except CheckpointError as error:
+        return str(error)
+
+
 def refusal(folder, out, head="lm"):
     """The message with which a checkpoint is refused."""
     engine = build(folder, head=head)

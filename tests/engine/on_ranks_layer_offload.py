@@ -2,7 +2,10 @@
 
 import dataclasses
 import shutil
+import socket
+from pathlib import Path
 
+import torch.distributed as dist
 from rank_tools import FP64, ROWS, build, make_batch, policy, value, weights_of
 
 from rlx.config.schema import ActivationOffloadConfig
@@ -39,6 +42,33 @@ def compared(folder, checkpoint_folder, head, save):
     stats = other.streaming.stats()
     frozen = sum(p.nbytes for p in other.root.parameters() if not p.requires_grad)
     return results, other.streaming.streamed_bytes, stats.copied_bytes, frozen
+
+
+def shared(folder, scratch, machines):
+    """Figures of engines on all processes: resident, streamed, and streamed from a checkpoint; and the names of shared memory.
+
+    With two machines each process believes to be on one of its own.
+    """
+    batch, results, found = make_batch(), [], socket.gethostname
+    socket.gethostname = lambda: f"{found()}-{dist.get_rank() % machines}"
+    try:
+        for streams in (False, True):
+            model = LORA | {
+                "layer_offload": streams,
+                "enable_activation_offload": True,
+                "activation_offload": ACTIVATIONS,
+            }
+            engine, other = (build(folder, model=model) for _ in range(2))
+            results.append([per_token(engine, "lm", batch), engine.update(batch, ROWS, policy()), weights_of(engine)])
+            engine.save(f"{scratch}/{streams}", ("model", "optimizer", "extra"))
+            results[-1].append(engine.update(batch, ROWS, policy()))
+        other.load(f"{scratch}/True")
+        loaded = [*results[-1][:2], weights_of(other), other.update(batch, ROWS, policy())]
+    finally:
+        socket.gethostname = found
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    names = {parts[5] for parts in maps if len(parts) > 5 and "frozen" in parts[5]}
+    return *results, loaded, names
 
 
 def reference(folder, head):

@@ -92,6 +92,11 @@ def test_adapters_are_resumed_on_another_number_of_processes(model_folder, one_r
         torch.testing.assert_close(later[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+def test_adapters_of_another_scale_are_refused(model_folder, one_rank, tmp_path):
+    (message,) = one_rank("checkpoint", "rescaled", model_folder, str(tmp_path / "actor"))
+    assert "got adapters that are scaled by 4, expected 2 as configured; set model.lora_alpha" in message
+
+
 def test_fp32_adapters_and_moments_on_a_bf16_base_are_resumed(model_folder, two_ranks, tmp_path):
     for before, after in two_ranks("checkpoint", "adapters_on_bf16", model_folder, str(tmp_path / "actor")):
         same(before, after)

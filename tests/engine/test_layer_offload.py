@@ -40,8 +40,13 @@ def test_a_reference_is_the_same(model_folder, one_rank, head):
     assert_same(resident, streamed)
 
 
-def test_several_processes_are_refused(model_folder, two_ranks):
-    for message in two_ranks("engine", "refused", model_folder, "fsdp2", {}, {"lora_rank": 2, "layer_offload": True}):
-        assert message == (
-            "layer_offload: got strategy=fsdp2 and 2 process(es), expected fsdp2 and one process; set layer_offload=False"
-        )
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_share_one_copy(model_folder, two_ranks, tmp_path, machines):
+    """Both ways on two processes, of one machine or of two; the streaming one also from its checkpoint."""
+    for resident, streamed, loaded, names in two_ranks(
+        "layer_offload", "shared", model_folder, str(tmp_path), machines
+    ):
+        for one, other, third in zip(resident, streamed, loaded, strict=True):
+            assert_same(one, other)
+            assert_same(one, third)
+        assert names == {"/memfd:frozen weights (deleted)"}

@@ -4,7 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlx.config.schema import PPOConfig
 from rlx.environments.conversation import Chat, Conversation, RewrittenHistory, UnusableTemplate
+from rlx.environments.role import require_usable_template
 from rlx.rollout.protocol import Completion
 
 USER = {"role": "user", "content": "go"}
@@ -76,6 +78,17 @@ def test_a_role_with_which_no_conversation_goes_on_is_found(tokenizer):
     assert "RewrittenHistory" in Chat(tokenizer).fault_of("user") and Chat(tokenizer, keeps_rewritten=True).fault_of(
         "user"
     )
+
+
+def test_a_run_with_a_template_that_allows_no_second_turn_does_not_start(tokenizer):
+    require_usable_template(PPOConfig(), tokenizer)
+    tokenizer.chat_template = DROPS_THINKING.replace("said.split('</think>')[-1]", "'earlier'").replace(
+        "{%- set said = m.content -%}", "{%- set said = m.content if m.role != 'tool' else 'hidden' -%}"
+    )
+    with pytest.raises(
+        UnusableTemplate, match=r"(?s)user's message: RewrittenHistory.*tool's output: UnusableTemplate.*role tool"
+    ):
+        require_usable_template(PPOConfig(), tokenizer)
 
 
 def test_a_template_that_leaves_a_message_out_is_refused(tokenizer):

@@ -9,7 +9,7 @@ from rlx.data.seeding import seed_for
 from rlx.environments.conversation import Chat
 from rlx.environments.protocol import Observation
 from rlx.environments.running import Bounds, EnvironmentFailed, Row, run_conversations
-from rlx.rollout.protocol import Sampling
+from rlx.rollout.protocol import EngineError, Sampling
 
 BOUNDS = Bounds(prompt_tokens=20, response_tokens=30)
 PROMPT = [{"role": "user", "content": "go"}]
@@ -157,3 +157,48 @@ def test_no_more_conversations_are_open_than_allowed(run):
 
     found, _, _ = run(Counting, bounds=replace(BOUNDS, open=3), rows=10)
     assert most == 3 and [conversation.reason for conversation in found] == ["done"] * 10
+
+
+ECHO = """
+import time
+from rlx.environments.protocol import Observation
+
+class Echo:
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, turn):
+        time.sleep(0.01)
+        return Observation([{"role": "user", "content": turn.text}], float(turn.index), turn.index == 2)
+"""
+
+
+class FailsOnce(Sampler):
+    """Fails in its 8th step, when some environments work and some have answered."""
+
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        if self.steps == 8:
+            self._open.clear()
+            raise EngineError("injected")
+        return super().step()
+
+
+@pytest.mark.parametrize("in_waves", [True, False])
+def test_conversations_begin_again_in_the_same_environments_after_the_sampler_failed(tokenizer, make_pool, in_waves):
+    pool, chat, sampling = make_pool("Echo", ECHO), Chat(tokenizer), Sampling(30, stop_token_ids=(1,))
+    rows = [Row({"prompt": PROMPT}, seed, [7, 8]) for seed in range(6)]
+
+    def run(sampler):
+        ran = run_conversations(sampler, pool, rows, chat, sampling, BOUNDS, in_waves=in_waves)
+        return [(own.prompt_ids, own.token_ids, own.reward, own.reason) for own in ran.conversations]
+
+    def say(request):
+        return "x" * (1 + request.seed % 3), True
+
+    sampler = FailsOnce(tokenizer, say)
+    with pytest.raises(EngineError, match="injected"):
+        run(sampler)
+    assert run(sampler) == run(Sampler(tokenizer, say))

@@ -26,7 +26,7 @@ def test_the_page_shows_the_example():
 
 
 def test_the_command_of_the_example_is_valid(capsys: pytest.CaptureFixture[str]):
-    assert main(["--check", *command()]) == 0
+    assert main(["--check", "--tree", *command()]) == 0
     assert str(EXAMPLE) in capsys.readouterr().out
 
 

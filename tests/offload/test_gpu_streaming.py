@@ -7,6 +7,7 @@ import torch
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading, enable_tiling
 from rlx.offload.storage.copy_streams import CopyStreams
+from rlx.offload.streaming.nf4 import NF4Linear, dequantized, quantize_layers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +72,26 @@ def test_memory_of_the_device(decoder, toys):
     assert left - torch.cuda.memory_allocated() == pytest.approx(handle.buffer_bytes, rel=0.01)
     handle.disable()
     assert decoder.layers[0].q.base.weight.device.type == "cuda"
+
+
+@pytest.mark.parametrize("save", [None, "boundary", "attention", "all"])
+def test_quantised_weights(decoder, toys, save):
+    """NF4: the same bits as with the dequantised weights, streamed or not, and in bf16."""
+    pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (rlx[nf4])")
+    model = copy.deepcopy(decoder)
+    quantize_layers(model)
+    for full, small in zip(decoder.layers.modules(), model.layers.modules(), strict=True):
+        if isinstance(small, NF4Linear):
+            full.weight.data = dequantized(small.weight, torch.bfloat16)
+    streamed = copy.deepcopy(model)
+    handle = enable_layer_offloading(streamed)
+    for each in (model, streamed):
+        if save is not None:
+            enable_activation_offloading(each, save != "all", OffloadOptions(save=save, min_bytes=0))
+    for _ in range(2):
+        expected = toys.grade(decoder, read)
+        torch.cuda.synchronize()
+        expected.assert_equal(toys.grade(model, read))
+        expected.assert_equal(toys.grade(streamed, read))
+    # Two fetches of a layer in each of two steps; both ends are still there when the direction turns.
+    assert 3 * handle.streamed_bytes < handle.stats().copied_bytes <= 4 * handle.streamed_bytes

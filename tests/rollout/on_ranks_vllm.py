@@ -23,6 +23,7 @@ from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.flight import FirstRank
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+from rlx.workers.dequantized_base import DequantizedBase
 
 CPU = torch.device("cpu")
 PROMPT, RESPONSE = 40, 12
@@ -46,6 +47,9 @@ class Setup:
 NOW: list[Setup] = []
 
 
+KEPT: list[DequantizedBase] = []
+
+
 def trainer(model: ModelConfig, strategy: str) -> Engine:
     return Engine(model, FSDPConfig(), strategy=strategy, device=CPU, optim=OptimConfig(lr=1e-2), total_steps=10)
 
@@ -55,7 +59,11 @@ def start(folder, strategy, model, rollout):
     chosen = ModelConfig(path=folder, **model)
     kwargs = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
     settings = RolloutConfig(name="vllm", engine_kwargs=kwargs, **rollout)
-    engine, hf = trainer(chosen, strategy), build_rollout(replace(settings, name="hf"), chosen, CPU, CONTEXT)
+    engine = trainer(chosen, strategy)
+    if chosen.quantization is not None:
+        KEPT.append(DequantizedBase(engine))
+        chosen = replace(chosen, path=KEPT[-1].path)
+    hf = build_rollout(replace(settings, name="hf"), chosen, CPU, CONTEXT)
     before = process()
     vllm = build_rollout(settings, chosen, CPU, CONTEXT, seed=3)
     after = process()

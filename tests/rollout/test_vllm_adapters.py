@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rlx.algorithms.rollout_correction import mismatch_figures, mismatch_sums
-from rlx.config.schema import LoraConfig
+from rlx.config.schema import LoraConfig, TinyModelConfig
+from rlx.models.tiny import make_tiny
 from rlx.rollout.protocol import Sampling
 
 RESPONSE = 12
@@ -67,6 +68,24 @@ def test_adapters_that_vllm_would_not_use_are_refused(ranks):
     assert all("no complete set of weights" in text for _, text in ranks("vllm", "refusal", "generate", GREEDY))
     ranks("vllm", "sync", 3)
     assert ranks("vllm", "generate", GREEDY) == before
+
+
+@pytest.mark.slow
+def test_samplers_have_the_dequantised_base(vllm_ranks, tmp_path):
+    """With the original weights log-probs would differ by some hundredths."""
+    pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (rlx[nf4])")
+    for part in make_tiny(
+        TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    ):
+        part.save_pretrained(tmp_path)
+    vllm_ranks("vllm", "start", str(tmp_path), "fsdp2", LORA | {"quantization": "nf4"}, {"temperature": 0.7})
+    for version in (0, 1):
+        vllm_ranks("vllm", "sync", version)
+        as_hf(vllm_ranks)
+        for said, own in vllm_ranks("vllm", "log_probs", SAMPLED):
+            torch.testing.assert_close(said, own, atol=1e-4, rtol=0)
+        vllm_ranks("vllm", "learn")
+    vllm_ranks("vllm", "stop")
 
 
 @pytest.mark.slow

@@ -5,13 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlx.config.schema import LoraConfig
+from rlx.config.schema import LoraConfig, TinyModelConfig
+from rlx.models.tiny import make_tiny
 
 
-@pytest.fixture(params=[False, True], ids=["adapters", "merged"])
-def ranks(request, config, two_ranks):
-    policy = config.actor_rollout_ref
-    model = replace(policy.model, lora_rank=2, lora=LoraConfig(merge=request.param))
+@pytest.fixture(params=["adapters", "merged", "nf4", pytest.param("nf4-merged", marks=pytest.mark.slow)])
+def ranks(request, config, two_ranks, tmp_path):
+    policy, kind = config.actor_rollout_ref, request.param
+    model = replace(policy.model, lora_rank=2, lora=LoraConfig(merge="merged" in kind))
+    if "nf4" in kind:
+        pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (rlx[nf4])")
+        shape = TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+        for part in make_tiny(shape):
+            part.save_pretrained(tmp_path)
+        model = replace(model, path=str(tmp_path), quantization="nf4")
     two_ranks("adapters", "start", replace(config, actor_rollout_ref=replace(policy, model=model)))
     yield two_ranks
     two_ranks("adapters", "stop")

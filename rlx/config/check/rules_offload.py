@@ -7,7 +7,6 @@ from pathlib import Path
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.machine import processes
 from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles, trained_roles
 from rlx.config.schema.tree import LEAVES, as_text
@@ -40,7 +39,7 @@ def nothing_else_in_compiled_layers(s: CheckContext) -> Faults:
     """The engine cannot see the activations of a compiled layer, and tiles would break its graph at each MLP and norm."""
     for name, what in (
         *(("enable_activation_offload", "activation offloading"), ("tiled_mlp", "tiles")),
-        ("layer_offload", "layer offloading"),
+        *(("layer_offload", "layer offloading"), ("quantization", "a quantised base")),
     ):
         key = f"actor_rollout_ref.model.{name}"
         if s.value(COMPILE) and s.value(key):
@@ -49,13 +48,10 @@ def nothing_else_in_compiled_layers(s: CheckContext) -> Faults:
 
 
 def layers_can_stream(s: CheckContext) -> Faults:
-    """Frozen weights stream in one process under FSDP2, into layers that the activation engine recomputes, if any does."""
+    """Frozen weights stream under FSDP2, into layers that the activation engine recomputes, if any does."""
     roles = [role for role in sharded_roles(s.config) if role.model.layer_offload]
     for role in roles:
         key = f"{role.model_key}.layer_offload"
-        if (count := processes(s.config)) > 1:
-            got = f"{key}=True, {count} processes"
-            yield s.fault("layer offloading works in one process only", "one process", f"set {key}=False", key, got=got)
         if role.strategy != "fsdp2":
             remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
             got = f"{role.key}.strategy={role.strategy}, {key}=True"
@@ -71,6 +67,27 @@ def layers_can_stream(s: CheckContext) -> Faults:
         yield s.fault(
             "layer offloading has nothing to move: every weight is trained", "frozen weights", remedy, key, rank
         )
+
+
+def bases_can_be_quantized(s: CheckContext) -> Faults:
+    """Frozen weights below adapters are quantised, in types that the kernels know, and FSDP2 shards their bytes."""
+    for role in (role for role in sharded_roles(s.config) if role.trained and role.model.quantization is not None):
+        key, types = f"{role.model_key}.quantization", f"{role.fsdp_key}.model_dtype"
+        either = f"or {key}=null"
+        if role.model.lora_rank == 0:
+            rank = f"{role.model_key}.lora_rank"
+            remedy = f"set {rank} to train adapters, {either}"
+            yield s.fault("weights that are trained cannot be quantised", "adapters", remedy, key, rank)
+        if role.strategy != "fsdp2":
+            remedy, got = f"set {role.key}.strategy=fsdp2, {either}", f"{role.key}.strategy={role.strategy}, {key}=nf4"
+            yield s.fault("a quantised base needs FSDP2", "strategy fsdp2", remedy, key, got=got)
+        if role.model.lora.use_dora:
+            dora = f"{role.model_key}.lora.use_dora"
+            what = "DoRA reads the base's weights, which are quantised"
+            yield s.fault(what, "LoRA or rsLoRA", f"set {dora}=False, {either}", dora, key)
+        if "fp64" in (role.fsdp.model_dtype, role.fsdp.mixed_precision.param_dtype):
+            what = "quantised weights have no fp64 form"
+            yield s.fault(what, "bf16 or fp32", f"set {types}=fp32, {either}", types, key)
 
 
 def offload_options_agree(s: CheckContext) -> Faults:
@@ -96,6 +113,7 @@ OFFLOAD_RULES = (
     offload_needs_fsdp,
     nothing_else_in_compiled_layers,
     layers_can_stream,
+    bases_can_be_quantized,
     offload_options_agree,
 )
 

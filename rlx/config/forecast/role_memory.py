@@ -7,7 +7,7 @@ from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
 from rlx.config.schema.roles import MicroSize, ModelRole, has_frozen_layers, sharded_roles
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.memory import ADAPTER_BYTES, STEP_BYTES, StateBytes, state_bytes
+from rlx.offload.plan.memory import ADAPTER_BYTES, NF4_BYTES, STEP_BYTES, StateBytes, state_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 PIECE_BYTES = 1 << 30  # of rlx.engine.optimizer_state
@@ -25,6 +25,7 @@ class RoleMemory(NamedTuple):
     forward: StateBytes  # the same in a pass without backward
     has_device: bool  # whether the role runs on an accelerator, so that states can be offloaded
     streamed: float = 0.0  # frozen weights of layers that wait on the host
+    sharing: int = 1  # processes of a machine, which share them
     buffers: float = 0.0  # those of two layers, on the device while the role works; part of the states' weights
 
     @property
@@ -71,14 +72,14 @@ class RoleMemory(NamedTuple):
     @property
     def host_at_rest(self) -> float:
         """Bytes on the host while another role works."""
-        return self.streamed + self._weights_at_rest + self.update.optimizer - self.device_at_rest
+        return self.streamed / self.sharing + self._weights_at_rest + self.update.optimizer - self.device_at_rest
 
     @property
     def host_at_work(self) -> float:
         """Bytes on the host while this role works, activations aside."""
         if self.is_on_host:
-            return self.streamed + sum(self.update[:3]) - self.buffers
-        return self.streamed + self.moving_state
+            return self.streamed / self.sharing + sum(self.update[:3]) - self.buffers
+        return self.streamed / self.sharing + self.moving_state
 
     def on_device(self, states: StateBytes) -> StateBytes:
         """Return the part of `states` on the device while this role works; the planner itself omits an optimizer state on the host."""
@@ -117,34 +118,39 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
             is_resharded=fsdp.reshard_after_forward,
             gradient_bytes=of_trained if takes_one else max(of_trained, reduced),
             optimizer_bytes=role.optimizer_bytes,
+            is_quantized=role.trained and role.model.quantization is not None,
         )
 
     update, forward = states(role.trained), states(False)
     forward = forward._replace(optimizer=update.optimizer)
     memory = RoleMemory(role, decoder, stored, element, update, forward, on_device)
     streams = on_device and role.model.layer_offload and has_frozen_layers(role)
-    return _with_streamed_layers(memory) if streams else memory
+    return _with_streamed_layers(memory, shards, config.trainer.n_gpus_per_node) if streams else memory
 
 
-def _with_streamed_layers(memory: RoleMemory) -> RoleMemory:
-    """Return a role's memory with the weights of its layers on the host, in the type of computation. FSDP gathers none of them.
+def _with_streamed_layers(memory: RoleMemory, shards: int, sharing: int) -> RoleMemory:
+    """Return a role's memory with the weights of its layers on the host, quantised or in the type of computation. FSDP gathers none of them.
 
     Norms and biases, which stay on the device, are counted as streamed: they are less than 0.1 %.
     """
     layers = sorted(map(memory.decoder.layer_parameters, range(len(memory.decoder.windows))))
-    buffers = sum(layers[-2:]) * memory.element
+    is_quantized = memory.role.trained and memory.role.model.quantization is not None
+    on_host, stored = (NF4_BYTES, NF4_BYTES) if is_quantized else (memory.element, memory.stored)
+    is_gathered = shards > 1 or stored != on_host
+    buffers = sum(layers[-2:]) * on_host
     at_once = layers[-1] * (2 if memory.role.fsdp.reshard_after_forward else len(layers))
-    gathered = at_once * memory.element * (memory.stored != memory.element)
+    gathered = at_once * on_host * is_gathered
 
     def without_layers(states: StateBytes) -> StateBytes:
-        weights = states.weights - sum(layers) * memory.stored + buffers
+        weights = states.weights - sum(layers) * stored / shards + buffers
         return states._replace(weights=weights, gathered=max(0.0, states.gathered - gathered))
 
     return memory._replace(
         update=without_layers(memory.update),
         forward=without_layers(memory.forward),
-        streamed=float(sum(layers) * memory.element),
+        streamed=float(sum(layers) * on_host),
         buffers=float(buffers),
+        sharing=sharing,
     )
 
 

@@ -106,7 +106,7 @@ class ModelConfig:
     activation_offload: ActivationOffloadConfig = group(ActivationOffloadConfig, "How, when the flag above is set.")
     layer_offload: bool = key(
         False,
-        "Keep the frozen weights of layers in host memory and fetch them one layer ahead; in one process, with fsdp2.",
+        "Keep the frozen weights of layers in host memory and fetch them one layer ahead; with fsdp2.",
     )
     use_remove_padding: bool = key(
         True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
@@ -128,6 +128,11 @@ class ModelConfig:
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
     target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")
     lora_adapter_path: str | None = key(None, "Folder of adapters in peft's format to start from; null: fresh ones.")
+    quantization: str | None = key(
+        None,
+        "Hold the frozen weights of layers in 4.5 bits each (nf4), below LoRA adapters; null: in model_dtype.",
+        words=("nf4",),
+    )
     lora: LoraConfig = group(LoraConfig, "Kinds of adapters, and how they reach the sampler.")
     tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.")
 

@@ -6,6 +6,7 @@ Without arguments: the Qwen2-7B shape with an accelerator, a tiny one without. E
     python -m rlx.offload.benchmark --model llama3-8b --modes checkpointing,boundary,boundary:prefetch_layers=0
     python -m rlx.offload.benchmark --gpus 2 --modes checkpointing,boundary,attention
     python -m rlx.offload.benchmark --frozen --case 32768 --case 8192
+    python -m rlx.offload.benchmark --frozen --quantization nf4 --model qwen2.5-72b --case 32768 --modes boundary:resident=0
     python -m rlx.offload.benchmark --overhead
 """
 
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"train LoRA adapters of rank {ADAPTER_RANK} only; default modes {_DEFAULT_MODES_FROZEN}, where resident=N streams "
         "the frozen weights of all layers but N",
     )
+    add("--quantization", choices=("nf4",), help="of the frozen weights, with --frozen; default: none")
     add("--overhead", action="store_true", help="measure the Python overhead per layer instead, on the CPU")
     add("--no-picture", action="store_true", help="neither record memory over a step nor draw")
     add("--out", type=Path, default=Path("offload_benchmark"), metavar="DIR", help="default: ./offload_benchmark")
@@ -126,6 +128,8 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
     default = _DEFAULT_MODES_FROZEN if given.frozen else _DEFAULT_MODES if given.gpus is None else _DEFAULT_MODES_FSDP2
     modes = _modes(given.modes or default, options)
+    if given.quantization and not given.frozen:
+        raise ValueError("--quantization: quantised weights cannot be trained; add --frozen")
     if given.frozen and given.gpus is not None:
         raise ValueError("--frozen runs in one process; leave --gpus out")
     if not given.frozen and (streaming := [mode.name for mode in modes if mode.resident is not None]):
@@ -134,6 +138,7 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
         )
     cases = given.case or [Case(128 if device.type == "cpu" else 8192, 0)]
     about = {**about, "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus or 1}
+    about["quantization"] = given.quantization
     about["options"] = {mode.name: asdict(mode.options) for mode in modes if mode.options is not None}
     return Benchmark(
         shape=shape,
@@ -150,6 +155,7 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
         about=about,
         folder=given.out,
         adapt=with_adapters() if given.frozen else None,
+        is_quantized=given.quantization is not None,
     )
 
 

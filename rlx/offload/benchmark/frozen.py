@@ -14,7 +14,7 @@ ADAPTER_RANK = 16
 
 
 def add_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze a model and give each linear map of its layers a LoRA adapter of peft, in the type of its weight."""
+    """Freeze a model and give each linear map of its layers a LoRA adapter of peft, in the type of the model."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -22,7 +22,11 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
     layers = find_layers(model, None)
     targets = [f"{name}.{path}" for name, layer in layers for path in _linear_maps(layer)]
     model.requires_grad_(False)
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)  # peft makes fp32 beside a quantised weight
     return model.train()
 
 

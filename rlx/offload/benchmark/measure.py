@@ -14,7 +14,7 @@ from torch import nn
 
 from rlx.offload.benchmark.curve import memory_curve
 from rlx.offload.benchmark.device import clean_up, clock, peak_bytes, reset_peak, used_bytes
-from rlx.offload.benchmark.models import VOCABULARY, Case, build, share
+from rlx.offload.benchmark.models import VOCABULARY, Case, build, build_quantized, share
 from rlx.offload.benchmark.modes import Mode, NotInstalledError
 from rlx.offload.benchmark.picture import draw
 from rlx.offload.benchmark.ranks import Ranks
@@ -43,6 +43,7 @@ class Benchmark(NamedTuple):
     folder: Path  # an existing one, for the files
     # Makes each mode's own model of a fresh one: shards it, or adds adapters. None: the modes share one set of weights.
     adapt: Callable[[nn.Module], nn.Module] | None = None
+    is_quantized: bool = False  # weights of layers are in NF4
 
     def run(self, ranks: Ranks) -> bool:
         """Measure all cases; the first process reports. Return whether at least one mode was measured in each case."""
@@ -233,7 +234,8 @@ class CaseRun:
         benchmark = self._benchmark
         if layers == self._case.layers and self._weights is not None:
             return share(self._weights)
-        model = build(benchmark.shape, self._case._replace(layers=layers), benchmark.device, benchmark.dtype)
+        make = build_quantized if benchmark.is_quantized else build
+        model = make(benchmark.shape, self._case._replace(layers=layers), benchmark.device, benchmark.dtype)
         if benchmark.adapt is not None:
             return benchmark.adapt(model)
         for parameter in model.parameters():

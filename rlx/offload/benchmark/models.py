@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.runtime.layers import find_layers
+from rlx.offload.streaming.nf4 import quantize_layers
 
 VOCABULARY = 1024  # small, for embedding and head are not measured
 
@@ -59,7 +61,31 @@ def number_of_layers(shape: dict[str, Any]) -> int:
 
 def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a model without a head, in train mode, with random weights on the device."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
+
+    torch.manual_seed(0)
+    with device:
+        model: nn.Module = AutoModel.from_config(_config(shape, case), dtype=dtype, attn_implementation="sdpa")
+    return model.train()
+
+
+def build_quantized(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return the model of `build`, frozen and quantised to NF4; only one layer ever has full weights, and all start equal."""
+    one = case._replace(layers=1)
+    model = build(shape, one, device, dtype).requires_grad_(False)
+    quantize_layers(model)
+    ((name, layer),) = find_layers(model, None)
+    parent = model.get_submodule(name.rpartition(".")[0])
+    parent.extend(copy.deepcopy(layer) for _ in range(case.layers - 1))  # type: ignore[operator]
+    of_one = vars(_config(shape, one))
+    vars(model.config).update(
+        (key, of_all) for key, of_all in vars(_config(shape, case)).items() if of_all != of_one[key]
+    )
+    return model
+
+
+def _config(shape: dict[str, Any], case: Case) -> Any:
+    from transformers import AutoConfig
 
     name = AutoConfig.for_model(**shape).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     shape = {**shape, name: case.layers}
@@ -69,10 +95,7 @@ def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.
     config.use_cache = False
     if (getattr(config, "max_position_embeddings", None) or case.tokens) < case.tokens:
         config.max_position_embeddings = case.tokens
-    torch.manual_seed(0)
-    with device:
-        model: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return model.train()
+    return config
 
 
 def share(model: nn.Module) -> nn.Module:

@@ -33,6 +33,7 @@ TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many of a tile's widest intermediate results are at least as large as the whole input
 HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.head_log_probs
 ADAPTER_BYTES = 4  # of a parameter of adapters on weights that are not wider
+NF4_BYTES = 9 / 16  # of a weight: 4 bits, and an fp32 scale for each 64 weights
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: 3.5 pieces of 1 GiB on the device
 _TILE_STEP = 256
 
@@ -170,6 +171,7 @@ def state_bytes(
     is_resharded: bool = True,
     gradient_bytes: int | None = None,
     optimizer_bytes: float | None = None,
+    is_quantized: bool = False,
 ) -> StateBytes:
     """Return the memory of n weights of b bytes over N accelerators.
 
@@ -182,6 +184,7 @@ def state_bytes(
         adapter_rank: of LoRA adapters, which are then the only trained weights; 0: no adapters.
         summed_in: size of a gradient's element while it is summed over accelerators [bytes]; None: `element`.
         is_resharded: FSDP frees gathered layers after forward; else all of them remain on the device.
+        is_quantized: weights of layers have `NF4_BYTES`, and the two largest of a layer are also there in full.
         gradient_bytes, optimizer_bytes: size of a weight's gradient, and of its optimizer states together; None: b and 2 b.
     """
     adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
@@ -191,10 +194,17 @@ def state_bytes(
     of_adapters = adapters // layers
     with_gradient = is_trained * (of_adapters if adapter_rank else largest)
     at_once = 2 if is_resharded else layers
+    layer_weights = decoder.parameters - decoder.root_parameters
+    of_layer = NF4_BYTES if is_quantized else weight_bytes
     is_gathered, summed_in = gpus > 1 or weight_bytes != element, summed_in or element
-    gathered = is_gathered * element * (decoder.root_parameters + at_once * (largest + of_adapters))
+    gathered: float = is_gathered * element * (decoder.root_parameters + at_once * of_adapters)
+    if is_quantized:
+        gathered += (gpus > 1) * NF4_BYTES * at_once * largest
+        gathered += 2 * element * decoder.width * max(decoder.mlp_width, decoder.heads * decoder.head_width)
+    else:
+        gathered += is_gathered * element * at_once * largest
     gathered += (is_gathered or summed_in != element) * summed_in * with_gradient
-    weights = (decoder.parameters * weight_bytes + adapters * of_trained) / gpus
+    weights = (decoder.root_parameters * weight_bytes + layer_weights * of_layer + adapters * of_trained) / gpus
     gradients = trained * (gradient_bytes or of_trained) / gpus
     states = trained * (optimizer_bytes or 2 * of_trained) / gpus
     return StateBytes(weights, gradients, states, gathered)

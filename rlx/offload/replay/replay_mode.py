@@ -37,6 +37,7 @@ from rlx.offload.replay.cached_op import CachedOp, autocast_dtype
 from rlx.offload.replay.dataflow import GETTER, known_name
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import storage_address
+from rlx.offload.streaming.nf4 import NF4Product
 
 # The functions that an OpMode sees, and whether they are attention; `register_attention` adds more.
 _IS_ATTENTION: dict[Any, bool] = {
@@ -78,6 +79,11 @@ def register_attention(function: Any) -> None:
         for seen in (packet, *(getattr(packet, name) for name in getattr(packet, "overloads", list)())):
             _IS_ATTENTION[seen] = True
         return
+    _show_calls(function, is_attention=True)
+
+
+def _show_calls(function: Any, is_attention: bool) -> None:
+    """Let an `OpMode` see the calls of an autograd Function, which is no torch function."""
     if function in _WRAPPED:
         return
     _WRAPPED.add(function)
@@ -85,9 +91,9 @@ def register_attention(function: Any) -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         run = super(function, cls).apply
         mode: OpMode | None = getattr(_active, "mode", None)
-        return run(*args, **kwargs) if mode is None else mode.run(run, args, kwargs, is_attention=True)
+        return run(*args, **kwargs) if mode is None else mode.run(run, args, kwargs, is_attention)
 
-    function.apply = classmethod(apply)  # type: ignore[assignment]
+    function.apply = classmethod(apply)
 
 
 def register_known_attention() -> None:
@@ -97,6 +103,9 @@ def register_known_attention() -> None:
             function = getattr(sys.modules[module], name, None)
             if function is not None:
                 register_attention(function)
+
+
+_show_calls(NF4Product, is_attention=False)
 
 
 class OpMode(TorchFunctionMode):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -72,7 +73,7 @@ class LayerOffloading:
         streamed_layers: names of the layers that they belong to.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.is_enabled = True
         self.streamed_bytes = self.buffer_bytes = 0
         self.streamed_layers: tuple[str, ...] = ()
@@ -83,6 +84,7 @@ class LayerOffloading:
         self._forwards: list[weakref.ref[StreamedForward]] = []
         self._at_work, self._direction = -1, 1
         self._lock = threading.RLock()
+        self._group = group
 
     @property
     def parameters(self) -> frozenset[Parameter]:
@@ -170,7 +172,7 @@ class LayerOffloading:
             if (handle := here()) is not None:
                 handle.begin(weights)
 
-        weights = FrozenWeights(len(self._weights), name, parameters, dtype, self._copy_streams, begin)
+        weights = FrozenWeights(len(self._weights), name, parameters, dtype, self._copy_streams, begin, self._group)
         self._weights.append(weights)
         self._forwards.append(weakref.ref(StreamedForward(self, weights, layer)))
         self.streamed_layers += (name,)
@@ -185,6 +187,7 @@ def enable_layer_offloading(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     resident_layers: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> LayerOffloading:
     """Keep the frozen weights of a model's layers in page-locked host memory, and fetch them one layer ahead.
 
@@ -202,6 +205,8 @@ def enable_layer_offloading(
         device: on which the layers compute; None: that of the weights, or the accelerator if these are in host memory.
         dtype: the weights' type from now on; None: as they are.
         resident_layers: number of layers, evenly spread, whose weights stay on the device.
+        group: processes of one machine that call this together and share one copy on the host, with the values that the first
+            one has; the others may have any. None: this process has a copy of its own.
 
     Returns:
         The handle. `release()` frees the device's copies between phases, `disable()` restores the model.
@@ -228,11 +233,13 @@ def enable_layer_offloading(
         raise ValueError(
             f"resident_layers: got {resident_layers}, expected 0 to {len(found) - 1}, fewer than the layers"
         )
-    handle = LayerOffloading(device)
+    handle = LayerOffloading(device, group)
     for index, ((name, layer), parameters) in enumerate(zip(found, frozen, strict=True)):
         stays = (index * resident_layers) % len(found) < resident_layers
         if parameters and not stays:
             handle._add(name, layer, parameters, dtype)
+    if group is not None:
+        dist.barrier(group)  # the first one has written all values
     return handle
 
 

@@ -25,6 +25,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
@@ -33,6 +34,7 @@ from rlx.offload.storage.arena import Block
 from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
 from rlx.offload.storage.pages import Pages
 from rlx.offload.storage.regions import TENSOR_ALIGN_BYTES, KeptTensor, modified_in_place
+from rlx.offload.streaming.shared_file import shared_file
 
 logger = logging.getLogger("rlx.offload")
 
@@ -49,6 +51,7 @@ class FrozenWeights:
         dtype: type of floating-point weights in host memory and on the device; None: as they are.
         copy_streams: of the device on which the layer computes.
         begin: makes this layer the one at work (`LayerOffloading.begin`).
+        group: processes of this machine that share the host memory and the values of the first one; None: this process alone.
 
     Raises:
         OSError: the host has no memory left.
@@ -62,6 +65,7 @@ class FrozenWeights:
         dtype: torch.dtype | None,
         copy_streams: CopyStreams,
         begin: Callable[[FrozenWeights], None],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -76,12 +80,13 @@ class FrozenWeights:
         padded = [-(-length // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES for length in lengths]
         *starts, self.nbytes = accumulate(padded, initial=0)
         self._layout = list(zip(starts, lengths, types, [p.shape for p in self.parameters], strict=True))
-        self._pages = _pages(self.nbytes, is_locked=copy_streams.device.type != "cpu")
+        self._pages = _pages(self.nbytes, is_locked=copy_streams.device.type != "cpu", group=group)
         self._block = Block(self.nbytes, [], [self._pages.bytes])
         self._on_host = self._views(self._pages.bytes)
         for parameter, host in zip(self.parameters, self._on_host, strict=True):
-            with torch.no_grad():
-                host.copy_(parameter)
+            if group is None or dist.get_rank(group) == 0:
+                with torch.no_grad():
+                    host.copy_(parameter)
             parameter.data = host
         self._versions = self._current_versions()  # of the bytes on the host; of those fetched too, if there are any
         here = weakref.ref(self)
@@ -219,11 +224,12 @@ def _forget(ids: list[int], owner: weakref.ref[FrozenWeights]) -> None:
             del _STREAMED[number]
 
 
-def _pages(nbytes: int, is_locked: bool) -> Pages:
-    with contextlib.suppress(RuntimeError):
-        return Pages(nbytes, is_locked)
-    logger.warning(
-        f"layer offloading: the system refused to page-lock {nbytes} bytes of host memory; pageable memory is used, whose "
-        "copies do not overlap compute. Raise the limit of locked memory (ulimit -l)"
-    )
-    return Pages(nbytes, is_locked=False)
+def _pages(nbytes: int, is_locked: bool, group: dist.ProcessGroup | None) -> Pages:
+    with contextlib.nullcontext() if group is None else shared_file(nbytes, group) as file:
+        with contextlib.suppress(RuntimeError):
+            return Pages(nbytes, is_locked, file)
+        logger.warning(
+            f"layer offloading: the system refused to page-lock {nbytes} bytes of host memory; pageable memory is used, whose "
+            "copies do not overlap compute. Raise the limit of locked memory (ulimit -l)"
+        )
+        return Pages(nbytes, False, file)

@@ -249,12 +249,6 @@ CASES = [
     ),
     (
         "layers_can_stream",
-        f"{JUDGE} reward_model.model.layer_offload=True trainer.n_gpus_per_node=4",
-        ["layer offloading works in one process only"],
-        "reward_model.model.layer_offload=False",
-    ),
-    (
-        "layers_can_stream",
         f"{JUDGE} reward_model.model.layer_offload=True reward_model.strategy=fsdp",
         ["layer offloading needs FSDP2"],
         "reward_model.strategy=fsdp2",
@@ -270,6 +264,28 @@ CASES = [
         f"{GAE} critic.model.layer_offload=True critic.model.lora_rank=8 critic.model.enable_activation_offload=False",
         ["transformers' checkpointing would keep", "the package peft"],
         "critic.model.enable_activation_offload=True",
+    ),
+    (
+        "bases_can_be_quantized",
+        f"{MODEL}.quantization=nf4",
+        ["weights that are trained cannot be quantised", "the package bitsandbytes"],
+        f"set {MODEL}.lora_rank to train adapters, or {MODEL}.quantization=null",
+    ),
+    (
+        "bases_can_be_quantized",
+        f"{GAE} critic.model.quantization=nf4 critic.model.lora_rank=8 critic.model.lora.use_dora=True critic.strategy=fsdp "
+        "trainer.n_gpus_per_node=2",
+        [
+            *("a quantised base needs FSDP2", "DoRA reads the base's weights"),
+            *("the package peft", "the package bitsandbytes"),
+        ],
+        "critic.strategy=fsdp2",
+    ),
+    (
+        "bases_can_be_quantized",
+        f"{MODEL}.quantization=nf4 {MODEL}.lora_rank=8 {ACTOR}.fsdp_config.model_dtype=fp64",
+        ["quantised weights have no fp64 form", "the package peft", "the package bitsandbytes"],
+        f"{ACTOR}.fsdp_config.model_dtype=fp32",
     ),
     (
         "offload_options_agree",

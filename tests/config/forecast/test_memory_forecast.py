@@ -301,6 +301,17 @@ def test_frozen_layers_wait_on_the_host(forecast):
     assert forecast(KL, streams, on=Machine(0, 8, frozenset())).streaming == []
 
 
+def test_a_quantised_base_has_nine_sixteenths_of_a_byte_per_weight(forecast):
+    lora = (f"{MODEL}.lora_rank=2", f"{ACTOR}.fsdp_config.model_dtype=bf16")
+    full, small = forecast(*lora), forecast(*lora, f"{MODEL}.quantization=nf4")
+    update, smaller = full.phase("update_actor").parts, small.phase("update_actor").parts
+    assert smaller["weights"] == update["weights"] - (2 - 9 / 16) * (N - ROOT)
+    streamed = forecast(*lora, f"{MODEL}.quantization=nf4", f"{MODEL}.layer_offload=True", num_hidden_layers=3)
+    (memory,) = streamed.streaming
+    assert memory.streamed == 3 * LAYER * 9 / 16
+    assert memory.buffers == 2 * LAYER * 9 / 16
+
+
 def test_rows_and_tokens_limit_a_micro_batch(forecast):
     dynamic = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", f"{ACTOR}.use_dynamic_bsz=True"]
 

@@ -67,7 +67,20 @@ def test_frozen_weights_stream_beside_resident_ones(run_benchmark):
     assert "streamed GB" in printed
 
 
+def test_quantised_weights_stream_in_their_small_form(run_benchmark):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (rlx[nf4])")
+    arguments = (*TINY[:-4], "--rounds", "1", "--no-picture", "--frozen", "--quantization", "nf4")
+    _, results = run_benchmark(*arguments, "--modes", "boundary,boundary:resident=0")
+    rows = rows_of(results)
+    assert all(row["note"] is None for row in rows.values())
+    elements = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert rows["boundary:resident=0"]["streamed_bytes"] == pytest.approx(elements * 9 / 16, rel=0.1)  # and alignment
+    assert results["quantization"] == "nf4"
+
+
 def test_streaming_needs_frozen_weights_and_a_number(refusal):
+    assert "quantised weights cannot be trained" in refusal("--quantization", "nf4")
     assert "resident= streams frozen weights" in refusal("--modes", "boundary:resident=0")
     assert "got resident=x" in refusal("--frozen", "--modes", "boundary:resident=x")
 
