@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import torch
@@ -16,7 +17,7 @@ def restored_process_state() -> Iterator[None]:
     Restored are the states of random generators, the environment except vLLM's own variables, `torch.set_num_threads` and the
     number of threads, the choice of attention kernels and the precision of matrix products.
     """
-    environment, python_state, numpy_state = dict(os.environ), random.getstate(), numpy.random.get_state()
+    environment, python_state = dict(os.environ), random.getstate()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     attention, precision = torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
     with own_random_state():
@@ -28,26 +29,34 @@ def restored_process_state() -> Iterator[None]:
             torch.backends.cuda.enable_cudnn_sdp(attention)
             torch.set_float32_matmul_precision(precision)
             random.setstate(python_state)
-            numpy.random.set_state(numpy_state)
             _restore(environment)
 
 
 @contextlib.contextmanager
 def own_random_state(seed: int | None = None) -> Iterator[None]:
-    """Run with separate states of torch's generators on host and device, seeded with `seed` if it is given."""
+    """Run with separate states of numpy's generator and torch's on host and device, seeded with `seed` if it is given.
+
+    On GPUs vLLM draws the seeds of requests without one from numpy.
+    """
     devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    with torch.random.fork_rng(devices):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
+    numpy_state = numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            if seed is not None:
+                torch.manual_seed(seed)
+                numpy.random.seed(seed % 2**32)
+            yield
+    finally:
+        numpy.random.set_state(numpy_state)
 
 
 class OwnRandomState:
-    """States of torch's generators on host and device that go on where they ended, whatever the process draws between uses."""
+    """States of numpy's and torch's generators that go on where they ended, whatever the process draws between uses."""
 
     def __init__(self) -> None:
         self._seed: int | None = 0  # not drawn from yet
         self._states: list[torch.Tensor] = []
+        self._numpy_state: Any = None
 
     def seed(self, seed: int) -> None:
         """Begin the next use with this seed."""
@@ -59,12 +68,14 @@ class OwnRandomState:
         modules = [torch.random, *([torch.get_device_module()] if torch.accelerator.is_available() else [])]
         with own_random_state(self._seed):
             if self._seed is None:
+                numpy.random.set_state(self._numpy_state)
                 for module, state in zip(modules, self._states, strict=True):
                     module.set_rng_state(state)
             try:
                 yield
             finally:
                 self._seed, self._states = None, [module.get_rng_state() for module in modules]
+                self._numpy_state = numpy.random.get_state()
 
 
 def _restore(environment: dict[str, str]) -> None:

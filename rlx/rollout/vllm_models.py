@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlx.config.vllm_range import supported_vllm
+from rlx.rollout.process_state import restored_process_state
 from rlx.rollout.vllm_api import models_of
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ def lacking_model(architectures: Sequence[str]) -> str | None:
     if not found and architectures:
         return f"vLLM {version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
     try:
-        for each in found:
-            if hasattr(each, "load_model_cls"):
-                each.load_model_cls()
+        with restored_process_state():  # modules of models set environment variables
+            for each in found:
+                if hasattr(each, "load_model_cls"):
+                    each.load_model_cls()
     except ImportError as error:  # vLLM itself would only say that it failed
         return f"vLLM {version} cannot import its model: {error}; install what it lacks, or set actor_rollout_ref.rollout.name=hf"
     return None
