@@ -5,7 +5,7 @@ steps of 1.2e-4, and AdamW with lr 1e-6 asks for 1e-6: rounding to nearest retur
 updates until the bf16 weight moves. The model computes with the bf16 weight, which is the master rounded to nearest.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,10 @@ class MasterAdamW(AdamW):
         assert closure is None
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            states = [self._state_of(p, group["fused"]) for p in trained]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter] = dict(self.new_state(parameter))
+            states = [self.state[p] for p in trained]
             masters, moments, squares = ([local(s[k]) for s in states] for k in (MASTER, "exp_avg", "exp_avg_sq"))
             gradients = [self._widened(local(p.grad)) for p in trained]
             adamw(
@@ -71,15 +74,15 @@ class MasterAdamW(AdamW):
             return wide
         return wide * self.gradient_scale if wide is gradient else wide.mul_(self.gradient_scale)
 
-    def _state_of(self, parameter: Tensor, fused: bool | None) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            on_device = {"device": local(parameter).device} if fused else {}
-            state["step"] = torch.zeros((), dtype=torch.float32, **on_device)  # the fused kernel reads it there
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state[MASTER] = parameter.detach().float()
-        return state
+    @torch.no_grad()
+    def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield a parameter's state before its first step by name."""
+        is_fused = any(group["fused"] for group in self.param_groups)
+        # The fused kernel reads the count on the device.
+        yield "step", torch.zeros((), dtype=torch.float32, device=local(parameter).device if is_fused else None)
+        yield "exp_avg", torch.zeros_like(parameter, dtype=torch.float32)
+        yield "exp_avg_sq", torch.zeros_like(parameter, dtype=torch.float32)
+        yield MASTER, parameter.detach().float()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a state and keep its fp32 numbers, which torch's optimizers would round to the parameters' type."""

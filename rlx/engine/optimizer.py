@@ -73,6 +73,17 @@ def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
     return elements * 2 * (1 if type(optimizer).__name__ == "AdamW8bit" else parameter.itemsize)
 
 
+def new_state(optimizer: AdamW, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state of a parameter before its first step by name, each tensor made when it is asked for."""
+    if isinstance(optimizer, MasterAdamW):
+        yield from optimizer.new_state(parameter)
+        return
+    is_fused = any(group["fused"] for group in optimizer.param_groups)
+    yield "step", torch.zeros((), dtype=torch.float32, device=local(parameter).device if is_fused else None)
+    for name in ("exp_avg", "exp_avg_sq"):
+        yield name, torch.zeros_like(parameter, requires_grad=False)
+
+
 def _narrow_gradients(optimizer: Optimizer) -> None:
     """Round gradients that were summed in a wider type to the type of their parameters, which torch's AdamW needs."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
