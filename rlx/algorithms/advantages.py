@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rlx.algorithms.turns import on_tokens, sums_by_turn, turn_index, turn_starts
+
 GRPO_EPS = 1e-6
 WHITEN_EPS = 1e-8
 BLOCK_STEPS = 128
@@ -238,15 +240,39 @@ def opo(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
     return _on_tokens(group.relative_B - baseline_G[group.of_row_B], mask, scores.dtype)
 
 
-def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def gae_over_turns(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Return generalised advantage estimates over turns, which are runs of tokens in the mask, and returns; both (B, T).
+
+    A turn is one step: its reward is the sum over its tokens, and its value that of its first token, the state in which the turn
+    is chosen. All its tokens have its advantage. They also share its return as target of the critic, since nothing is discounted
+    within a turn.
+
+    Args:
+        token_rewards, values, mask, gamma, lam: as in `gae`.
+
+    Source: the turn-level MDP of Turn-PPO, arXiv:2512.17008; equation 16 of arXiv:1506.02438 over its steps. The paper trains the
+    critic on turns; here it has a target at every token, because its loss is over tokens.
+    """
+    index = turn_index(mask)
+    rewards_BK = sums_by_turn(token_rewards, index)
+    values_BK = sums_by_turn(torch.where(turn_starts(mask), values, 0.0), index)
+    turns_BK = sums_by_turn(mask.to(values.dtype), index) > 0
+    advantages_BK, returns_BK = gae(rewards_BK, values_BK, turns_BK, gamma, lam)
+    return on_tokens(advantages_BK, index), on_tokens(returns_BK, index)
+
+
+def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float, over_turns: bool = False) -> Tensor:
     """Return REINFORCE++ advantages: discounted rewards to go, whitened over all response tokens of the batch.
 
     G_t = sum of gamma^(k - t) r_k over the row's response tokens k >= t. With the KL in the reward and gamma = 1 it is the
-    score minus the KL penalties from t on. Tokens outside the mask take no time step, whereas verl starts anew after them.
+    score minus the KL penalties from t on. Tokens outside the mask take no time step, whereas verl starts anew after them. With
+    `over_turns` t and k count turns instead of tokens, see `gae_over_turns`.
 
     Source: arXiv:2501.03262; verl-project/verl@018f23b, `reinforce_plus_plus`.
     """
-    return masked_whiten(_to_go(token_rewards, mask, gamma), mask)
+    return masked_whiten(_to_go(token_rewards, mask, gamma, over_turns), mask)
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
@@ -269,9 +295,10 @@ def remax(token_rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, _to_go(token_rewards, mask, 1.0) - greedy_scores[:, None], 0.0)
 
 
-def _to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def _to_go(token_rewards: Tensor, mask: Tensor, gamma: float, over_turns: bool = False) -> Tensor:
     """Return discounted rewards to go, which are the advantages over values of 0."""
-    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0)[0]
+    estimate = gae_over_turns if over_turns else gae
+    return estimate(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0)[0]
 
 
 # The registry -----------------------------------------------------------------------------------------------------
@@ -291,12 +318,17 @@ class Options(Protocol):
 
     @property
     def gamma(self) -> float:
-        """Discount per token."""
+        """Discount per step of time."""
         ...
 
     @property
     def lam(self) -> float:
         """GAE's lambda."""
+        ...
+
+    @property
+    def time_step(self) -> str:
+        """Step of gamma and lam: token or turn."""
         ...
 
     @property
@@ -307,12 +339,15 @@ class Options(Protocol):
 
 def _outcome(batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """Return each sample's reward, the sum over its tokens (the score, and the KL if it is in the reward), mask and group."""
-    return batch["token_rewards"].sum(dim=1), batch["response_mask"], batch["group_id"]
+    # In fp64, so that equal sums of turns' rewards are equal in any order.
+    rewards = batch["token_rewards"]
+    return rewards.sum(dim=1, dtype=torch.float64).to(rewards.dtype), batch["response_mask"], batch["group_id"]
 
 
 def _ppo(batch: Columns, options: Options) -> dict[str, Tensor]:
     mask = batch["response_mask"]
-    advantages, returns = gae(batch["token_rewards"], batch["values"], mask, options.gamma, options.lam)
+    estimate = gae_over_turns if options.time_step == "turn" else gae
+    advantages, returns = estimate(batch["token_rewards"], batch["values"], mask, options.gamma, options.lam)
     return {"advantages": masked_whiten(advantages, mask), "returns": returns}
 
 
@@ -325,7 +360,9 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": lambda batch, o: {"advantages": rloo(*_outcome(batch))},
     "opo": lambda batch, o: {"advantages": opo(*_outcome(batch))},
     "reinforce_plus_plus": lambda batch, o: {
-        "advantages": reinforce_plus_plus(batch["token_rewards"], batch["response_mask"], o.gamma)
+        "advantages": reinforce_plus_plus(
+            batch["token_rewards"], batch["response_mask"], o.gamma, o.time_step == "turn"
+        )
     },
     "reinforce_plus_plus_baseline": lambda batch, o: {"advantages": reinforce_plus_plus_baseline(*_outcome(batch))},
     "remax": lambda batch, o: {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 
@@ -42,6 +43,9 @@ TENSORS: dict[str, Column] = {
         "experts that the sampler used; 0 in layers without experts, on padding and the last token",
     ),
     "policy_version": Column("B", I64, "rollout", "number of weight updates the sampler had received"),
+    "turn_rewards": Column(
+        "BR", F32, "rollout", "reward that an environment gave a turn, on its last token; only with an environment"
+    ),
     "scores": Column("B", F32, "rewards", "one score per sample"),
     "greedy_scores": Column(
         "B", F32, "rewards", "score of the greedy response to the sample's prompt, if ReMax asks for it"
@@ -65,7 +69,10 @@ TENSORS: dict[str, Column] = {
     "ref_log_probs": Column("BR", F32, "ref", "log-prob under the reference"),
     "values": Column("BR", F32, "critic", "value of the state in which each response token is chosen"),
     "token_rewards": Column(
-        "BR", F32, "trainer", "score on the last response token, minus the KL penalty if configured"
+        "BR",
+        F32,
+        "trainer",
+        "score on the last response token, or an environment's rewards on turns' last tokens; minus the KL penalty if configured",
     ),
     "advantages": Column("BR", F32, "algorithms", "advantage of each token"),
     "returns": Column("BR", F32, "algorithms", "regression target of the critic"),
@@ -82,8 +89,10 @@ INFO: dict[str, str] = {
     "ground_truth": "Any: what the reward function compares with (data)",
     "extra_info": "dict: the row's extra_info (data)",
     "raw_prompt": "str or list of {role, content}: the prompt before tokenizer and chat template (data)",
-    "prompt_text": "str: the prompt as the model sees it (data)",
-    "response_text": "str: the decoded response without special tokens (trainer)",
+    "prompt_text": "str: the prompt as the model sees it (data, or rollout with an environment)",
+    "response_text": "str: all decoded tokens behind the prompt without special tokens (trainer)",
+    "sample": "int: index among the samples of its prompt (trainer)",
+    "conversation": "dict: the turns with their times and rewards, and the reason of the end (rollout, with an environment)",
 }
 
 
@@ -168,6 +177,17 @@ class Batch:
         """Apply `change` to each column; it must keep rows and shape, as a move to a device does."""
         return Batch(self.tensors.apply(change), self.info)
 
+    def with_prompts(self, width: int) -> "Batch":
+        """Return the batch with prompts left padded to `width` tokens, at least as many as now; tokens of padding are 0."""
+        added = width - self.prompt_length
+        columns = {name: self[name] for name in ("input_ids", "attention_mask", EXPERTS) if name in self}
+        return self.with_(**{name: pad(x, (*[0] * 2 * (x.dim() - 2), added, 0)) for name, x in columns.items()})
+
+    @property
+    def prompt_length(self) -> int:
+        """P, the width of the prompts."""
+        return int(self["input_ids"].shape[1]) - self.response_length
+
     @property
     def response_length(self) -> int:
         """R, the width of the response columns."""
@@ -176,6 +196,16 @@ class Batch:
     def responses(self) -> Tensor:
         """Return the response tokens (B, R) int64."""
         return self["input_ids"][:, self["input_ids"].shape[1] - self.response_length :]
+
+    def response_tokens(self) -> list[list[int]]:
+        """Return the tokens behind each prompt, without padding."""
+        masks = self["attention_mask"][:, self.prompt_length :]
+        return [ids[mask].tolist() for ids, mask in zip(self.responses(), masks, strict=True)]
+
+    def prompt_tokens(self) -> list[list[int]]:
+        """Return the tokens of each prompt, without padding."""
+        ids, masks = (self[name][:, : self.prompt_length] for name in ("input_ids", "attention_mask"))
+        return [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
 
     def token_counts(self) -> list[int]:
         """Return the number of tokens per row without padding, prompt and response together."""

@@ -1,63 +1,17 @@
-"""The messages of a reward process to the driver: lines of JSON.
+"""The form of a reward process's messages to the driver, which checks it. `rlx.processes.lines` carries them."""
 
-A reward function may run what a model wrote, so its process is not trusted. The driver unpickles nothing from it, and checks the
-form and the length of each message.
-"""
-
-import json
 import math
-import os
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from rlx.processes.lines import BadAnswer
 from rlx.rewards.function import LARGEST_SCORE, Kind, Outcome
 from rlx.user_code import ImportFailed, UserCodeError
 
-LONGEST_LINE = 2**26  # bytes
-_READ_AT_ONCE = 2**20  # bytes
 _ERRORS = {each.__name__: each for each in (UserCodeError, ImportFailed)}
 
 Loaded = tuple[bool, UserCodeError | None, str]
 """The answer to a request to load: whether the function is async, why it cannot be loaded, and the traceback."""
-
-
-class BadAnswer(OSError):
-    """A process sent a message that no reward process of rlx sends."""
-
-
-def send(descriptor: int, message: Any) -> None:
-    """Write a message; NaN is allowed. Blocks while the driver does not read."""
-    left = memoryview(json.dumps(message).encode() + b"\n")
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-class Lines:
-    """Collects the messages from a descriptor."""
-
-    def __init__(self, descriptor: int):
-        self._descriptor, self._rest = descriptor, bytearray()
-
-    def read(self) -> list[Any]:
-        """Return the messages that are complete now; wait only until there is anything to read.
-
-        Raises:
-            EOFError, OSError: the process has ended, or sent no JSON (BadAnswer).
-        """
-        data = os.read(self._descriptor, _READ_AT_ONCE)
-        if not data:
-            raise EOFError
-        self._rest += data
-        if b"\n" not in data and len(self._rest) <= LONGEST_LINE:
-            return []
-        *whole, rest = self._rest.split(b"\n")
-        self._rest = bytearray(rest)
-        try:
-            if any(len(each) > LONGEST_LINE for each in (*whole, rest)):
-                raise ValueError
-            return [json.loads(each) for each in whole]
-        except (ValueError, RecursionError):
-            raise BadAnswer("sent an answer that is no JSON, or too long") from None
 
 
 def of_loaded(loaded: Loaded) -> list[Any]:

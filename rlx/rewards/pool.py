@@ -15,11 +15,7 @@ to blame. If it took too long it is lost. If it ended the process the driver sen
 
 import contextlib
 import math
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,9 +23,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from rlx.rewards.answers import BadAnswer, Lines, Loaded, to_loaded, to_outcomes
+from rlx.processes.lines import BadAnswer, Lines
+from rlx.processes.parent import ChildProcess
+from rlx.rewards.answers import Loaded, to_loaded, to_outcomes
 from rlx.rewards.function import Function, Loadable, Outcome
-from rlx.rewards.process import OUT_OF_MEMORY
 from rlx.user_code import UserCodeError
 
 LOAD_LIMIT_S = 300.0
@@ -76,19 +73,10 @@ class _Process:
     """
 
     def __init__(self, memory_bytes: int, at_once: int):
-        # The process gets the driver's whole import path. Processes share the cores, so each uses one thread.
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self.connection, theirs = Pipe()
         with theirs:
-            arguments = (theirs.fileno(), os.getpid(), memory_bytes, at_once)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlx.rewards.process", *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # the driver's output must not contain what functions print
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # the driver handles Ctrl-C, and processes that a function starts can be killed too
+            self._process = ChildProcess(
+                "rlx.rewards.process", theirs.fileno(), (memory_bytes, at_once), "reward.memory_limit_gb"
             )
         self._lines = Lines(self.connection.fileno())
         self._loaded: set[Loadable] = set()
@@ -160,14 +148,9 @@ class _Process:
 
     def end(self) -> str:
         """Kill it and all processes it started; return in words how it ended if it had ended before."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        how = self._process.end()
         self.connection.close()
-        if code == OUT_OF_MEMORY:
-            return "ran out of memory (reward.memory_limit_gb)"
-        return f"ended its process ({f'exit code {code}' if code >= 0 else signal.Signals(-code).name})"
+        return how
 
 
 class ProcessPool:

@@ -6,63 +6,23 @@ samples of each call, pickled arguments of the calls) to call it; the answers ar
 """
 
 import asyncio
-import ctypes
 import os
 import pickle
-import resource
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlx.rewards.answers import Loaded, of_loaded, send
+from rlx.processes.child import OUT_OF_MEMORY, TooLong, end_with, interrupted_after, limit_memory
+from rlx.processes.lines import send
+from rlx.rewards.answers import Loaded, of_loaded
 from rlx.rewards.function import Function, Outcome, is_async, outcome_of, raised
 from rlx.user_code import UserCodeError
 
 FLUSH_S = 0.01
 """Outcomes wait at most this long to be sent together with others, unless the next call takes longer [s]."""
-OUT_OF_MEMORY = 97
-"""Exit code after a MemoryError: the process ends to free the memory that the function still holds."""
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with(parent: int) -> None:
-    """Let the system kill this process when the driver's thread that started it ends, even in C code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the driver has already ended
-        os._exit(0)
-
-
-class TooLong(BaseException):
-    """A call has used its time. No Exception, so that libraries do not catch it."""
-
-
-@contextmanager
-def interrupted_after(cpu_limit_s: float) -> Iterator[None]:
-    """Raise TooLong inside a block that uses the processor for longer; 0: never.
-
-    The signal comes again until the block ends, because an exception in a callback of C code is lost. Code in C that never
-    returns to Python is not interrupted.
-    """
-
-    if not cpu_limit_s:
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise TooLong
-
-    signal.signal(signal.SIGPROF, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s, 0.1)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class Answers:
@@ -180,10 +140,7 @@ def main() -> None:
     """Run with the arguments: descriptor of the connection, the driver's process id, bytes of memory (0: any), calls at once."""
     descriptor, parent, memory_bytes, at_once = map(int, sys.argv[1:])
     end_with(parent)
-    if memory_bytes:
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    limit_memory(memory_bytes)
     Process(Connection(descriptor), at_once).serve()
     os._exit(0)  # even if functions have left threads running
 

@@ -5,7 +5,8 @@ Shape letters: B sequences being decoded, D distinct prompts, P prompt tokens (l
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from rlx.models.experts import ExpertRouting, recorded
 from rlx.models.loading import load_model
 from rlx.models.lora import Adapter, adapter_weights, add_lora
 from rlx.rollout.change_check import sample_of
+from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.hf_experts import experts_by_row
 from rlx.rollout.kv_cache import growing_cache
-from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
+from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.sampling import choose_tokens, request_uniforms
 
 # Finished sequences leave the batch once they are this share of it, because removing them copies the KV cache.
@@ -32,7 +34,7 @@ _RELATIVE_CHANGE, _AMPLIFIED = 1e-6, 10  # of weights, and of the change of logi
 _DEVIATION = 2.0  # of the probe's weights, times the root of their width
 
 
-class HFRollout:
+class HFRollout(RequestsInFlight):
     """A `Rollout` on a transformers causal language model.
 
     The model is built from its config; its weights only come through `update_weights`.
@@ -61,8 +63,8 @@ class HFRollout:
         trust_remote_code: bool = False,
         with_experts: bool = False,
     ):
+        super().__init__(max_num_seqs)
         self._device = torch.device(device)
-        self._max_num_seqs = max_num_seqs
         with self._device:
             self._model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
@@ -112,8 +114,10 @@ class HFRollout:
 
         Raises:
             ValueError: a name is unknown, missing or sent twice, a shape differs, or tied weights disagree. The model is then
-                half written, and `generate` raises an error until a complete set has arrived.
+                half written, and requests are refused until a complete set has arrived. Or requests are in flight; the weights
+                are then as before.
         """
+        self._refuse_in_flight("update_weights")
         self._version = None
         targets = self._targets()
         sent: set[str] = set()
@@ -152,7 +156,8 @@ class HFRollout:
         return sample_of(self._targets().values())
 
     def sleep(self) -> None:
-        """Move the weights to host memory; do nothing on CPU."""
+        """Move the weights to host memory; do nothing on CPU. Raises ValueError."""
+        self._refuse_in_flight("sleep")
         if self._device.type != "cpu":
             self._model.to("cpu")
             torch.accelerator.empty_cache()
@@ -160,59 +165,52 @@ class HFRollout:
     def close(self) -> None:
         """Free the memory of the weights."""
         self._version = None
+        self._requests.clear()
         self._model.to("meta")
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete every request.
+    def _fault(self, request: Request) -> str | None:
+        return None if request.prompt_ids else "has an empty prompt; expected at least one token"
+
+    def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
+        """Complete up to `max_num_seqs` requests.
 
         Equal prompts share one prefill. Except for rounding, a completion does not depend on the other requests.
-
-        Returns:
-            Completions in the order of `requests`.
-
-        Raises:
-            ValueError: there are no weights yet, or a prompt is empty.
         """
-        if self._version is None:
-            raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
         self._model.to(self._device)
-        empty = [index for index, request in enumerate(requests) if not request.prompt_ids]
-        if empty:
-            raise ValueError(f"generate: request {empty[0]} has an empty prompt; expected at least one token")
-        completions: dict[int, Completion] = {}
-        for indices in self._batches(requests):
-            batch = [requests[index] for index in indices]
-            completions.update(zip(indices, self._decode(batch), strict=True))
-        return [completions[index] for index in range(len(requests))]
+        numbers = self._batch(requests)
+        return list(zip(numbers, self._decode([requests[number] for number in numbers]), strict=True))
 
-    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Yield indices of requests to decode together: same sampling, similar length, equal prompts next to each other."""
-        by_sampling: dict[Sampling, list[int]] = {}
-        for index, request in enumerate(requests):
-            by_sampling.setdefault(request.sampling, []).append(index)
-        for indices in by_sampling.values():
-            indices.sort(key=lambda index: (len(requests[index].prompt_ids), requests[index].prompt_ids))
-            for start in range(0, len(indices), self._max_num_seqs):
-                yield indices[start : start + self._max_num_seqs]
+    def _batch(self, requests: Mapping[int, Request]) -> list[int]:
+        """Return the numbers of requests to decode together.
+
+        They have the sampling of the oldest request, but for `max_tokens`, and the shortest prompts; equal prompts are next to
+        each other.
+        """
+        kinds = {number: replace(request.sampling, max_tokens=1) for number, request in requests.items()}
+        oldest = next(iter(kinds.values()))
+        numbers = [number for number, kind in kinds.items() if kind == oldest]
+        numbers.sort(key=lambda number: (len(requests[number].prompt_ids), requests[number].prompt_ids))
+        return numbers[: self.max_num_seqs]
 
     @torch.inference_mode()
     def _decode(self, batch: list[Request]) -> list[Completion]:
-        sampling = batch[0].sampling
-        uniforms = request_uniforms([request.seed for request in batch], sampling.max_tokens).to(self._device)
+        sampling, limits = batch[0].sampling, [request.sampling.max_tokens for request in batch]
+        longest = max(limits)
+        uniforms = request_uniforms([request.seed for request in batch], longest).to(self._device)
         stops = torch.tensor(sampling.stop_token_ids, device=self._device, dtype=torch.int64)
-        tokens = torch.zeros(len(batch), sampling.max_tokens, dtype=torch.int64, device=self._device)
-        log_probs = torch.zeros(len(batch), sampling.max_tokens, device=self._device)
-        lengths = torch.full((len(batch),), sampling.max_tokens, device=self._device)
+        tokens = torch.zeros(len(batch), longest, dtype=torch.int64, device=self._device)
+        log_probs = torch.zeros(len(batch), longest, device=self._device)
+        lengths = torch.tensor(limits, device=self._device)
         stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
         prompts = [request.prompt_ids for request in batch]
         routing = self._routing if sampling.with_experts else None
-        decoder = _Decoder(self._model, self._inputs, prompts, sampling.max_tokens, self._device, routing)
+        decoder = _Decoder(self._model, self._inputs, prompts, longest, self._device, routing)
         # Of the last tokens that the decoder has read, with the rows that they belong to.
         experts: list[tuple[Tensor, Tensor | None]] = []
         rows = torch.arange(len(batch), device=self._device)  # rows of the batch that the decoder still works on
         running = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not stopped
-        for step in range(sampling.max_tokens):
+        for step in range(longest):
             beat()
             experts.append((rows, decoder.experts))
             chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling)
@@ -221,11 +219,12 @@ class HFRollout:
             ends = torch.isin(chosen, stops) & running
             lengths[rows[ends]] = step + 1
             stopped[rows[ends]] = True
-            running &= ~ends
+            running &= lengths[rows] > step + 1
             count = int(running.sum())
-            if count == 0 or step + 1 == sampling.max_tokens:
+            if count == 0:
                 break
-            if count <= (1 - COMPACT_SHARE) * len(rows):
+            # A row at its own limit leaves at once: the model may have no position for a token more.
+            if count <= (1 - COMPACT_SHARE) * len(rows) or step + 1 in limits:
                 keep = running.nonzero().squeeze(-1)
                 decoder.keep(keep)
                 rows, chosen, running = rows[keep], chosen[keep], running[keep]

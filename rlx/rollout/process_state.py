@@ -42,6 +42,31 @@ def own_random_state(seed: int | None = None) -> Iterator[None]:
         yield
 
 
+class OwnRandomState:
+    """States of torch's generators on host and device that go on where they ended, whatever the process draws between uses."""
+
+    def __init__(self) -> None:
+        self._seed: int | None = 0  # not drawn from yet
+        self._states: list[torch.Tensor] = []
+
+    def seed(self, seed: int) -> None:
+        """Begin the next use with this seed."""
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use these states in place of the process's own, which are restored."""
+        modules = [torch.random, *([torch.get_device_module()] if torch.accelerator.is_available() else [])]
+        with own_random_state(self._seed):
+            if self._seed is None:
+                for module, state in zip(modules, self._states, strict=True):
+                    module.set_rng_state(state)
+            try:
+                yield
+            finally:
+                self._seed, self._states = None, [module.get_rng_state() for module in modules]
+
+
 def _restore(environment: dict[str, str]) -> None:
     for name in set(os.environ) | set(environment):
         if name.startswith("VLLM_"):

@@ -88,9 +88,19 @@ class Completion(NamedTuple):
 
 
 class Rollout(Protocol):
-    """A sampler with its own copy of the weights.
+    """A sampler with its own copy of the weights, and the requests that it works on.
 
-    With `ModelConfig.sends_adapters` it loads the base by itself, and `update_weights` brings the adapters alone.
+    A request is *in flight* from `add_request` until `step` returns its completion or `abort` ends it. More may be added
+    between any two steps:
+
+        number = rollout.add_request(request)
+        while rollout.running:
+            for number, completion in rollout.step():
+                ...  # may add the next turn's request
+
+    The processes of a tensor-parallel group call all methods with the same arguments in the same order; see
+    `rlx.rollout.flight.FirstRank`. With `ModelConfig.sends_adapters` the sampler loads the base by itself, and
+    `update_weights` brings the adapters alone.
     """
 
     @property
@@ -98,19 +108,58 @@ class Rollout(Protocol):
         """Version of the weights in use; None until a complete set has arrived, and after a `sleep` that loses them."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete every request in the order given, after waking up if needed.
+    @property
+    def running(self) -> int:
+        """Number of requests in flight, those that wait for a place among `max_num_seqs` included."""
+        ...
+
+    def add_request(self, request: Request) -> int:
+        """Take a request and return its number, which no other request of this sampler has; wakes up if needed.
 
         Raises:
-            ValueError: there are no weights, or a request cannot be completed.
+            ValueError: there are no weights, or the request cannot be completed.
             EngineError: the sampler failed; build another.
         """
         ...
 
+    def step(self) -> list[tuple[int, Completion]]:
+        """Work on the requests in flight and return those that stopped, by number; [] if none did or none is in flight.
+
+        vLLM decodes one token of each request that has a place. The hf sampler completes up to `max_num_seqs` requests.
+
+        Raises:
+            EngineError: the sampler failed and all its requests are lost; build another.
+        """
+        ...
+
+    def abort(self, numbers: Iterable[int] | None = None) -> None:
+        """End requests in flight, all of them if no numbers are given, and free all that they hold; they get no completion.
+
+        Raises:
+            ValueError: a number is of no request in flight; none is ended then.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete every request and return completions in the order given: `add_request` and `step` until none runs.
+
+        Raises:
+            ValueError: there are no weights, a request cannot be completed, or others are in flight.
+            EngineError: the sampler failed; build another.
+        """
+        ...
+
+    def take_load(self) -> dict[str, float]:
+        """Return how busy the sampler was since the last call, see `rlx.rollout.flight.Load`; {} if it had no request."""
+        ...
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by `weights` (names as in the transformers model), asleep or not. Raises ValueError.
+        """Replace all weights by `weights` (names as in the transformers model), asleep or not.
 
         The weights are those of the whole model, or the adapters' by the names of `rlx.models.lora.add_lora`.
+
+        Raises:
+            ValueError: they do not fit the model, or requests are in flight: a completion has one policy.
         """
         ...
 
@@ -119,9 +168,13 @@ class Rollout(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free device memory until the next call. If the weights are lost with it, `version` becomes None."""
+        """Free device memory until the next call. If the weights are lost with it, `version` becomes None.
+
+        Raises:
+            ValueError: requests are in flight.
+        """
         ...
 
     def close(self) -> None:
-        """End the sampler and free everything it holds."""
+        """End the sampler and free everything it holds; requests in flight are lost."""
         ...

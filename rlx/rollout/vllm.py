@@ -14,6 +14,7 @@ from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import LORA_RANKS
 from rlx.models.adapter_folder import AdapterKind, write_adapters
 from rlx.models.loading import load_config, load_skeleton
+from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import VLLMEngine, lacking_model, unknown_options
 
@@ -85,7 +86,7 @@ def engine_options(
     return {**own, **rollout.engine_kwargs.vllm}
 
 
-class VLLMRollout:
+class VLLMRollout(RequestsInFlight):
     """A `Rollout` on a vLLM engine in this process.
 
     Weights only come through `update_weights`. `sleep` frees the device memory of weights and cache, and both are lost; on CPU
@@ -115,6 +116,7 @@ class VLLMRollout:
         if lacking:
             raise ValueError(f"{model.path}: {lacking}")
         options = engine_options(rollout, model, device, context_length, seed)
+        super().__init__(options["max_num_seqs"])
         self._aliases: dict[str, list[str]] = {}
         self._adapters = _Adapters(AdapterKind.of(model), model.path) if model.sends_adapters else None
         if device.type == "cpu" and self._adapters is None:
@@ -155,40 +157,43 @@ class VLLMRollout:
         """Version of the weights in use; None until a complete set has arrived, and again after `sleep`."""
         return self._version
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete every request.
-
-        Raises:
-            ValueError: there are no weights, a request is empty or longer than the engine's context, or it asks for log-probs
-                at a temperature that the engine is not set up for.
-            EngineError: vLLM failed and cannot be used any more.
-        """
-        if self._version is None:
-            raise ValueError("generate: no complete set of weights has arrived; call update_weights first")
+    def _fault(self, request: Request) -> str | None:
+        prompt, sampling = len(request.prompt_ids), request.sampling
         longest = self.engine.max_model_len
-        for index, request in enumerate(requests):
-            prompt, sampling = len(request.prompt_ids), request.sampling
-            if not prompt:
-                raise ValueError(f"generate: request {index} has an empty prompt; expected at least one token")
-            if prompt + sampling.max_tokens > longest:
-                raise ValueError(
-                    f"generate: request {index} has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but "
-                    f"vLLM's max_model_len is {longest}; raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
-                )
-            if self._is_raw and sampling.with_log_probs and sampling.log_prob_temperature != 1.0:
-                raise ValueError(
-                    f"generate: request {index} asks for log-probs at temperature {sampling.temperature}, but with "
-                    "rollout.temperature=1 vLLM is set up for temperature 1"
-                )
+        if not prompt:
+            return "has an empty prompt; expected at least one token"
+        if prompt + sampling.max_tokens > longest:
+            return (
+                f"has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but vLLM's max_model_len is {longest}; "
+                "raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
+            )
+        if self._is_raw and sampling.with_log_probs and sampling.log_prob_temperature != 1.0:
+            return (
+                f"asks for log-probs at temperature {sampling.temperature}, but with rollout.temperature=1 vLLM is set up for "
+                "temperature 1"
+            )
+        return None
+
+    def _enter(self, number: int, request: Request) -> None:
         self._wake("weights", "kv_cache")
-        return self.engine.generate(requests, self._seeded) if requests else []
+        if not self.running:
+            self.engine.seed(request.seed)
+        self.engine.add(number, request, self._seeded)
+
+    def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
+        return self.engine.step(requests)
+
+    def _leave(self, numbers: Sequence[int]) -> None:
+        self.engine.abort(numbers)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load a complete set of weights, layer by layer, or the adapters; only the weights are woken.
 
         Raises:
-            ValueError: vLLM's model lacks a weight, has it in another shape, or has no place for an adapter.
+            ValueError: vLLM's model lacks a weight, has it in another shape, or has no place for an adapter; or requests are
+                in flight.
         """
+        self._refuse_in_flight("update_weights")
         self._version = None
         self._wake("weights")
         if self._adapters is not None:
@@ -203,7 +208,8 @@ class VLLMRollout:
         return self.engine.probe()
 
     def sleep(self) -> None:
-        """Free the device memory of weights and cache. Their contents are lost, except weights that take adapters."""
+        """Free the device memory of weights and cache. Their contents are lost, except weights that take adapters. Raises ValueError."""
+        self._refuse_in_flight("sleep")
         if self._device.type == "cpu" or self._asleep:
             return
         if self._adapters is None:
@@ -214,6 +220,7 @@ class VLLMRollout:
     def close(self) -> None:
         """End the engine."""
         self._version = None
+        self._requests.clear()
         try:
             self._wake("weights", "kv_cache")  # memory that sleeps cannot be freed and would count as used
         except EngineError as error:

@@ -6,24 +6,20 @@ Importing this module imports vLLM, with the settings that let it run in a proce
 import contextlib
 import dataclasses
 import difflib
-import fcntl
 import gc
 import logging
 import os
-import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.vllm_range import supported_vllm
 from rlx.heartbeat import beat
-from rlx.rollout.process_state import own_random_state, restored_process_state
+from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
+from rlx.rollout.vllm_shared_memory import shared_memory
 from rlx.rollout.vllm_weights import count_adapters, probe, tensors_of
 
 _version = supported_vllm()
@@ -40,11 +36,13 @@ with restored_process_state():
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 # Warnings of vLLM about settings that rlx intends, by the logger that writes them.
 _NO_NEWS = {
     "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
+    "v1.engine.input_processor": ("Passing raw prompts",),  # the form of a prompt that all versions in the range take
     "renderers.base": ("Chat template warmup failed", "because tokenizer is not initialized"),  # tokens go in and out
     "model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load",),  # it has no weights
 }
@@ -80,17 +78,6 @@ def lacking_model(architectures: Sequence[str]) -> str | None:
     return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
 
 
-def _beat_at_each(engine: Any) -> None:
-    """Let an engine's steps, each of which decodes a token of every running request, count as progress."""
-    step, engine_ref = type(engine).step, weakref.ref(engine)  # a closed engine must not live on in a cycle
-
-    def counted() -> Any:
-        beat()
-        return step(engine_ref())
-
-    engine.step = counted
-
-
 class VLLMEngine:
     """One vLLM engine in this process, with random weights until `load` brings real ones.
 
@@ -107,8 +94,9 @@ class VLLMEngine:
     def __init__(self, options: Mapping[str, Any], on_cpu: bool) -> None:
         self._stance = "force_eager" if on_cpu else "default"
         self._adapters: LoRARequest | None = None
+        self._random = OwnRandomState()
         shares_memory = on_cpu and options["tensor_parallel_size"] > 1
-        with restored_process_state(), _shared_memory() if shares_memory else contextlib.nullcontext():
+        with restored_process_state(), shared_memory() if shares_memory else contextlib.nullcontext():
             try:
                 self._llm: LLM | None = LLM(**options)
             except Exception as error:
@@ -116,7 +104,6 @@ class VLLMEngine:
                 raise ValueError(
                     f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}"
                 ) from error
-        _beat_at_each(self._llm.llm_engine)
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
@@ -142,23 +129,53 @@ class VLLMEngine:
             raise EngineError("vLLM: the engine has been closed")
         return self._llm
 
-    def generate(self, requests: Sequence[Request], seeded: bool) -> list[Completion]:
-        """Complete requests and return completions in their order; raise EngineError if the engine fails."""
-        call = self.direct(requests, seeded)
+    def seed(self, seed: int) -> None:
+        """Seed the stream that requests without a seed of their own draw from.
+
+        It must be the same in all processes of a tensor-parallel group: if samples differ, one process finishes while the
+        others wait for it.
+        """
+        self._random.seed(seed)
+
+    def add(self, number: int, request: Request, seeded: bool) -> None:
+        """Take a request; the next step works on it if there is room. Raises EngineError if the engine fails."""
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+        with self._at_work():
+            self._engine.llm_engine.add_request(
+                str(number), prompt, _sampling_params(request, seeded), lora_request=self._adapters
+            )
+
+    def step(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
+        """Decode a token of each request that has a place, and return those that stopped; raises EngineError.
+
+        Args:
+            requests: those in flight by number.
+        """
+        beat()
+        with self._at_work():
+            answers: list[Any] = self._engine.llm_engine.step()
+        stopped = {int(answer.request_id): answer.outputs[0] for answer in answers if answer.finished}
+        return [(number, _completion(requests[number], output)) for number, output in stopped.items()]
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """End requests and free their cache."""
+        with self._at_work():
+            self._engine.llm_engine.abort_request([str(number) for number in numbers])
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
         try:
-            answers = call()
+            with self._random.in_use(), torch.compiler.set_stance(self._stance):
+                yield
         except Exception as error:
             raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
-        return [_completion(request, answer.outputs[0]) for request, answer in zip(requests, answers, strict=True)]
 
     def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
-        """Return a function that calls vLLM with the requests and returns vLLM's own objects; it may be called repeatedly."""
+        """Return a function that calls vLLM's own `generate` and returns its objects, to compare with; it may be called repeatedly."""
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         params = [_sampling_params(request, seeded) for request in requests]
 
         def call() -> list[Any]:
-            # Requests without a seed draw from one stream, which must be the same in all processes of a tensor-parallel group:
-            # if they differ, one process finishes while the others wait for it.
             with own_random_state(requests[0].seed), torch.compiler.set_stance(self._stance):
                 return self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._adapters)
 
@@ -280,28 +297,6 @@ def _collect() -> None:
     gc.collect()
 
 
-@contextlib.contextmanager
-def _shared_memory() -> Iterator[None]:
-    """Start an engine whose processes exchange tensors through named shared memory; all of them enter.
-
-    Every run on a machine uses the same names, and they remain when a process is killed. So one run of a user starts at a time.
-    It unlinks the names before the start, and again as soon as all its processes have opened the memory.
-    """
-    with open(Path(tempfile.gettempdir()) / f"rlx-vllm-start-{os.getuid()}", "w") as lock:
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _unlink_shared_memory()
-        dist.barrier()
-        yield
-        dist.barrier()
-        _unlink_shared_memory()
-
-
-def _unlink_shared_memory() -> None:
-    for segment in Path("/dev/shm").glob("-tp:*-cpushm_*"):
-        segment.unlink(missing_ok=True)
-
-
 class _Stream:
     """Weights on their way to vLLM; `has_failed` tells whether an error came from their source."""
 
@@ -370,6 +365,7 @@ def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
         logprobs=0 if sampling.with_log_probs else None,  # only that of the chosen token
         flat_logprobs=True,
         detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 

@@ -1,6 +1,7 @@
 """The training loop: prompts, rollout, rewards, log-probs and values, advantages, updates, weights to the sampler."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Stopping, Terminated
-from rlx.trainer import memory, mismatch, sample_selection, steps, validation
+from rlx.trainer import conversations, memory, mismatch, sample_selection, steps, transcripts, validation
 from rlx.trainer.balancing import balance
 from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later, step_of
 from rlx.trainer.progress import Progress
@@ -155,8 +156,9 @@ class Trainer:
         with phase("advantages"):
             batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
             batch = steps.add_advantages(batch, config.algorithm)
-        metrics = steps.describe(batch) | drawn | compared | validation.extras(scores, "reward")
-        metrics |= {"reward/accuracy": scores.right().mean().item(), "train/epoch": float(epoch)}
+        transcripts.keep(config, self.folder, step, batch, self.tokenizer)
+        metrics = steps.describe(batch) | conversations.describe(batch) | validation.extras(scores, "reward")
+        metrics |= {"reward/accuracy": scores.right().mean().item(), "train/epoch": float(epoch), **drawn, **compared}
         if reward_kl is not None:
             metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
             self.kl_controller.update(reward_kl, len(batch))
@@ -209,19 +211,19 @@ class Trainer:
     def generate(self, prompts: Batch, samples: int, purpose: str, step: int, first: int = 0) -> Batch:
         """Generate `samples` responses per prompt, sampled as configured for `purpose` ("train", "val" or "greedy")."""
         spread = steps.spread(prompts, samples, self.seed, purpose, step, first)
-        sent = spread.select("prompt_ids", "prompt_mask", "seed")
+        sent = conversations.sent(self.config, spread)
         written = self.workers.split("rollout", "generate", sent, purpose)
-        responses = written.responses().masked_fill(~written["response_mask"], self.tokenizer.pad_token_id)
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        batch = Batch(written.tensors, {**spread.info, "response_text": texts})
-        return batch.with_(group_id=spread["group_id"])
+        if failed := conversations.failures(written):
+            self.progress.notice(failed)
+        return conversations.received(spread, written, self.tokenizer)
 
     def score(self, batch: Batch) -> Scores:
-        """Score each response with the reward functions, a reward model or both."""
+        """Score each response with the reward functions, a reward model, its environment, or several of them."""
         model_scores = None
         if has_reward_model(self.config):
             model_scores = self.workers.split("reward", "scores", self.rewards.sequences(batch))["model_scores"]
-        return self.rewards.score(batch, self.folder / "failed_rewards", model_scores)
+        by_functions = partial(self.rewards.score, batch, self.folder / "failed_rewards", model_scores)
+        return conversations.scores(self.config, batch, by_functions)
 
     def extend(self, batch: Batch, role: str, method: str, *optional: str) -> Batch:
         """Return the batch with the columns that the role computes from the sequences, and from optional columns."""
@@ -305,7 +307,7 @@ class Trainer:
             "train/skipped_steps": float(self.skipped_steps),
             "train/policy_version": float(self.policy_version),
             "perf/tokens": float(batch["attention_mask"].sum()),
-            **steps.resource_use(usage),
+            **(steps.resource_use(usage) | steps.sampler_load(usage)),
             **memory.of_phases(usage),
             **memory.on_host(usage),
         }

@@ -3,6 +3,8 @@
 Pure functions of the driver. Shape letters as in `rlx/data/batch.py`.
 """
 
+from torch import Tensor
+
 from rlx.algorithms.rollout_correction import (
     accepted,
     importance_weights,
@@ -14,12 +16,16 @@ from rlx.config.check.rules_correction import rejections
 from rlx.config.schema import RolloutCorrectionConfig
 from rlx.config.schema.keys import read_bounds
 from rlx.data.batch import Batch
+from rlx.trainer.conversations import masks_by_turn
 from rlx.trainer.steps import masked_mean
 
 Metrics = dict[str, float]
 
 LOSS_COLUMNS = ("rollout_is_weights", "loss_mask")
 """The columns that `correct` may write for the policy's loss."""
+
+MOST_TURNS = 8
+"""Turns whose mismatch is measured alone."""
 
 OF_UPDATE = "actor/mismatch/"
 DIFFERING = ("differing_experts", "differing_experts_used")
@@ -31,7 +37,21 @@ def measure(batch: Batch) -> Metrics:
     if "rollout_log_probs" not in batch:
         return experts
     sums, largest = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
-    return experts | _named(mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item()))
+    return experts | _named(_figures(sums, largest)) | _by_turn(batch)
+
+
+def _by_turn(batch: Batch) -> Metrics:
+    """Return the figures of each turn alone, as turn_<number>/..., if there are several."""
+    metrics: Metrics = {}
+    compared = batch["old_log_probs"], batch["rollout_log_probs"]
+    for turn, mask_BR in enumerate(masks_by_turn(batch, MOST_TURNS), start=1):
+        figures = _figures(*mismatch_sums(*compared, mask_BR))
+        metrics |= _named({f"turn_{turn}/{name}": x for name, x in figures.items()})
+    return metrics
+
+
+def _figures(sums: dict[str, Tensor], largest: Tensor) -> Metrics:
+    return mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item())
 
 
 def split_off(updates: list[Metrics]) -> tuple[list[Metrics], Metrics]:

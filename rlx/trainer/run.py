@@ -142,6 +142,7 @@ def with_models(config: PPOConfig) -> PPOConfig:
     critic_path = policy_path if critic.model.path == TINY else absolute(critic.model.path)
     return replace(
         config,
+        environment=replace(config.environment, path=absolute(config.environment.path)),
         actor_rollout_ref=replace(
             policy, model=located(policy.model, policy_path), actor=replace(policy.actor, policy_loss=loss)
         ),

@@ -8,11 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import pad
 
 from rlx.algorithms.advantages import overlong_penalty
 from rlx.config.schema import OverlongBufferConfig
-from rlx.data.batch import EXPERTS, Batch, concat
+from rlx.data.batch import Batch, concat
 from rlx.errors import ExplainedError
 from rlx.rewards.manager import Scores
 
@@ -64,18 +63,12 @@ def take_rows(part: Part, rows: Sequence[int]) -> Part:
 
 def join(parts: Sequence[Part]) -> Part:
     """Join the rows of all parts. Prompts are left padded to the longest; numbers that a part lacks become NaN."""
-    widest = max(batch["input_ids"].shape[1] for batch, _ in parts)
-    batch = concat([_widened(batch, widest) for batch, _ in parts])
+    widest = max(batch.prompt_length for batch, _ in parts)
+    batch = concat([batch.with_prompts(widest) for batch, _ in parts])
     extra: dict[str, list[float]] = {}
     for name in sorted({name for _, scores in parts for name in scores.extra}):
         extra[name] = [x for part, scores in parts for x in scores.extra.get(name, [math.nan] * len(part))]
     return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)
-
-
-def _widened(batch: Batch, width: int) -> Batch:
-    columns = {name: batch[name] for name in ("input_ids", "attention_mask", EXPERTS) if name in batch}
-    added = width - batch["input_ids"].shape[1]
-    return batch.with_(**{name: pad(x, (*[0] * 2 * (x.dim() - 2), added, 0)) for name, x in columns.items()})
 
 
 class DynamicSampling:

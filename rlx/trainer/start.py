@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rlx.cluster.runtime import check_options
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import TINY, asks_for_experts, has_reward_model, is_tiny, sharded_roles
+from rlx.config.schema.roles import (
+    TINY,
+    asks_for_experts,
+    has_reward_model,
+    is_tiny,
+    only_environment_scores,
+    sharded_roles,
+)
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.errors import ExplainedError
@@ -127,7 +134,7 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             sampler = trial(_sampler, config, len(train), checkpoint)
         if rewards is not None:
             until_it_fails.enter_context(rewards)
-            trial(rewards.check_sources, _sources(train, val) or ())
+            trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
         trial.end()
         until_it_fails.pop_all()
     assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"

@@ -14,17 +14,19 @@ from rlx.algorithms.kl import kl_estimate
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
+from rlx.rollout.flight import joined_loads
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
-    """Repeat each prompt `samples` times in a row, with group_id and seed.
+    """Repeat each prompt `samples` times in a row, with group_id, seed and info sample.
 
     A seed is a hash of run_seed, purpose, step and the indices of prompt and sample. `first` is the index of the first prompt,
     if the step has drawn others before.
     """
     index = [p for p in range(len(prompts)) for _ in range(samples)]
     seeds = [seed_for(run_seed, purpose, step, first + p, s) for p in range(len(prompts)) for s in range(samples)]
-    return prompts.rows(index).with_(group_id=torch.tensor(index) + first, seed=torch.tensor(seeds))
+    info = {"sample": [*range(samples)] * len(prompts)}
+    return prompts.rows(index).with_(info, group_id=torch.tensor(index) + first, seed=torch.tensor(seeds))
 
 
 def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:
@@ -48,14 +50,18 @@ def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> I
 def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Batch, float | None]:
     """Write token_rewards: the score, less `kl_coef` times the KL to the reference if configured.
 
+    The part of the score that an environment gave for turns is on their last tokens, the rest on the row's last token.
+
     Return also the mean over samples of the per-token mean KL, or None if KL is not in the reward.
     """
-    mask = batch["response_mask"]
+    mask, scores = batch["response_mask"], batch["scores"]
+    turns_BR = batch["turn_rewards"] if "turn_rewards" in batch else torch.zeros_like(scores)[:, None]
+    scores = scores - turns_BR.sum(dim=1)
     if not algorithm.use_kl_in_reward:
-        return batch.with_(token_rewards=token_rewards(batch["scores"], mask)), None
+        return batch.with_(token_rewards=token_rewards(scores, mask) + turns_BR), None
     kl_BR = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_penalty) * mask
     kl = (kl_BR.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()
-    return batch.with_(token_rewards=token_rewards(batch["scores"], mask, kl_BR, kl_coef)), kl
+    return batch.with_(token_rewards=token_rewards(scores, mask, kl_BR, kl_coef) + turns_BR), kl
 
 
 def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
@@ -105,7 +111,7 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name in usage[0]:
-        if "/" in name and not name.startswith("memory/"):
+        if "/" in name and not name.startswith(("memory/", "load/")):
             total = sum(each[name] for each in usage)
             found[f"perf/offload/{name}"] = total if name.endswith("_bytes") else total / len(usage)
     moved, stalled = (
@@ -113,6 +119,12 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     )
     peak = max(each["peak_memory_gb"] for each in usage)
     return {**found, "perf/offloaded_mb": moved / 1e6, "perf/stall_ms": stalled, "perf/peak_memory_gb": peak}
+
+
+def sampler_load(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return perf/rollout/<figure> of all samplers together, from `Worker.usage` of each process; {} if none had a request."""
+    loads = [{name[5:]: value for name, value in each.items() if name.startswith("load/")} for each in usage]
+    return {f"perf/rollout/{name}": value for name, value in joined_loads(loads).items()}
 
 
 def finite_mean(values: Sequence[float]) -> float:

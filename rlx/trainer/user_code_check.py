@@ -13,6 +13,8 @@ from rlx.config.check.validate import Verdict
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import has_environment
+from rlx.environments.settings import environment_spec
 from rlx.rewards.function import BATCHED, KEY, SINGLE, Loadable, own_function
 from rlx.rewards.pool import ProcessPool
 from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCodeError, load_callable
@@ -43,7 +45,7 @@ class UserCode(NamedTuple):
 
 
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:
-    """Import the user's reward function, policy loss and dataset class, and check that rlx can call them.
+    """Import the user's reward function, environment, policy loss and dataset class, and check that rlx can call them.
 
     A rule of the configuration reports missing files; here they are no fault. Code of `broken` keys, which could not be read,
     is not tried. If the run uses accelerators and this machine has none, a failed import of a policy loss is only a warning:
@@ -74,6 +76,11 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
         parameters = (*(BATCHED if reward.batched else SINGLE), *reward.options)
         expected = f"{reward.name}({', '.join(parameters)}), called by keyword"
         yield UserCode("the reward function of your own", keys, reward, expected, config.reward.memory_limit_gb)
+    own = config.environment
+    if has_environment(config) and (own.path is None or is_python_file(own.path)):
+        keys = ("environment.path", "environment.name", "environment.kwargs")
+        expected = "the name of an environment of rlx, or of a class, a tool or a list of tools in environment.path"
+        yield UserCode("the environment", keys, environment_spec(config), expected, own.memory_limit_gb)
     loss, dataset = config.actor_rollout_ref.actor.policy_loss, config.data.custom_cls
     if loss.path is not None and is_python_file(loss.path):
         yield _by_position("the policy loss of your own", loss.path, loss.name, POLICY_LOSS, in_workers=True)

@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 
 from rlx.config.schema import CheckpointConfig, PPOConfig
-from rlx.config.schema.roles import log_prob_size, reference_role, reward_role, update_size
+from rlx.config.schema.roles import has_environment, log_prob_size, reference_role, reward_role, update_size
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
+from rlx.environments.role import ConversationSampler
 from rlx.models.lora import adapters_off
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.change_check import ChangeCheck
 from rlx.rollout.factory import build_rollout, sampler_dtype
+from rlx.rollout.flight import joined_loads
 from rlx.rollout.protocol import EngineError, Sampling
 from rlx.workers.settings import Purpose, expert_options, optimizer_steps, sampling_for
 
@@ -225,10 +227,12 @@ class RolloutRole:
         self._sleeps = settings.name == "vllm" and settings.free_cache_engine
         self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))
+        self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
         self._synced: int | None = None  # version of the actor's weights at the last sync
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, actor.engine)
+        self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
         self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in get_args(Purpose)}
 
     def rest(self) -> None:
@@ -237,12 +241,13 @@ class RolloutRole:
             self.sampler.sleep()
 
     def generate(self, batch: Batch, purpose: Purpose) -> Batch:
-        """Generate one response per row, sampled as configured for `purpose`.
+        """Generate one response, or one conversation, per row, sampled as configured for `purpose`.
 
         If the sampler fails, all ranks start theirs again and generate the rows once more.
 
         Raises:
             EngineError: the sampler failed a second time.
+            EnvironmentFailed: an environment failed, and the run is to end then.
         """
         if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # the sampler slept and lost its weights
@@ -259,7 +264,15 @@ class RolloutRole:
                 what = error or "in another process"
                 raise EngineError(f"the sampler failed again after it was started anew: {what}") from error
         assert samples is not None
-        return samples
+        load = self.sampler.take_load()
+        if purpose == "train":
+            self._loads.append(load)
+        return samples if self._conversations is None else samples.with_prompts(_largest(samples.prompt_length))
+
+    def take_load(self) -> dict[str, float]:
+        """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.flight.Load`."""
+        loads, self._loads = self._loads, []
+        return joined_loads(loads)
 
     def sync(self, version: int) -> None:
         """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates.
@@ -280,6 +293,8 @@ class RolloutRole:
     def _attempt(self, batch: Batch, purpose: Purpose) -> tuple[Batch | None, EngineError | None]:
         sampling = self.sampling[purpose]
         try:
+            if self._conversations is not None:
+                return self._conversations.generate(self.sampler, batch, sampling), None
             return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length), None
         except EngineError as error:
             _clear_frames(error)
@@ -294,9 +309,14 @@ def _clear_frames(error: BaseException | None) -> None:
 
 
 def _on_any_rank(flag: bool) -> bool:
-    flags = torch.tensor([flag], dtype=torch.int32)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
+    return bool(_largest(int(flag)))
+
+
+def _largest(number: int) -> int:
+    """Return the largest number of all ranks."""
+    numbers = torch.tensor([number], dtype=torch.int32)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return int(numbers.item())
 
 
 def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[int, ...]:

@@ -106,6 +106,7 @@ class Worker:
         Returns:
             `<role>/<figure>`: activation offloading as `Engine.offload_stats` names it, for roles that offload.
             `memory/<role>.<method>_before_gb` and so on: see `MemoryLog`; the role before already rests at "before".
+            `load/<figure>`: of the sampler, see `RolloutRole.take_load`; without samples for training none.
             `memory/host_<user>_gb`: offloaded bytes in host memory now, and those reserved for them, see `host_use`.
             peak_memory_gb: largest allocated device memory [10^9 bytes]; on CPU the largest resident size of the process since
             it started.
@@ -117,6 +118,9 @@ class Worker:
             for figure, value in role.engine.offload_stats().items()
         }
         figures |= {f"memory/{name}": value for name, value in self._memory.take().items()}
+        sampler = self.roles.get("rollout")
+        if isinstance(sampler, RolloutRole):
+            figures |= {f"load/{name}": value for name, value in sampler.take_load().items()}
         figures |= {f"memory/host_{user}_gb": held / 1e9 for user, held in host_use().items()}
         if self.device.type == "cpu":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.rewards.answers import LONGEST_LINE, BadAnswer, Lines, of_loaded, send, to_loaded, to_outcomes
+from rlx.processes.lines import LONGEST_LINE, BadAnswer, Lines, send
+from rlx.rewards.answers import of_loaded, to_loaded, to_outcomes
 from rlx.rewards.function import Function, Outcome
 from rlx.rewards.pool import ProcessPool, RewardCall
 from rlx.user_code import ImportFailed

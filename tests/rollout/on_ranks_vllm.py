@@ -21,6 +21,7 @@ from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
+from rlx.rollout.flight import FirstRank
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
 
 CPU = torch.device("cpu")
@@ -39,6 +40,7 @@ class Setup:
     engine: Engine
     hf: Rollout
     vllm: Rollout
+    first_rank: FirstRank
 
 
 NOW: list[Setup] = []
@@ -57,7 +59,7 @@ def start(folder, strategy, model, rollout):
     before = process()
     vllm = build_rollout(settings, chosen, CPU, CONTEXT, seed=3)
     after = process()
-    NOW.append(Setup(chosen, settings, engine, hf, vllm))
+    NOW.append(Setup(chosen, settings, engine, hf, vllm, FirstRank(settings.tensor_model_parallel_size)))
     return before, after
 
 
@@ -76,7 +78,7 @@ def disturbed():
 
 def sync(version):
     """The engine's weights in both samplers, or its adapters."""
-    for rollout in (NOW[-1].hf, NOW[-1].vllm):
+    for rollout in (NOW[-1].vllm, NOW[-1].hf):
         rollout.update_weights(weights(), version)
     return NOW[-1].vllm.version
 
@@ -134,6 +136,57 @@ def generate(sampling, name="vllm", seed=0, only=None) -> list[Completion]:
 def generate_from_other_random_states(sampling) -> list[Completion]:
     torch.manual_seed(dist.get_rank())
     return generate(sampling)
+
+
+def of_vllm_itself(sampling):
+    """Tokens and log-probs of all requests from vLLM's own `generate`, and from the sampler's; no prefix is in the cache."""
+    engine, asked = NOW[-1].vllm.engine, requests(sampling)
+    engine._drop_prefixes()
+    answers = [answer.outputs[0] for answer in engine.direct(asked, NOW[-1].rollout.seed_requests)()]
+    engine._drop_prefixes()
+    return [(list(answer.token_ids), list(answer.logprobs.logprobs)) for answer in answers], [
+        (completion.token_ids, completion.log_probs) for completion in NOW[-1].vllm.generate(asked)
+    ]
+
+
+def late(sampling):
+    """All requests, of which one comes after the other between steps. Each rank alone would add them at other steps."""
+    rollout, asked = NOW[-1].vllm, requests(sampling)
+    waiting, asked_as, found, step = dict(enumerate(asked)), {}, {}, 0
+    while waiting or rollout.running:
+        due = [index for index in waiting if 2 * index * (1 + dist.get_rank()) <= step]
+        for index in NOW[-1].first_rank.decide(lambda due=due: due):
+            asked_as[rollout.add_request(waiting.pop(index))] = index
+        found |= {asked_as[number]: completion for number, completion in rollout.step()}
+        step += 1
+    return [found[index] for index in range(len(asked))]
+
+
+def aborted(sampling, ended):
+    """Free blocks of the cache before, in flight and after; refusals in flight; the completions of what was not aborted."""
+    rollout, asked = NOW[-1].vllm, requests(sampling)
+    blocks, free = rollout.engine._client.engine_core.scheduler.kv_cache_manager.block_pool, []
+    free.append(blocks.get_num_free_blocks())
+    numbers = [rollout.add_request(request) for request in asked]
+    for _ in range(3):
+        assert rollout.step() == []
+    free.append(blocks.get_num_free_blocks())
+    refused = [refusal(*call) for call in (("sync", 9), ("fall_asleep",), ("generate", sampling))]
+    rollout.abort([numbers[index] for index in ended])
+    free.append(blocks.get_num_free_blocks())
+    left = []
+    while rollout.running:
+        left += rollout.step()
+    for request in asked:
+        rollout.add_request(request)
+    rollout.step()
+    rollout.abort()
+    free.append(blocks.get_num_free_blocks())
+    return free, refused, {numbers.index(number): completion for number, completion in left}, rollout.take_load()
+
+
+def fall_asleep():
+    NOW[-1].vllm.sleep()
 
 
 def batch_of(sampling: Sampling) -> Batch:

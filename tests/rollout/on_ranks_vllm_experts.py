@@ -53,7 +53,10 @@ class Watched:
         self.steps.clear()
         # vLLM's answer has no experts here.
         plain = replace(request, sampling=replace(request.sampling, with_experts=False))
-        (found,) = self.engine.generate([plain], seeded=True)
+        self.engine.add(0, plain, seeded=True)
+        while not (stopped := self.engine.step({0: plain})):
+            pass
+        ((_, found),) = stopped
         tokens = len(request.prompt_ids) + len(found.token_ids) - 1
         experts = torch.zeros(tokens, LAYERS, 2, dtype=torch.uint8)
         for layer, steps in self.steps.items():

@@ -122,6 +122,34 @@ def test_samples_come_from_seeds_alone(started, ranks):
                 assert tokens(own) == [samples[index].token_ids for index in order]
 
 
+def test_tokens_and_log_probs_are_bit_for_bit_those_of_vllms_own_generate(started, ranks):
+    for own, found in ranks("vllm", "of_vllm_itself", started.sampling):
+        assert found == own
+
+
+def test_requests_may_come_while_others_are_in_flight_in_one_order_for_a_group(started, ranks):
+    together = ranks("vllm", "generate", started.sampling)
+    late = ranks("vllm", "late", started.sampling)
+    if started.rollout.tensor_model_parallel_size > 1:
+        assert late[0] == late[1]
+    for found, expected in zip(late, together, strict=True) if started.rollout.seed_requests else ():
+        assert tokens(found) == tokens(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(started, ranks):
+    together, ended = ranks("vllm", "generate", GREEDY), [1, 4, 7]
+    for (free, refused, left, load), whole in zip(ranks("vllm", "aborted", GREEDY, ended), together, strict=True):
+        before, in_flight, without, after = free
+        assert in_flight < without < before == after
+        assert [index for index in range(8) if index not in left] == ended
+        assert all(left[index].token_ids == whole[index].token_ids for index in left)
+        for (kind, text), method in zip(refused, ("update_weights", "sleep", "generate"), strict=True):
+            assert kind == "ValueError" and f"{method}: got 8 requests in flight, expected none" in text
+        assert load["running_max"] == min(8, started.rollout.max_num_seqs) and 0 < load["busy_share"] < 1
+
+
 def test_a_stop_token_ends_a_response_and_is_part_of_it(ranks):
     unstopped = ranks("vllm", "generate", GREEDY)
     stops = tuple({samples[0].token_ids[5] for samples in unstopped})

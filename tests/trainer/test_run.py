@@ -91,6 +91,7 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
     assert [with_offload[step]["train/epoch"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
     assert with_offload[4]["perf/offloaded_mb"] > 0
     assert with_offload[4]["actor/grad_norm"] > 0
+    assert 0 < with_offload[4]["perf/rollout/running_mean"] <= with_offload[4]["perf/rollout/running_max"] <= 1024
 
     _, without = train(*options, "actor_rollout_ref.model.enable_activation_offload=False")
     assert without[4]["perf/offloaded_mb"] == 0

@@ -116,5 +116,15 @@ def test_bytes_of_all_processes_add_up_and_times_are_means():
         "perf/stall_ms": 4.0,
         "perf/peak_memory_gb": 2.0,
     }
+    load = {"running_mean": 2.0, "running_max": 4.0, "busy_share": 0.5, "tail_s": 1.0}
+    processes = [
+        {"peak_memory_gb": 1.0, **{f"load/{name}": value for name, value in load.items()}},
+        {"peak_memory_gb": 1.0},
+    ]
+    assert steps.sampler_load(processes) == {f"perf/rollout/{name}": value for name, value in load.items()}
+    assert steps.sampler_load(processes[1:]) == {}
     without = {"perf/offloaded_mb": 0.0, "perf/stall_ms": 0.0, "perf/peak_memory_gb": 1.0}
-    assert steps.resource_use([{"peak_memory_gb": 1.0, "memory/actor.update_after_gb": 3.0}]) == without
+    assert (
+        steps.resource_use([{"peak_memory_gb": 1.0, "memory/actor.update_after_gb": 3.0, "load/tail_s": 1.0}])
+        == without
+    )

@@ -102,7 +102,8 @@ def test_usage_counts_offloaded_bytes_of_the_step(stepped):
             usage["actor/offloaded_bytes"] > 0 and usage["actor/held_bytes"] == 0 and usage["actor/recomputed_ms"] > 0
         )
         roles = {name.split("/")[0] for name in usage if "/" in name}
-        assert roles == {"actor", "memory"}, "the critic here does not offload, and a reference has no backward"
+        assert roles == {"actor", "load", "memory"}, "the critic here does not offload, and a reference has no backward"
+        assert 0 < usage["load/running_mean"] <= usage["load/running_max"]
         assert 0.05 < usage["peak_memory_gb"] < 50
         for call in (*CALLS, "rollout.generate", "rollout.sync"):
             assert 0.05 < usage[f"memory/{call}_before_gb"] < 50 and 0.05 < usage[f"memory/{call}_after_gb"] < 50

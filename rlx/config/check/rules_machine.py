@@ -169,12 +169,13 @@ def data_files_exist(s: CheckContext) -> Faults:
 
 
 def user_code_exists(s: CheckContext) -> Faults:
-    """The files of a user's dataset class, reward function and policy loss exist."""
+    """The files of a user's dataset class, reward function, environment and policy loss exist."""
     custom = s.config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         keys = ("data.custom_cls.path", "data.custom_cls.name")
         yield s.fault("a dataset class needs file and name", "both or neither", f"set {' and '.join(keys)}", *keys)
-    for key in ("data.custom_cls.path", "custom_reward_function.path", "actor_rollout_ref.actor.policy_loss.path"):
+    own = ("data.custom_cls", "custom_reward_function", "environment", "actor_rollout_ref.actor.policy_loss")
+    for key in (f"{each}.path" for each in own):
         path = s.value(key)
         if path is not None and not is_python_file(path):
             yield s.fault("a file of your own does not exist", "a Python file", correct_path(key), key)

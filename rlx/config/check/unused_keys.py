@@ -7,8 +7,17 @@ from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
 from rlx.config.machine import processes
-from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD
-from rlx.config.schema.roles import TINY, has_critic, has_reference, has_reference_model, has_reward_model, is_tiny
+from rlx.config.schema import ARITHMETIC, GAMMA, LAM, LOSS_MODES, NORM_BY_STD, TIME_STEP
+from rlx.config.schema.roles import (
+    TINY,
+    has_critic,
+    has_environment,
+    has_reference,
+    has_reference_model,
+    has_reward_model,
+    is_tiny,
+    only_environment_scores,
+)
 from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
 
@@ -187,6 +196,13 @@ UNUSED_KEYS = (
     # Generation
     _if(f"{ROLLOUT}.name", "hf", *_below(ROLLOUT, *VLLM_ONLY)),
     _without(f"{ROLLOUT}.val_kwargs.do_sample", *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n")),
+    # Conversations
+    _row(
+        "neither environment.name nor environment.path is set",
+        lambda s: not has_environment(s.config),
+        *("environment.*", f"{ROLLOUT}.multi_turn.*"),
+    ),
+    _row("environment.rewards is replace", lambda s: only_environment_scores(s.config), f"{OWN}.*", *OF_FUNCTIONS),
     # Rewards and algorithm
     _without(f"{JUDGE}.enable", f"{JUDGE}.*"),
     _without(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
@@ -215,7 +231,7 @@ UNUSED_KEYS = (
     ),
     *(
         _row("adv_estimator does not read it", _does_not_estimate_with(name), f"algorithm.{name}")
-        for name in (GAMMA, LAM, NORM_BY_STD)
+        for name in (GAMMA, LAM, NORM_BY_STD, TIME_STEP)
     ),
     _without("algorithm.filter_groups.enable", "algorithm.filter_groups.*", "data.gen_batch_size"),
     _without("reward.overlong_buffer.enable", "reward.overlong_buffer.*"),

@@ -16,6 +16,7 @@ from rlx.config.schema.algorithm import (
     LOSS_MODES,
     NORM_BY_STD,
     REJECTIONS,
+    TIME_STEP,
     AlgorithmConfig,
     FilterGroupsConfig,
     KLControlConfig,
@@ -24,6 +25,7 @@ from rlx.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from rlx.config.schema.data import ARITHMETIC, TRUNCATIONS, ArithmeticConfig, CustomClassConfig, DataConfig
+from rlx.config.schema.environment import TOOL_FORMATS, EnvironmentConfig, MultiTurnConfig
 from rlx.config.schema.model import (
     LARGEST_SEED,
     TOKENIZER_FILES,

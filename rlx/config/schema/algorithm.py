@@ -69,14 +69,15 @@ class FilterGroupsConfig:
 
 CRITIC, GREEDY, GROUPS = "critic", "greedy", "groups"
 GAMMA, LAM, NORM_BY_STD = "gamma", "lam", "norm_adv_by_std_in_grpo"
+TIME_STEP = "time_step"
 
 ADV_ESTIMATORS: dict[str, tuple[str, ...]] = {
-    "gae": (CRITIC, GAMMA, LAM),
+    "gae": (CRITIC, GAMMA, LAM, TIME_STEP),
     "grpo": (GROUPS, NORM_BY_STD),
     "grpo_passk": (GROUPS, NORM_BY_STD),
     "rloo": (GROUPS,),
     "opo": (GROUPS,),
-    "reinforce_plus_plus": (GAMMA,),
+    "reinforce_plus_plus": (GAMMA, TIME_STEP),
     "reinforce_plus_plus_baseline": (GROUPS,),
     "remax": (GREEDY,),
 }
@@ -91,6 +92,12 @@ class AlgorithmConfig:
     )
     gamma: float = key(1.0, "Discount; gae and reinforce_plus_plus.", minimum=0, maximum=1)
     lam: float = key(1.0, "GAE's lambda.", minimum=0, maximum=1)
+    time_step: str = key(
+        "token",
+        "Step of gamma and lam: each token, or each turn of a conversation, whose tokens share an advantage; gae and "
+        "reinforce_plus_plus.",
+        choices=("token", "turn"),
+    )
     norm_adv_by_std_in_grpo: bool = key(True, "Divide by the group's standard deviation; False is Dr.GRPO's form.")
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from each token's reward.")
     kl_penalty: str = key("kl", "Its estimator.", choices=KL_ESTIMATORS)

@@ -62,6 +62,16 @@ def has_reference_model(config: PPOConfig) -> bool:
     return has_reference(config) and config.actor_rollout_ref.model.lora_rank == 0
 
 
+def has_environment(config: PPOConfig) -> bool:
+    """Whether samples are conversations with an environment."""
+    return config.environment.name is not None or config.environment.path is not None
+
+
+def only_environment_scores(config: PPOConfig) -> bool:
+    """Whether an environment's rewards replace those of reward functions and models."""
+    return has_environment(config) and config.environment.rewards == "replace"
+
+
 def has_reward_model(config: PPOConfig) -> bool:
     """Whether a model scores responses."""
     return config.reward_model.enable

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.config.schema.environment import MultiTurnConfig
 from rlx.config.schema.keys import group, key
 
 
@@ -61,4 +62,5 @@ class RolloutConfig:
         16384, "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.", minimum=1
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.")
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig, "Turns of a conversation with an environment.")
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.")

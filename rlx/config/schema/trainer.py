@@ -54,6 +54,9 @@ class TrainerConfig:
         0.0, "Seconds after SIGTERM in which the step may end and a checkpoint be written; 0: end at once.", minimum=0
     )
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
+    transcripts: bool | None = key(
+        None, "Keep each training sample with tokens, turns and rewards in the run's folder; null: with an environment."
+    )
     validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
     log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
     max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints of the actor to keep; null: all.", minimum=1)

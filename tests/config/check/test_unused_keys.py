@@ -105,6 +105,12 @@ CASES = [
     (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", [f"{ROLLOUT}.engine_kwargs.vllm"]),
     (f"{ROLLOUT}.val_kwargs.n=4", [f"{ROLLOUT}.val_kwargs.n"]),
     ("custom_reward_function.name=f", ["custom_reward_function.name"]),
+    (
+        f"environment.timeout_s=9 {ROLLOUT}.multi_turn.max_assistant_turns=3",
+        [f"{ROLLOUT}.multi_turn.max_assistant_turns", "environment.timeout_s"],
+    ),
+    ("environment.name=calculator environment.rewards=replace reward.timeout_s=9", ["reward.timeout_s"]),
+    ("algorithm.adv_estimator=grpo algorithm.time_step=turn", ["algorithm.time_step"]),
     (f"custom_reward_function.path={__file__} reward.format_score=0.1", ["reward.format_score"]),
     (f"custom_reward_function.path={__file__} custom_reward_function.data_sources=[a] reward.format_score=0.1", []),
     ("reward.reward_manager.name=batch", ["reward.reward_manager.name"]),

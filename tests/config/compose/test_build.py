@@ -169,6 +169,8 @@ def test_an_unknown_group_is_reported_leaf_by_leaf():
         "critic.enable",
         "actor_rollout_ref.actor.ppo_micro_batch_size",
         "critic.model.fsdp_config.param_offload",
+        "actor_rollout_ref.rollout.multi_turn.enable",
+        "actor_rollout_ref.rollout.agent.num_workers",
     ],
 )
 def test_keys_of_verl_get_a_remedy_of_their_own(key: str):

@@ -1,0 +1,143 @@
+"""The form of what environments return: an environment process makes JSON of it, and the worker checks it again."""
+
+import json
+import math
+from typing import Any
+
+from rlx.environments.protocol import Failure, Message, Observation, Reset
+from rlx.processes.lines import BadAnswer
+
+LONGEST_ANSWER = 2**20  # bytes
+LARGEST_REWARD = 3.4e38
+"""Rewards are stored in fp32."""
+LONGEST_REASON = 2000  # characters
+KINDS = ("error", "timeout", "memory", "crash", "nonsense")
+
+
+class Nonsense(ValueError):
+    """An environment's answer has another form than the protocol's."""
+
+
+def shown(value: Any) -> str:
+    """Return a short description of any object, also of one whose repr fails."""
+    try:
+        text = repr(value)
+    except Exception as fault:
+        text = f"<{type(value).__name__} whose repr raised {type(fault).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def checked_reset(messages: Any, tools: Any) -> Reset:
+    """Return the beginning of a conversation. Raises Nonsense."""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Nonsense(f"has tools {shown(tools)}, expected a list of JSON schemas")
+    found = _messages(messages, "reset")
+    if not found:
+        raise Nonsense("reset returned no messages, expected at least one")
+    return Reset(found, tools)
+
+
+def checked_observation(value: Any) -> Observation:
+    """Return an Observation, or a dict with its fields, as an Observation. Raises Nonsense."""
+    if isinstance(value, dict):
+        try:
+            value = Observation(**value)
+        except TypeError as fault:
+            raise Nonsense(f"step returned {shown(value)}, expected the fields of an Observation ({fault})") from None
+    if not isinstance(value, Observation):
+        raise Nonsense(f"step returned {shown(value)}, expected an Observation or a dict with its fields")
+    done, info = plain(value.done), value.info
+    if not isinstance(done, bool):
+        raise Nonsense(f"step returned done={shown(done)}, expected True or False")
+    if not isinstance(info, dict):
+        raise Nonsense(f"step returned info={shown(info)}, expected a dict")
+    reward, messages = _reward(value.reward), _messages(value.messages, "step")
+    if not messages and not done:
+        raise Nonsense("step returned no messages and done=False, expected messages or the end")
+    assistant = None if value.assistant is None else _messages([value.assistant], "assistant")[0]
+    return Observation(messages, reward, done, info, assistant)
+
+
+def _reward(value: Any) -> float | None:
+    value = plain(value)
+    if value is None:
+        return None
+    if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD:  # false for NaN
+        return float(value)
+    raise Nonsense(f"step returned reward={shown(value)}, expected a finite number (in fp32) or None")
+
+
+def _messages(value: Any, what: str) -> list[Message]:
+    if not isinstance(value, list | tuple):
+        raise Nonsense(f"{what} returned {shown(value)} as messages, expected a list of dicts")
+    for message in value:
+        is_message = (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content", ""), str | list | None)
+        )
+        if not is_message:
+            raise Nonsense(f"{what} returned {shown(message)} as a message, expected a dict with `role` and `content`")
+    return [{"content": "", **message, **_readable(message)} for message in value]
+
+
+def _readable(message: Message) -> Message:
+    """Return its texts without lone surrogates, which no tokenizer reads."""
+    texts = {name: message.get(name) for name in ("role", "content")}
+    return {name: text.encode("utf-8", "replace").decode() for name, text in texts.items() if isinstance(text, str)}
+
+
+def plain(value: Any) -> Any:
+    """Return numpy's and torch's numbers as Python's, arrays as lists, and anything else unchanged."""
+    if hasattr(value, "shape") and hasattr(value, "tolist"):
+        return value.item() if math.prod(value.shape) == 1 and not value.shape else value.tolist()
+    return value
+
+
+def encode(number: int, answer: Reset | Observation | Failure) -> bytes:
+    """Return the line of an answer to the conversation of this number. Raises Nonsense."""
+    match answer:
+        case Reset(messages, tools):
+            record: list[Any] = [number, "reset", messages, tools]
+        case Observation():
+            record = [number, "step", vars(answer)]
+        case Failure(reason, kind):
+            record = [number, "failure", reason[:LONGEST_REASON], kind]
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_default)
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise Nonsense(f"returned what JSON does not have: {fault}") from None
+    line = text.encode("utf-8", "replace") + b"\n"
+    if len(line) > LONGEST_ANSWER:
+        raise Nonsense(f"returned {len(line):,} bytes, expected at most {LONGEST_ANSWER:,}")
+    return line
+
+
+def _default(value: Any) -> Any:
+    found = plain(value)
+    if found is value:
+        raise TypeError(f"{shown(value)} of type {type(value).__name__}")
+    return found
+
+
+def decode(record: Any, expected: dict[int, str]) -> tuple[int, Reset | Observation | Failure]:
+    """Read an answer.
+
+    Args:
+        record: from a process.
+        expected: by number of conversation "reset" or "step".
+
+    Raises:
+        BadAnswer: another form, or an answer to a question that was not asked.
+    """
+    try:
+        match record:
+            case [int(number), "reset", messages, tools] if expected.get(number) == "reset":
+                return number, checked_reset(messages, tools)
+            case [int(number), "step", dict(fields)] if expected.get(number) == "step":
+                return number, checked_observation(fields)
+            case [int(number), "failure", str(reason), str(kind)] if number in expected and kind in KINDS:
+                return number, Failure(reason, kind)  # type: ignore[arg-type]
+    except Nonsense as fault:
+        raise BadAnswer(f"sent an answer of another form than rlx's: {fault}") from None
+    raise BadAnswer("sent an answer of another form than rlx's")

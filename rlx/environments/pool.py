@@ -1,0 +1,322 @@
+"""Environments in processes, so that none can stop or hang the sampler beside them.
+
+Note [whose fault it is]: a call that takes too long in Python ends in its process, and costs its own conversation alone. If code in C
+hangs, crashes or ends the process, the environments that live there are lost with it: conversations are state, and no call can be
+repeated. Each of them gets a Failure as the answer to its open or its next step. A reset that was open is tried once more elsewhere.
+More processes therefore lose less.
+
+Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes before it.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import selectors
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rlx.environments.answers import decode, plain
+from rlx.environments.protocol import Failure, Observation, Reset, Turn
+from rlx.environments.spec import EnvironmentSpec
+from rlx.processes.lines import BadAnswer, Lines
+from rlx.processes.parent import ChildProcess
+from rlx.user_code import UserCodeError
+
+LOAD_LIMIT_S = 300.0
+"""Longest start of a process with the import of its environment [s]."""
+SLACK_S = 5.0
+"""A process answers at most this long after a call's limit, also on a busy machine [s]."""
+FAREWELL_S = 2.0
+"""Environments have this long to close with the pool [s]."""
+MEMORY_KEY = "environment.memory_limit_gb"
+
+Answer = Reset | Observation | Failure
+
+
+class _Process:
+    """One environment process.
+
+    Attributes:
+        lives: numbers of the conversations that live here.
+        expected: "reset" or "step" by number, for requests without an answer.
+        retiring: whether it gets no further conversations, because it ran out of memory once.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, memory_bytes: int):
+        self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)  # nothing that a process does holds the sampler
+        with theirs:
+            self._child = ChildProcess("rlx.environments.process", theirs.fileno(), (memory_bytes,), MEMORY_KEY)
+        self._lines, self._unsent = Lines(self.connection.fileno()), bytearray()
+        self._limit_s = spec.limit_s + SLACK_S
+        self._loaded, self._heard = False, time.monotonic()
+        self.lives: set[int] = set()
+        self.expected: dict[int, str] = {}
+        self.retiring = False
+        self.send(json.dumps(asdict(spec)))
+
+    @property
+    def deadline(self) -> float:
+        """The time at which it has been silent for too long."""
+        if not self._loaded:
+            return self._heard + LOAD_LIMIT_S
+        return self._heard + self._limit_s if self.expected else math.inf
+
+    @property
+    def wants(self) -> int:
+        """The events to wait for."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+
+    def ask(self, number: int, kind: str, line: str) -> None:
+        """Send a request that gets an answer."""
+        if self._loaded and not self.expected:
+            self._heard = time.monotonic()
+        self.lives.add(number)
+        self.expected[number] = kind
+        self.send(line)
+
+    def send(self, line: str) -> None:
+        """Write a line, or as much of it as the process takes now."""
+        self._unsent += line.encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with contextlib.suppress(
+            BlockingIOError, ConnectionError
+        ):  # the next `receive` raises if the process has ended
+            while self._unsent:
+                sent = self.connection.send(self._unsent)
+                del self._unsent[:sent]
+                self._heard = time.monotonic()  # it reads, so it lives
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        """Return the answers that are there. Call it if there is something to read.
+
+        Raises:
+            EOFError, OSError: it has ended, or what it sent is no answer.
+            UserCodeError: the environment cannot be loaded.
+        """
+        records = self._lines.read()
+        self._heard = time.monotonic()
+        answers = []
+        for record in records:
+            if not self._loaded:
+                self._take_greeting(record)
+                continue
+            number, answer = decode(record, self.expected)
+            del self.expected[number]
+            if isinstance(answer, Failure):
+                self.lives.discard(number)
+                self.retiring |= answer.kind == "memory"
+            answers.append((number, answer))
+        return answers
+
+    def _take_greeting(self, record: Any) -> None:
+        match record:
+            case [None, str()]:
+                self._loaded = True
+            case [str(fault), str(trace)]:
+                raise UserCodeError(f"{fault}\n{trace}".rstrip())
+            case _:
+                raise BadAnswer("sent a wrong answer to its specification")
+
+    def let_go(self) -> None:
+        """Tell it that no more requests come."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
+    def end(self, patience_s: float = 0.0) -> str:
+        """Kill it after this time; return in words how it ended if it had ended before."""
+        if patience_s > 0:
+            self._child.wait(patience_s)
+        how = self._child.end()
+        self.connection.close()
+        return how
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the environment's code is there."""
+        return self._loaded
+
+
+class EnvironmentPool:
+    """Conversations' environments. A context; processes start when they are needed and live as long as the pool.
+
+    They end with the thread that makes them, so one thread uses the pool and lives longer than it.
+
+    Args:
+        spec: of the environments.
+        processes: largest number of processes.
+        memory_limit_gb: memory that each process may allocate [10^9 bytes]; None: no limit.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None = None):
+        self._spec, self._size, self._memory_bytes = spec, processes, int((memory_limit_gb or 0) * 1e9)
+        self._processes: set[_Process] = set()
+        self._numbers = itertools.count()  # a conversation has a number of its own, because keys come again
+        self._key_of: dict[int, int] = {}
+        self._number_of: dict[int, int] = {}
+        self._home: dict[int, _Process] = {}
+        self._resets: dict[int, str] = {}  # requests of open resets that were sent once
+        self._lost: dict[int, Failure] = {}  # of conversations whose process ended between their steps
+        self._ready: list[tuple[int, Answer]] = []
+
+    def __enter__(self) -> "EnvironmentPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reset(self, key: int, row: dict[str, Any]) -> None:
+        """Begin a conversation, in the process with the fewest; return at once.
+
+        Args:
+            key: of the conversation, until `end`.
+            row: see Environment.reset; numpy's values are sent as Python's.
+        """
+        self.end(key)
+        number = next(self._numbers)
+        self._key_of[number], self._number_of[key] = key, number
+        try:
+            line = json.dumps([number, "reset", row], default=_sendable)
+        except (TypeError, ValueError) as fault:
+            self._finish(number, Failure(f"its row cannot be sent to the environment: {fault}", "error"))
+            return
+        self._resets[number] = line
+        self._begin(number, line)
+
+    def step(self, key: int, turn: Turn) -> None:
+        """Send a turn of a conversation that has its last answer; return at once."""
+        number = self._number_of[key]
+        if number in self._lost:
+            self._finish(number, self._lost.pop(number))
+        elif number in self._home:
+            self._home[number].ask(number, "step", json.dumps([number, "step", list(turn)]))
+        else:
+            raise ValueError(f"conversation {key} has failed, expected one that goes on; begin it again with reset")
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Answer]]:
+        """Return the answers that are there by key; wait for the first one at most this long [seconds].
+
+        Raises:
+            UserCodeError: the environment cannot be loaded.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            earliest = min((process.deadline for process in self._processes), default=math.inf)
+            wait_s = 0.0 if self._ready else max(0.0, min(until, earliest) - time.monotonic())
+            self._exchange(wait_s)
+            if self._ready or time.monotonic() >= until:
+                ready, self._ready = self._ready, []
+                return ready
+
+    def end(self, key: int) -> None:
+        """Forget a conversation, in whatever state it is; its environment is closed."""
+        number = self._number_of.pop(key, None)
+        if number is None:
+            return
+        for known in (self._key_of, self._resets, self._lost):
+            known.pop(number, None)
+        self._ready = [(each, answer) for each, answer in self._ready if each != key]
+        home = self._home.pop(number, None)
+        if home in self._processes:
+            home.send(json.dumps([number, "end", None]))
+            home.lives.discard(number)
+            self._retire(home)
+
+    def close(self) -> None:
+        """End all conversations and processes."""
+        for key in list(self._number_of):
+            self.end(key)
+        for process in self._processes:
+            process.let_go()
+        until = time.monotonic() + FAREWELL_S
+        for process in list(self._processes):
+            self._remove(process, until - time.monotonic())
+
+    def _begin(self, number: int, line: str) -> None:
+        open_ones = [process for process in self._processes if not process.retiring]
+        home = min(open_ones, key=lambda process: len(process.lives), default=None)
+        if home is None or (home.lives and len(open_ones) < self._size):
+            home = _Process(self._spec, self._memory_bytes)
+            self._processes.add(home)
+        self._home[number] = home
+        home.ask(number, "reset", line)
+
+    def _exchange(self, wait_s: float) -> None:
+        """Write and read what can be, and end processes that were silent for too long."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                selector.register(process.connection, process.wants, process)
+            events = selector.select(wait_s) if self._processes else []
+            if not self._processes and wait_s:
+                time.sleep(wait_s)
+        for entry, event in events:
+            process = entry.data
+            if event & selectors.EVENT_WRITE:
+                process.flush()
+            if event & selectors.EVENT_READ:
+                self._receive(process)
+        for process in [each for each in self._processes if time.monotonic() > each.deadline]:
+            self._remove(process)
+            if not process.loaded:
+                raise UserCodeError(f"the import of {self._spec.source} takes longer than {LOAD_LIMIT_S:g} s")
+            self._lose(process, Failure("hung in code that cannot be interrupted; its process was ended", "timeout"))
+
+    def _receive(self, process: _Process) -> None:
+        try:
+            answers = process.receive()
+        except UserCodeError:
+            self._remove(process)
+            raise
+        except (EOFError, OSError) as fault:
+            how = self._remove(process)
+            if not process.loaded:
+                raise UserCodeError(
+                    f"the import of {self._spec.source} {how}; expected one that comes to its end"
+                ) from None
+            kind = "memory" if "out of memory" in how else "crash"
+            self._lose(process, Failure(str(fault) if isinstance(fault, BadAnswer) else how, kind))
+            return
+        for number, answer in answers:
+            self._resets.pop(number, None)
+            if number in self._key_of:
+                self._finish(number, answer)
+        self._retire(process)
+
+    def _finish(self, number: int, answer: Answer) -> None:
+        if isinstance(answer, Failure):
+            self._home.pop(number, None)
+        self._ready.append((self._key_of[number], answer))
+
+    def _lose(self, process: _Process, failure: Failure) -> None:
+        """Answer for a process that has ended. See Note [whose fault it is]."""
+        beside = Failure(f"another conversation's call {failure.reason}, in the same process", "crash")
+        for number in sorted(process.lives & self._key_of.keys()):
+            self._home.pop(number, None)
+            again = self._resets.pop(number, None)
+            if again is not None:
+                self._begin(number, again)
+            elif number in process.expected:
+                self._finish(number, failure)
+            else:
+                self._lost[number] = beside
+
+    def _retire(self, process: _Process) -> None:
+        if process.retiring and not process.lives and process in self._processes:
+            self._remove(process)
+
+    def _remove(self, process: _Process, patience_s: float = 0.0) -> str:
+        self._processes.discard(process)
+        return process.end(patience_s)
+
+
+def _sendable(value: Any) -> Any:
+    found = plain(value)
+    if found is value:
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return found

@@ -1,0 +1,170 @@
+"""An environment process: many conversations live in it. `rlx.environments.pool` starts it.
+
+It receives lines of JSON: first the spec, then [number, "reset", row], [number, "step", turn] or [number, "end"]. It answers the
+spec with [error or null, traceback], and each reset and step with a line of `rlx.environments.answers`.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any
+
+from rlx.environments.answers import Nonsense, checked_observation, checked_reset, encode
+from rlx.environments.protocol import Environment, Failure, Observation, Reset, Turn
+from rlx.environments.spec import EnvironmentSpec, Factory
+from rlx.processes.child import OUT_OF_MEMORY, TooLong, end_with, interrupted_after, limit_memory
+from rlx.processes.lines import LONGEST_LINE
+from rlx.user_code import UserCodeError
+
+
+class Raised(Exception):
+    """An environment raised; the text says what. It takes the place of SystemExit and the like, which would end the event loop."""
+
+    def __init__(self, fault: BaseException):
+        super().__init__(f"raised {type(fault).__name__}: {fault}")
+
+
+@types.coroutine
+def _interrupted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generator[Any, Any, Any]:
+    """Await a coroutine, and raise TooLong in it where it computes for longer without waiting."""
+    resume: Callable[[Any], Any] = coroutine.send
+    value: Any = None
+    while True:
+        with interrupted_after(limit_s, waiting_counts=True):
+            try:
+                waits_for = resume(value)
+            except StopIteration as end:
+                return end.value
+            except (KeyboardInterrupt, SystemExit) as fault:
+                raise Raised(fault) from fault
+        try:
+            value = yield waits_for
+            resume = coroutine.send
+        except BaseException as fault:
+            resume, value = coroutine.throw, fault
+
+
+async def _awaited(waiting: Awaitable[Any]) -> Any:
+    return await waiting
+
+
+async def limited(limit_s: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function, async or not. Raises TooLong after this time, also where the call swallows its cancellation."""
+    with interrupted_after(limit_s, waiting_counts=True):
+        result = call(*arguments)
+    if not inspect.isawaitable(result):
+        return result
+    coroutine = result if inspect.iscoroutine(result) else _awaited(result)
+    task = asyncio.ensure_future(_interrupted(coroutine, limit_s))
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
+    if not done:
+        task.cancel()
+        raise TooLong
+    return task.result()
+
+
+class Process:
+    """Handles the worker's requests.
+
+    Args:
+        writer: to the worker.
+        spec: of the environments.
+        make: makes one.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, spec: EnvironmentSpec, make: Factory):
+        self._writer, self._limit_s, self._make = writer, spec.limit_s, make
+        self._environments: dict[int, Environment] = {}
+
+    async def answer(self, number: int, kind: str, content: Any) -> None:
+        """Handle one request and write its answer at once."""
+        if kind == "end":
+            await self._end(number)
+            return
+        try:
+            line = encode(
+                number, await (self._reset(number, content) if kind == "reset" else self._step(number, content))
+            )
+        except BaseException as fault:
+            line = encode(number, self._failure(fault))
+            await self._end(number)
+        self._writer.write(line)
+
+    async def close(self) -> None:
+        """Close what lives here."""
+        for number in list(self._environments):
+            await self._end(number)
+
+    async def _reset(self, number: int, row: dict[str, Any]) -> Reset:
+        environment = await limited(self._limit_s, self._make)
+        self._environments[number] = environment
+        messages = await limited(self._limit_s, environment.reset, row)
+        return checked_reset(messages, list(getattr(environment, "tools", None) or []))
+
+    async def _step(self, number: int, turn: list[Any]) -> Observation:
+        return checked_observation(await limited(self._limit_s, self._environments[number].step, Turn(*turn)))
+
+    def _failure(self, fault: BaseException) -> Failure:
+        match fault:
+            case TooLong():
+                return Failure(f"took longer than {self._limit_s:g} s", "timeout")
+            case MemoryError():
+                return Failure("ran out of memory", "memory")
+            case Nonsense():
+                return Failure(str(fault), "nonsense")
+        traceback.print_exception(fault)
+        return Failure(str(fault if isinstance(fault, Raised) else Raised(fault)), "error")
+
+    async def _end(self, number: int) -> None:
+        close = getattr(self._environments.pop(number, None), "close", None)
+        if close is not None:
+            try:
+                await limited(self._limit_s, close)
+            except BaseException as fault:  # the conversation has its answer
+                traceback.print_exception(fault)
+
+
+async def serve(connection: socket.socket) -> None:
+    """Handle requests until the worker closes the connection."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
+    spec = EnvironmentSpec(**json.loads(await reader.readline()))
+    fault = trace = None
+    try:
+        make = spec.load()
+    except UserCodeError as error:
+        fault = str(error)
+        trace = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
+    writer.write(json.dumps([fault, trace or ""]).encode() + b"\n")
+    if fault is not None:
+        await reader.read()
+        return
+    process, running = Process(writer, spec, make), set()
+    while line := await reader.readline():
+        task = asyncio.ensure_future(process.answer(*json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await process.close()
+
+
+def main() -> None:
+    """Run with the arguments: descriptor of the connection, the worker's process id, bytes of memory (0: any)."""
+    descriptor, parent, memory_bytes = map(int, sys.argv[1:])
+    end_with(parent)
+    limit_memory(memory_bytes)
+    try:
+        asyncio.run(serve(socket.socket(fileno=descriptor)))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except ConnectionError:  # the worker has ended the pool
+        pass
+    os._exit(0)  # even if environments have left threads running
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The environments of a process that samples, as the configuration names them."""
+
+from typing import TYPE_CHECKING
+
+from rlx.config.schema import PPOConfig
+from rlx.data.batch import Batch
+from rlx.environments.conversation import Chat
+from rlx.environments.pool import EnvironmentPool
+from rlx.environments.rows import batch_of, rows_of
+from rlx.environments.running import Bounds, run_conversations
+from rlx.environments.settings import environment_spec
+from rlx.rollout.flight import FirstRank
+from rlx.rollout.protocol import Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def bounds(config: PPOConfig) -> Bounds:
+    """Return the limits of conversations."""
+    own, turns = config.environment, config.actor_rollout_ref.rollout.multi_turn
+    return Bounds(
+        prompt_tokens=config.data.max_prompt_length,
+        response_tokens=config.data.max_response_length,
+        turns=turns.max_assistant_turns,
+        answers=turns.max_user_turns,
+        tool_characters=turns.max_tool_response_length,
+        cut_side=turns.tool_response_truncate_side,
+        open=own.max_parallel,
+        failure_reward=own.failure_reward,
+        ends_run=own.on_failure == "end_run",
+    )
+
+
+class ConversationSampler:
+    """Samples conversations of a batch; its environments live in processes of their own, which end with this one.
+
+    All processes of the run build theirs together.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: "PreTrainedTokenizerBase"):
+        rollout, own = config.actor_rollout_ref.rollout, config.environment
+        self._chat = Chat(tokenizer, rollout.multi_turn.on_rewritten_history == "keep")
+        self._bounds, self._pad_token_id = bounds(config), int(tokenizer.pad_token_id)
+        self._first_rank = FirstRank(rollout.tensor_model_parallel_size)
+        self._pool = None
+        if self._first_rank.is_this:
+            self._pool = EnvironmentPool(environment_spec(config), own.processes, own.memory_limit_gb)
+        # The hf sampler decodes waves of requests, vLLM takes them at any time.
+        self._in_waves = rollout.name == "hf"
+
+    def generate(self, rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
+        """Run a conversation for each row.
+
+        Args:
+            rollout: with weights.
+            batch: as `rows_of` takes it.
+            sampling: of turns.
+
+        Returns:
+            As `batch_of`; prompts are as wide as the longest of this batch.
+
+        Raises:
+            EnvironmentFailed, EngineError: see `run_conversations`.
+        """
+        rows = rows_of(batch)
+        ran = run_conversations(
+            rollout, self._pool, rows, self._chat, sampling, self._bounds, self._first_rank, self._in_waves
+        )
+        width, version = self._bounds.response_tokens, rollout.version
+        return batch_of(ran, rows, self._pad_token_id, width, version, sampling.with_log_probs)

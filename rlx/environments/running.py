@@ -1,0 +1,282 @@
+"""Run conversations: sample their turns, and bring each to its environment and the answer back.
+
+The sampler goes on with other conversations while environments work. Only when nothing is left to sample does it wait for them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from rlx.data.seeding import seed_for
+from rlx.environments.conversation import Chat, Conversation
+from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
+from rlx.errors import ExplainedError
+from rlx.heartbeat import beat
+from rlx.rollout.flight import FirstRank, aborting
+from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+
+WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again
+TEMPLATE = "template"
+
+
+class EnvironmentFailed(ExplainedError, RuntimeError):
+    """An environment failed, and the run is to end then; or no conversation could go on."""
+
+
+class Pool(Protocol):
+    """The part of `EnvironmentPool` that conversations use."""
+
+    def reset(self, key: int, row: dict[str, Any]) -> None:
+        """Begin the conversation `key`."""
+        ...
+
+    def step(self, key: int, turn: Turn) -> None:
+        """Send a turn."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Reset | Observation | Failure]]:
+        """Return the answers that have arrived; wait for the first at most so long."""
+        ...
+
+    def end(self, key: int) -> None:
+        """End the conversation `key`."""
+        ...
+
+
+class Row(NamedTuple):
+    """A conversation to run.
+
+    Args:
+        data: of the environment's `reset`.
+        seed: of the sample; turns have seeds of their own, which it and their index determine.
+        prompt_ids: the data set's prompt: that of the row if the environment gives none.
+    """
+
+    data: dict[str, Any]
+    seed: int
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of a conversation.
+
+    Args:
+        prompt_tokens: longest first prompt.
+        response_tokens: most tokens behind it.
+        turns: most turns of the model; None: any number.
+        answers: most answers of the environment that the model reads; None: any number.
+        tool_characters: longer outputs of tools (messages of the role tool) are cut.
+        cut_side: left keeps the beginning, right the end, middle both.
+        open: conversations at a time; None: all.
+        failure_reward: of a turn at which the environment fails.
+        ends_run: whether such a failure ends the run.
+    """
+
+    prompt_tokens: int
+    response_tokens: int
+    turns: int | None = None
+    answers: int | None = None
+    tool_characters: int = 256
+    cut_side: str = "middle"
+    open: int | None = None
+    failure_reward: float = 0.0
+    ends_run: bool = False
+
+
+class Ran(NamedTuple):
+    """Conversations that have ended, in the order of their rows, and the seconds in which nothing was sampled."""
+
+    conversations: list[Conversation]
+    waited_s: float
+
+
+def run_conversations(
+    rollout: Rollout,
+    pool: Pool | None,
+    rows: Sequence[Row],
+    chat: Chat,
+    sampling: Sampling,
+    bounds: Bounds,
+    first_rank: FirstRank | None = None,
+    in_waves: bool = False,
+) -> Ran:
+    """Run a conversation for each row to its end.
+
+    Args:
+        rollout: with weights, and without requests in flight.
+        pool: of environments; None on ranks that do not decide, see `first_rank`.
+        chat: writes messages.
+        sampling: of the first turn; max_tokens is at most `bounds.response_tokens`. Later turns have the tokens that are left.
+        first_rank: of a tensor-parallel group.
+        in_waves: sample only when no environment works. Then requests that are sampled together, and with them rounding, do
+            not depend on the speed of environments.
+
+    Raises:
+        EnvironmentFailed: an environment failed and `bounds.ends_run`; or the chat template stopped every conversation.
+        EngineError: the sampler failed.
+    """
+    run = _Run(rollout, pool, rows, chat, sampling, bounds, first_rank or FirstRank(), in_waves)
+    try:
+        with aborting(rollout):
+            run.to_the_end()
+    finally:
+        run.end_all()
+    return Ran([run.ended[row] for row in range(len(rows))], run.waited_s)
+
+
+class _Open:
+    """A conversation that runs."""
+
+    def __init__(self, conversation: Conversation):
+        self.conversation = conversation
+        self.asked = time.monotonic()
+        self.text = ""  # of the last turn
+
+
+class _Run:
+    def __init__(
+        self,
+        rollout: Rollout,
+        pool: Pool | None,
+        rows: Sequence[Row],
+        chat: Chat,
+        sampling: Sampling,
+        bounds: Bounds,
+        first_rank: FirstRank,
+        in_waves: bool,
+    ):
+        self._rollout, self._pool, self._rows, self._chat = rollout, pool, rows, chat
+        self._sampling, self._bounds, self._first_rank, self._in_waves = sampling, bounds, first_rank, in_waves
+        self._waiting = deque(range(len(rows)))
+        self._open: dict[int, _Open] = {}
+        self._sampled: dict[int, int] = {}  # rows by numbers of requests
+        self._arrived: dict[int, Reset | Observation | Failure] = {}
+        self.ended: dict[int, Conversation] = {}
+        self.waited_s = 0.0
+
+    def to_the_end(self) -> None:
+        while self._waiting or self._open:
+            while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
+                self._begin(self._waiting.popleft())
+            if self._sampled:
+                for number, completion in self._rollout.step():
+                    self._take_turn(self._sampled.pop(number), completion)
+            if not (self._in_waves and self._sampled):
+                self._listen()
+        stopped = [c.reason for c in self.ended.values() if c.reason.startswith(TEMPLATE)]
+        if stopped and len(stopped) == len(self.ended):
+            raise EnvironmentFailed(f"no conversation could go on: {stopped[0]}")
+
+    def end_all(self) -> None:
+        """End the environments of all open conversations."""
+        for key in self._open:
+            self._to_pool("end", key)
+        self._open.clear()
+
+    def _to_pool(self, method: str, *arguments: Any) -> None:
+        if self._pool is not None:
+            getattr(self._pool, method)(*arguments)
+
+    def _begin(self, row: int) -> None:
+        self._open[row] = _Open(Conversation([], self._bounds.response_tokens))
+        self._to_pool("reset", row, self._rows[row].data)
+
+    def _take_turn(self, key: int, completion: Completion) -> None:
+        run = self._open[key]
+        turn = run.conversation.add_turn(completion, self._chat)
+        run.text, run.asked = turn.text, time.monotonic()
+        self._to_pool("step", key, turn)
+
+    def _listen(self) -> None:
+        """Take the answers that have arrived; in waves wait for all of them."""
+        started, idle = time.monotonic(), not self._sampled
+        self._arrived |= self._first_rank.decide(self._poll)
+        if idle:
+            beat()
+            self.waited_s += time.monotonic() - started
+        if self._in_waves and len(self._arrived) < len(self._open):
+            return
+        for key in sorted(self._arrived):
+            if key in self._open:
+                self._take_answer(key, self._arrived[key])
+        self._arrived.clear()
+
+    def _poll(self) -> dict[int, Reset | Observation | Failure]:
+        assert self._pool is not None, "the rank that decides has the pool"
+        return dict(self._pool.poll(0.0 if self._sampled else WAIT_S))
+
+    def _take_answer(self, key: int, answer: Reset | Observation | Failure) -> None:
+        run = self._open[key]
+        conversation = run.conversation
+        try:
+            if isinstance(answer, Failure):
+                self._fail(conversation, answer.kind, answer.reason)
+            elif isinstance(answer, Reset):
+                self._take_prompt(run, answer)
+            else:
+                conversation.add_answer(answer, run.text, time.monotonic() - run.asked)
+                self._go_on(conversation, answer)
+        except EnvironmentFailed:
+            raise
+        except Exception as fault:  # templates and tokenizers raise any kind of error
+            self._fail(conversation, TEMPLATE, f"{type(fault).__name__}: {fault}")
+        if conversation.reason:
+            self.ended[key] = conversation
+            self._to_pool("end", key)
+            del self._open[key]
+        else:
+            self._ask(key)
+
+    def _take_prompt(self, run: _Open, answer: Reset) -> None:
+        ids, longest = self._chat.first(answer.messages, answer.tools), self._bounds.prompt_tokens
+        run.conversation.messages, run.conversation.tools = [*answer.messages], answer.tools
+        if 0 < len(ids) <= longest:
+            run.conversation.prompt_ids = ids
+        else:
+            self._fail(run.conversation, TEMPLATE, f"the first prompt has {len(ids)} tokens, expected 1 to {longest}")
+
+    def _go_on(self, conversation: Conversation, answer: Observation) -> None:
+        """Append the environment's messages, or end the conversation."""
+        bounds, own = self._bounds, len(conversation.own_turns)
+        if answer.done:
+            conversation.end("done")
+        elif conversation.turns[-1]["finish_reason"] == "length":
+            conversation.end("length")
+        elif own == bounds.turns or len(conversation.turns) - own == bounds.answers:
+            conversation.end("max_turns")
+        elif not answer.messages:
+            self._fail(conversation, "nonsense", "it gave no message and did not end the conversation")
+        elif not conversation.add_messages([_cut(message, bounds) for message in answer.messages], self._chat):
+            conversation.end("length")
+
+    def _fail(self, conversation: Conversation, kind: str, reason: str) -> None:
+        text = f"{kind}: {reason}"
+        if self._bounds.ends_run:
+            raise EnvironmentFailed(
+                f"an environment failed, {text}; set environment.on_failure=end_row to end its conversation alone"
+            )
+        conversation.fail(text, self._bounds.failure_reward)
+
+    def _ask(self, key: int) -> None:
+        """Request the next turn."""
+        conversation, seed = self._open[key].conversation, self._rows[key].seed
+        turn = len(conversation.own_turns)
+        request = Request(
+            (*conversation.prompt_ids, *conversation.token_ids),
+            seed_for(seed, turn) if turn else seed,
+            replace(self._sampling, max_tokens=min(self._sampling.max_tokens, conversation.room)),
+        )
+        self._sampled[self._rollout.add_request(request)] = key
+
+
+def _cut(message: Message, bounds: Bounds) -> Message:
+    """Return the message of a tool with at most so many characters."""
+    text, most = message.get("content"), bounds.tool_characters
+    if message.get("role") != "tool" or not isinstance(text, str) or len(text) <= most:
+        return message
+    first = {"left": most, "right": 0, "middle": most // 2}[bounds.cut_side]
+    last = most - first
+    return {**message, "content": f"{text[:first]}...(cut)...{text[len(text) - last :]}"}

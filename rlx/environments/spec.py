@@ -1,0 +1,95 @@
+"""Name an environment in the worker, and load it in an environment process. Every such process loads this module: it imports little."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rlx.environments.protocol import Environment
+from rlx.errors import did_you_mean
+from rlx.user_code import UserCodeError, load_name, misfit
+
+KEY = "environment"
+BUILT_IN = {
+    "calculator": ("rlx.environments.calculator", "Calculator"),
+    "guessing": ("rlx.environments.guessing", "Guessing"),
+    "python": ("rlx.environments.python_tool", "PythonTool"),
+    "verifiers": ("rlx.environments.verifiers_adapter", "Verifiers"),
+}
+"""Modules and classes of rlx's own environments, by the name in `environment.name`."""
+
+Factory = Callable[[], Environment]
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """An environment that a process loads.
+
+    Args:
+        name: one of BUILT_IN; or with `path` the name in that file of a class, a function that is a tool, or a list of such functions.
+        path: a Python file; None: rlx's own.
+        kwargs: arguments of the class by name, as JSON has them.
+        limit_s: longest `reset` or `step` [seconds].
+        tool_format: how the model writes calls, of `rlx.environments.tool_calls.FORMATS`.
+    """
+
+    name: str
+    path: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    limit_s: float = 60.0
+    tool_format: str = "tags"
+
+    @property
+    def source(self) -> str:
+        """Its file or module, for messages."""
+        return self.path or BUILT_IN.get(self.name, (self.name,))[0]
+
+    def load(self) -> Factory:
+        """Import it and return a function that makes one conversation's environment. Raises UserCodeError."""
+        return self._own() if self.path is not None else self._built_in()
+
+    def _built_in(self) -> Factory:
+        if self.name not in BUILT_IN:
+            remedy = did_you_mean(self.name, sorted(BUILT_IN), f"choose one, or set {KEY}.path to a file with your own")
+            raise UserCodeError(f"{KEY}.name: got {self.name!r}, expected one of {sorted(BUILT_IN)}; {remedy}")
+        module, name = BUILT_IN[self.name]
+        made = getattr(importlib.import_module(module), name)
+        # Their calls have the run's format; an environment of a user's own chooses its own.
+        takes_format = "tool_format" in inspect.signature(made).parameters
+        return self._bound(made, {"tool_format": self.tool_format, **self.kwargs} if takes_format else self.kwargs)
+
+    def _own(self) -> Factory:
+        found = load_name(self.path or "", self.name, KEY)
+        functions = [found] if inspect.isfunction(found) else found
+        if isinstance(functions, list | tuple) and functions and all(map(callable, functions)):
+            from rlx.environments.tools import ToolEnvironment, Tools
+
+            if self.kwargs:
+                raise UserCodeError(
+                    f"{KEY}.kwargs: got {self.kwargs}, expected none, because {self.name!r} are functions"
+                )
+            return partial(ToolEnvironment, Tools(functions), self.tool_format)
+        methods = [getattr(found, method, None) for method in ("reset", "step")]
+        if not inspect.isclass(found) or not all(map(callable, methods)):
+            raise UserCodeError(
+                f"{KEY}.name: {self.name!r} in {self.path} is {found!r}, expected a class with reset(row) and step(turn), or a list "
+                "of functions that are tools"
+            )
+        for method in methods:
+            fault = misfit(method, positional=("self", "argument"))
+            if fault is not None:
+                raise UserCodeError(
+                    f"{KEY}.name: {self.name}.{method.__name__}{inspect.signature(method)} in {self.path} cannot be called with one "
+                    f"argument ({fault}); expected reset(self, row) and step(self, turn)"
+                )
+        return self._bound(found, self.kwargs)
+
+    def _bound(self, made: Callable[..., Environment], kwargs: dict[str, Any]) -> Factory:
+        fault = misfit(made, named=tuple(kwargs))
+        if fault is not None:
+            raise UserCodeError(
+                f"{KEY}.kwargs: {self.name}{inspect.signature(made)} cannot take {kwargs} ({fault}); correct the arguments"
+            )
+        return partial(made, **kwargs)

@@ -1,0 +1,208 @@
+"""Find the tool calls in what a model wrote. Each family of models has its own format, and its chat template shows which.
+
+A parser never raises, and takes time linear in the text: models write anything. A call that it cannot read becomes a Call with a
+`fault`, which the model gets as the tool's answer.
+
+Sources of the formats: the chat templates of Hermes 2 Pro, Qwen 2.5 and Qwen 3 (`hermes`), Qwen3-Coder (`qwen3_coder`), Llama 3.1
+(`llama3_json`), Mistral's with `[TOOL_CALLS]` (`mistral`). `tags` is rlx's own, for models over bytes: `<calc>3+4</calc>`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+MOST_CALLS = 32
+"""Of one turn; further calls become one fault."""
+
+
+class Call(NamedTuple):
+    """A call of a tool.
+
+    Args:
+        name: of the tool; empty if it cannot be read.
+        arguments: by name; or a text, which is the only argument.
+        fault: why the call cannot be read; empty if it can.
+        as_text: whether all values are texts, because the format has no types.
+    """
+
+    name: str
+    arguments: dict[str, Any] | str
+    fault: str = ""
+    as_text: bool = False
+
+
+class Parsed(NamedTuple):
+    """A turn: the text beside its calls, and its calls in order."""
+
+    content: str
+    calls: list[Call]
+
+
+Parser = Callable[[str, Sequence[str]], Parsed]
+
+
+def parse(tool_format: str, text: str, names: Sequence[str]) -> Parsed:
+    """Return the calls of a turn.
+
+    Args:
+        tool_format: one of FORMATS.
+        text: of the turn, with special tokens.
+        names: of the tools that there are.
+    """
+    content, calls = FORMATS[tool_format](text, names)
+    if len(calls) > MOST_CALLS:
+        calls = [*calls[:MOST_CALLS], _faulty(f"only the first {MOST_CALLS} of {len(calls)} calls were made")]
+    return Parsed(content.strip(), calls)
+
+
+def format_of(chat_template: str) -> str:
+    """Return the format that a chat template shows to the model; `tags` if it shows none."""
+    marks = {
+        "<function=": "qwen3_coder",
+        "<tool_call>": "hermes",
+        "[TOOL_CALLS]": "mistral",
+        "<|python_tag|>": "llama3_json",
+    }
+    return next((name for mark, name in marks.items() if mark in chat_template), "tags")
+
+
+def hermes(text: str, names: Sequence[str]) -> Parsed:
+    """`<tool_call>{"name": "calc", "arguments": {"expression": "3+4"}}</tool_call>`."""
+    content, found = _cut(text, "<tool_call>", "</tool_call>")
+    return Parsed(
+        content, [_call(_json(inner), "arguments") if ends else _endless("</tool_call>") for inner, ends in found]
+    )
+
+
+def qwen3_coder(text: str, names: Sequence[str]) -> Parsed:
+    """`<tool_call><function=calc><parameter=expression>3+4</parameter></function></tool_call>`."""
+    content, found = _cut(text, "<function=", "</function>")
+    for mark in ("<tool_call>", "</tool_call>"):
+        content = content.replace(mark, "")
+    calls = []
+    for inner, ends in found:
+        name, closes, body = inner.partition(">")
+        _, parameters = _cut(body, "<parameter=", "</parameter>")
+        pairs = [parameter.partition(">") for parameter, _ in parameters]
+        if (
+            not ends
+            or not closes
+            or not all(whole and mark for (_, whole), (_, mark, _) in zip(parameters, pairs, strict=True))
+        ):
+            calls.append(_endless("</function>, and </parameter> after each value"))
+            continue
+        values = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}
+        calls.append(Call(name.strip(), values, as_text=True))
+    return Parsed(content, calls)
+
+
+def mistral(text: str, names: Sequence[str]) -> Parsed:
+    """`[TOOL_CALLS][{"name": "calc", "arguments": {…}}]`, or `[TOOL_CALLS]calc[ARGS]{…}` of newer models."""
+    content, *segments = text.split("[TOOL_CALLS]")
+    calls = []
+    for segment in segments:
+        if segment.lstrip().startswith(("[", "{")):
+            value = _json(segment)
+            calls += [_call(each, "arguments") for each in (value if isinstance(value, list) else [value])]
+            continue
+        name, brace, arguments = segment.partition("{")
+        name = re.sub(r"\[CALL_ID\][^\[]*|\[ARGS\]", "", name).strip()
+        value = _json(brace + arguments)
+        calls.append(value if isinstance(value, Call) else _call({"name": name, "arguments": value}, "arguments"))
+    return Parsed(content, calls)
+
+
+def llama3_json(text: str, names: Sequence[str]) -> Parsed:
+    """`{"name": "calc", "parameters": {…}}` as the whole turn, several apart by `;`, perhaps after `<|python_tag|>`."""
+    before, mark, after = text.partition("<|python_tag|>")
+    content, body = (before, after) if mark else ("", text)
+    body = body.replace("<|eom_id|>", "").replace("<|eot_id|>", "").strip()
+    if not body.startswith("{"):
+        return Parsed(content, [_faulty("expected one JSON object after <|python_tag|>")]) if mark else Parsed(text, [])
+    calls, place = [], 0
+    while place < len(body):
+        try:
+            value, place = _DECODER.raw_decode(body, place)
+        except (ValueError, RecursionError) as fault:
+            # A text that begins with a brace is no call unless it looks like one.
+            looks = mark or '"name"' in body
+            return Parsed(content, [*calls, _faulty(_no_json(fault))]) if looks else Parsed(text, [])
+        calls.append(_call(value, "parameters"))
+        place = _BETWEEN.match(body, place).end()
+    return Parsed(content, calls)
+
+
+def tags(text: str, names: Sequence[str]) -> Parsed:
+    """`<calc>3+4</calc>`: the text of the only argument, or a JSON object of all arguments."""
+    begin = re.compile(f"<({'|'.join(map(re.escape, names))})>") if names else None
+    outside, calls, place = [], [], 0
+    while begin is not None and (start := begin.search(text, place)):
+        outside.append(text[place : start.start()])
+        end = f"</{start[1]}>"
+        stop = text.find(end, start.end())
+        if stop < 0:
+            calls.append(_endless(end))
+            place = len(text)
+            break
+        calls.append(Call(start[1], text[start.end() : stop]))
+        place = stop + len(end)
+    return Parsed("".join((*outside, text[place:])), calls)
+
+
+FORMATS: dict[str, Parser] = {parser.__name__: parser for parser in (tags, hermes, llama3_json, mistral, qwen3_coder)}
+
+
+def _cut(text: str, begin: str, end: str) -> tuple[str, list[tuple[str, bool]]]:
+    """Return the text outside of all pairs of marks, and each text inside with whether its end is there."""
+    outside, inside, place = [], [], 0
+    while (start := text.find(begin, place)) >= 0:
+        outside.append(text[place:start])
+        stop = text.find(end, start + len(begin))
+        if stop < 0:
+            inside.append((text[start + len(begin) :], False))
+            place = len(text)
+            break
+        inside.append((text[start + len(begin) : stop], True))
+        place = stop + len(end)
+    return "".join((*outside, text[place:])), inside
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_BETWEEN = re.compile(r"[\s;]*")
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as fault:
+        return _faulty(_no_json(fault))
+
+
+def _no_json(fault: Exception) -> str:
+    return f"it is no JSON ({'nested too deep' if isinstance(fault, RecursionError) else fault})"
+
+
+def _call(value: Any, key: str) -> Call:
+    """Return the call that a JSON object describes."""
+    if isinstance(value, Call):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return _faulty(f'expected a JSON object with "name" and "{key}"')
+    # Some models write the other family's word.
+    arguments = value.get(key, value.get("arguments" if key == "parameters" else "parameters", {}))
+    if not isinstance(arguments, dict):
+        return Call(value["name"], {}, f'its "{key}" are no JSON object')
+    return Call(value["name"], arguments)
+
+
+def _faulty(fault: str) -> Call:
+    return Call("", {}, fault)
+
+
+def _endless(end: str) -> Call:
+    return _faulty(f"it has no end, expected {end}")

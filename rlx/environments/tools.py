@@ -1,0 +1,196 @@
+"""Tools from Python functions, and the environment that answers a model's calls of them.
+
+transformers makes a tool's JSON schema from the function's type hints and docstring; jsonschema checks arguments against it.
+"""
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jsonschema
+
+from rlx.environments.protocol import Message, Observation, Turn
+from rlx.environments.tool_calls import Call, parse
+from rlx.user_code import UserCodeError
+
+LONGEST_RESULT = 2**17
+"""Longest result of a tool to keep [characters]; the run's own limit, in tokens, is lower."""
+
+
+class Result(NamedTuple):
+    """A tool's answer to the model, and whether the call was an error."""
+
+    text: str
+    error: bool = False
+
+
+class _Tool(NamedTuple):
+    function: Callable[..., Any]
+    parameters: dict[str, Any]  # JSON schema of an object
+    validator: jsonschema.Draft202012Validator
+
+
+class Tools:
+    """Functions that a model may call.
+
+    Args:
+        functions: with type hints and a docstring in Google's style that describes each argument. They may be async.
+
+    Raises:
+        UserCodeError: a function's hints or docstring give no schema; two have one name.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]):
+        self.schemas = [_schema(function) for function in functions]
+        described = [schema["function"] for schema in self.schemas]
+        self._tools = {
+            each["name"]: _Tool(function, each["parameters"], _validator(each["parameters"]))
+            for function, each in zip(functions, described, strict=True)
+        }
+        if len(self._tools) < len(functions):
+            raise UserCodeError(
+                f"tools: got {[each['name'] for each in described]}, expected a name of its own for each"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the tools' names."""
+        return tuple(self._tools)
+
+    def read(self, call: Call) -> tuple[dict[str, Any], str]:
+        """Return a call's arguments with the types of the schema, and what is wrong with the call; empty if nothing is."""
+        if call.fault:
+            return {}, f"the call cannot be read: {call.fault}"
+        if call.name not in self._tools:
+            return {}, f"there is no tool {call.name[:100]!r}, only {', '.join(self.names)}"
+        tool = self._tools[call.name]
+        properties = tool.parameters.get("properties", {})
+        arguments = call.arguments
+        if isinstance(arguments, str):
+            arguments = {next(iter(properties)): arguments} if len(properties) == 1 else _object(arguments)
+        if isinstance(call.arguments, str) or call.as_text:
+            arguments = {name: _typed(value, properties.get(name, {})) for name, value in arguments.items()}
+        fault = next(tool.validator.iter_errors(arguments), None)
+        if fault is None:
+            return arguments, ""
+        where = f"argument {fault.path[0]!r}: " if fault.path else ""
+        return {}, f"{where}{fault.message[:300]}"
+
+    async def call(self, call: Call) -> Result:
+        """Make a call, and turn its result or its error into text for the model."""
+        arguments, fault = self.read(call)
+        if fault:
+            return Result(f"error: {fault}", error=True)
+        try:
+            value = self._tools[call.name].function(**arguments)
+            value = await value if inspect.isawaitable(value) else value
+        except MemoryError:
+            raise
+        except Exception as error:
+            return Result(_cut(f"error: {type(error).__name__}: {error}"), error=True)
+        return Result(_cut(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)))
+
+
+class ToolEnvironment:
+    """Answers the calls of each turn; a turn without calls ends the conversation, and reward functions score it.
+
+    Args:
+        tools: that the model may call.
+        tool_format: how it writes calls, of `rlx.environments.tool_calls.FORMATS`.
+    """
+
+    def __init__(self, tools: Tools, tool_format: str):
+        self._tools, self._format = tools, tool_format
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the tools' JSON schemas."""
+        return self._tools.schemas
+
+    def reset(self, row: dict[str, Any]) -> list[Message]:
+        """See Environment."""
+        return row["prompt"]  # type: ignore[no-any-return]
+
+    async def step(self, turn: Turn) -> Observation:
+        """See Environment."""
+        content, calls = parse(self._format, turn.text, self._tools.names)
+        if not calls:
+            return Observation([], done=True, info={"calls": [], "tool_calls": 0, "tool_errors": 0})
+        messages, made = [], []
+        for place, call in enumerate(calls):  # one after the other, because a call may depend on the effect of another
+            before = time.monotonic()
+            text, error = await self._tools.call(call)
+            made.append({"name": call.name[:100], "error": error, "seconds": time.monotonic() - before})
+            # Mistral's template wants a number of nine letters and digits.
+            number = f"call{turn.index % 1000:03d}{place:02d}"
+            messages.append({"role": "tool", "name": call.name[:100], "tool_call_id": number, "content": text})
+        info = {"calls": made, "tool_calls": len(made), "tool_errors": sum(each["error"] for each in made)}
+        return Observation(messages, info=info, assistant=_assistant(content, calls, messages))
+
+
+def _assistant(content: str, calls: list[Call], messages: list[Message]) -> Message | None:
+    """Return the turn as chat templates want it; None if a call cannot be read: the template then gets the plain text."""
+    if any(call.fault or isinstance(call.arguments, str) for call in calls):
+        return None
+    made = [
+        {
+            "type": "function",
+            "id": message["tool_call_id"],
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call, message in zip(calls, messages, strict=True)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema  # late: not every environment has tools, and it takes a second
+
+    try:
+        return get_json_schema(function)  # type: ignore[no-any-return]
+    except Exception as fault:  # of several types, none of which is public
+        raise UserCodeError(
+            f"tool {getattr(function, '__name__', function)!r} has no schema: {fault}; give each argument a type and, in the "
+            'docstring under "Args:", a description'
+        ) from fault
+
+
+def _validator(parameters: dict[str, Any]) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator({**_standard(parameters), "additionalProperties": False})
+
+
+def _standard(schema: Any) -> Any:
+    """Return a schema with null as a type in place of OpenAPI's `nullable`, which JSON schema does not have."""
+    if isinstance(schema, list):
+        return [_standard(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _standard(value) for name, value in schema.items() if name != "nullable"}
+    return {"anyOf": [found, {"type": "null"}]} if schema.get("nullable") is True else found
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a text is, else an object that no schema takes."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"a JSON object of all arguments": text[:100]}
+
+
+def _typed(value: Any, schema: dict[str, Any]) -> Any:
+    """Return the JSON value that a text is, unless the schema wants text."""
+    if not isinstance(value, str) or schema.get("type") in ("string", None):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_RESULT:
+        return text
+    return f"{text[:LONGEST_RESULT]}… (cut: {len(text):,} characters)"

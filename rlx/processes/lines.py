@@ -1,0 +1,51 @@
+"""Messages of a process to its owner: lines of JSON.
+
+The process may run what a model wrote, so it is not trusted. Its owner unpickles nothing from it, and checks the form and the length
+of each message.
+"""
+
+import json
+import os
+from typing import Any
+
+LONGEST_LINE = 2**26  # bytes
+READ_AT_ONCE = 2**20  # bytes
+
+
+class BadAnswer(OSError):
+    """A process sent a message that no process of rlx sends."""
+
+
+def send(descriptor: int, message: Any) -> None:
+    """Write a message; NaN is allowed. Blocks while the owner does not read."""
+    left = memoryview(json.dumps(message).encode() + b"\n")
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+class Lines:
+    """Collects the messages from a descriptor."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._rest = descriptor, bytearray()
+
+    def read(self) -> list[Any]:
+        """Return the messages that are complete now; wait only until there is anything to read.
+
+        Raises:
+            EOFError, OSError: the process has ended, or sent no JSON (BadAnswer).
+        """
+        data = os.read(self._descriptor, READ_AT_ONCE)
+        if not data:
+            raise EOFError
+        self._rest += data
+        if b"\n" not in data and len(self._rest) <= LONGEST_LINE:
+            return []
+        *whole, rest = self._rest.split(b"\n")
+        self._rest = bytearray(rest)
+        try:
+            if any(len(each) > LONGEST_LINE for each in (*whole, rest)):
+                raise ValueError
+            return [json.loads(each) for each in whole]
+        except (ValueError, RecursionError):
+            raise BadAnswer("sent an answer that is no JSON, or too long") from None

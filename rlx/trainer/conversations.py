@@ -1,0 +1,114 @@
+"""The driver's part of conversations: what is sent and received, rewards of environments, metrics, failures. Pure functions."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlx.algorithms.turns import turn_index
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import has_environment, only_environment_scores
+from rlx.data.batch import Batch
+from rlx.rewards.manager import Scores
+
+INFO = "conversation"
+
+
+def sent(config: PPOConfig, rows: Batch) -> Batch:
+    """Return the part of a batch of prompts that samplers need; environments need its info too."""
+    chosen = rows.select("prompt_ids", "prompt_mask", "seed")
+    return Batch(chosen.tensors, rows.info) if has_environment(config) else chosen
+
+
+def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """Return the samples with all info of their rows, and with the texts of what was written.
+
+    response_text is that of all tokens behind the prompt, an environment's included. With environments prompt_text is that of the
+    first prompt that they gave.
+    """
+    texts = {"response_text": tokenizer.batch_decode(written.response_tokens(), skip_special_tokens=True)}
+    if INFO in written.info:
+        texts["prompt_text"] = tokenizer.batch_decode(written.prompt_tokens(), clean_up_tokenization_spaces=False)
+    batch = Batch(written.tensors, {**rows.info, **written.info, **texts})
+    return batch.with_(group_id=rows["group_id"])
+
+
+def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) -> Scores:
+    """Return the scores of reward functions, of environments, or their sums, as configured.
+
+    Args:
+        config: the tree.
+        batch: with info conversation if there is an environment.
+        by_functions: asks the reward functions; not called if environments replace them.
+
+    Returns:
+        `acc` stays that of the functions. Numbers in `extra` are those that functions and environments report.
+    """
+    if not has_environment(config):
+        return by_functions()
+    records = batch.info[INFO]
+    names = sorted({name for record in records for name in record["info"]})
+    extra = {name: [float(record["info"].get(name, math.nan)) for record in records] for name in names}
+    rewards = [record["reward"] or 0.0 for record in records]
+    scores_B = torch.tensor(rewards, dtype=torch.float32)
+    if only_environment_scores(config):
+        return Scores(scores_B, extra)
+    own = by_functions()
+    if any(record["reward"] is not None for record in records):
+        extra |= {"acc": own.right().tolist(), "environment_reward": rewards}
+    return Scores(own.scores + scores_B, extra | own.extra)
+
+
+def describe(batch: Batch) -> dict[str, float]:
+    """Return metrics of the conversations; none without environments.
+
+    Metrics are conversation/turns_mean and turns_max (turns of the policy); tool_calls and tool_errors of a conversation on average;
+    failures (conversations that an environment's failure ended); environment_s (mean seconds that a conversation waited for its
+    environment); waited_s (seconds in which a process had nothing to sample, the longest of all processes); loss_token_share
+    (tokens of the policy among those behind prompts); and ended/<reason>, the share that ended so.
+    """
+    records: list[dict[str, Any]] = batch.info.get(INFO, [])
+    if not records:
+        return {}
+    own = [[turn for turn in record["turns"] if turn["role"] == "assistant"] for record in records]
+    calls = [[call for turn in turns for call in turn["calls"]] for turns in own]
+    mask, count = batch["response_mask"], len(records)
+    written = batch["attention_mask"][:, batch.prompt_length :]
+    metrics = {
+        "turns_mean": sum(map(len, own)) / count,
+        "turns_max": float(max(map(len, own))),
+        "tool_calls": sum(map(len, calls)) / count,
+        "tool_errors": sum(bool(call.get("error")) for each in calls for call in each) / count,
+        "failures": float(sum(record["failed"] for record in records)),
+        "environment_s": sum(turn["seconds"] or 0.0 for turns in own for turn in turns) / count,
+        "waited_s": max(record["waited_s"] for record in records),
+        "loss_token_share": (mask.sum() / written.sum().clamp(min=1)).item(),
+    }
+    for reason, number in Counter(_short(record["reason"]) for record in records).items():
+        metrics[f"ended/{reason}"] = number / count
+    return {f"conversation/{name}": value for name, value in metrics.items()}
+
+
+def failures(batch: Batch) -> str:
+    """Return how many conversations failed and why, in words; empty if none did."""
+    reasons = Counter(record["reason"] for record in batch.info.get(INFO, []) if record["failed"])
+    if not reasons:
+        return ""
+    named = "; ".join(f"{count} times {reason:.200}" for reason, count in reasons.most_common(3))
+    rest = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    return f"{reasons.total()} of {len(batch)} conversations ended by a failure: {named}{rest}"
+
+
+def masks_by_turn(batch: Batch, most: int) -> list[torch.Tensor]:
+    """Return the masks (B, R) of the policy's first turns, at most `most`; none if no row has a second one."""
+    index_BR = turn_index(batch["response_mask"])
+    turns = int(index_BR.max()) + 1 if index_BR.numel() else 0
+    return [index_BR == turn for turn in range(min(turns, most))] if turns > 1 else []
+
+
+def _short(reason: str) -> str:
+    """Return a reason's first word, such as timeout, for the name of a metric."""
+    return reason.partition(":")[0]

@@ -1,0 +1,83 @@
+"""Keep each training sample with its tokens, turns and rewards: `<run>/transcripts/step_000001.jsonl`, a line per sample.
+
+Lists of a line have one entry per token, from the prompt's first on. Entries outside the policy's tokens are null, but for the
+tokens themselves.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import has_environment
+from rlx.data.batch import Batch
+from rlx.errors import storing
+from rlx.trainer.conversations import INFO
+
+DIGITS = 5
+
+
+def keep(config: PPOConfig, folder: Path, step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the transcripts of a step if that is configured; see `write`."""
+    if config.trainer.transcripts or (config.trainer.transcripts is None and has_environment(config)):
+        write(folder, step, batch, tokenizer)
+
+
+def write(folder: Path, step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the transcripts of a step, in the order of prompts and samples.
+
+    Args:
+        folder: of the run.
+        step: its number.
+        batch: with advantages and scores.
+        tokenizer: decodes tokens, one by one.
+    """
+    file = folder / "transcripts" / f"step_{step:06d}.jsonl"
+    with storing(file):
+        file.parent.mkdir(exist_ok=True)
+        with file.open("w", encoding="utf-8", errors="backslashreplace") as out:
+            for record in _records(step, batch, tokenizer):
+                out.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+
+def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    @cache
+    def piece(token: int) -> str:
+        return tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+    groups, samples = batch["group_id"].tolist(), batch.info["sample"]
+    gaps = batch["old_log_probs"] - batch["rollout_log_probs"] if "rollout_log_probs" in batch else None
+    for row in sorted(range(len(batch)), key=lambda row: (groups[row], samples[row])):
+        ids = batch["input_ids"][row][batch["attention_mask"][row]].tolist()
+        written = batch["attention_mask"][row, batch.prompt_length :]
+        prompt, mask = len(ids) - int(written.sum()), batch["response_mask"][row][written].tolist()
+
+        def of_tokens(column: Any, row: int = row, prompt: int = prompt, mask: list[bool] = mask) -> list[float | None]:
+            values = column[row, : len(mask)].tolist()
+            return [None] * prompt + [round(x, DIGITS) if own else None for x, own in zip(values, mask, strict=True)]
+
+        conversation = batch.info[INFO][row] if INFO in batch.info else {}
+        yield {
+            "step": step,
+            "group": groups[row],
+            "sample": samples[row],
+            "data_source": batch.info["data_source"][row],
+            "reward": round(float(batch["scores"][row]), DIGITS),
+            "token_ids": ids,
+            "tokens": [piece(token) for token in ids],
+            "loss_mask": [0] * prompt + [int(own) for own in mask],
+            "advantages": of_tokens(batch["advantages"]),
+            "log_prob_gap": [None] * len(ids) if gaps is None else of_tokens(gaps),
+            "turns": conversation.get("turns") or _single_turn(batch, row, prompt, mask),
+            "reason": conversation.get("reason", ""),
+        }
+
+
+def _single_turn(batch: Batch, row: int, prompt: int, mask: list[bool]) -> list[dict[str, Any]]:
+    """Return the turns of a sample without an environment, whose response is one turn."""
+    place = {"start": prompt, "end": prompt + len(mask), "role": "assistant", "text": batch.info["response_text"][row]}
+    return [{**place, "seconds": None, "reward": None, "calls": [], "finish_reason": None}] if mask else []

@@ -1,0 +1,210 @@
+"""What environments can do to a run: nothing. Rows live and fail on their own."""
+
+import os
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+import rlx.environments.pool
+from rlx.environments.protocol import Failure, Observation, Turn
+from rlx.user_code import UserCodeError
+
+ENVIRONMENT = """
+import asyncio, ctypes, itertools, os, sys, time
+from pathlib import Path
+from rlx.environments.protocol import Observation
+
+class Table:
+    tools = [{"type": "function"}]
+
+    def reset(self, row):
+        if row["prompt"] == "crash":
+            os._exit(3)
+        if row["prompt"] == "crash once":
+            if not Path(row["extra_info"]).exists():
+                Path(row["extra_info"]).touch()
+                time.sleep(0.2)
+                os._exit(3)
+        self.row, self.turns = row, 0
+        return [{"role": "user", "content": str(row["prompt"])}]
+
+    async def step(self, turn):
+        self.turns += 1
+        match turn.text:
+            case "hang": time.sleep(1000)
+            case "loop":
+                while True: pass
+            case "hang in C": sum(itertools.repeat(0))
+            case "wait": await asyncio.sleep(1000)
+            case "stubborn":
+                while True:
+                    try: await asyncio.sleep(1000)
+                    except asyncio.CancelledError: pass
+            case "exit": os._exit(0)
+            case "segfault": ctypes.string_at(0)
+            case "sys.exit": sys.exit("enough")
+            case "raise": raise KeyError("k")
+            case "stop": raise StopIteration
+            case "memory": bytearray(3 * 10**9)
+            case "print": print("x" * 10**5)
+            case "forge": os.write(int(sys.argv[1]), b"[0, 0]\\n"); time.sleep(5)
+            case "no JSON": os.write(int(sys.argv[1]), b"\\x80pickle\\n"); time.sleep(5)
+            case "sleep": await asyncio.sleep(0.3)
+        wrong = {"none": None, "NaN": {"messages": [], "reward": float("nan")}, "text": "fine", "fields": {"message": []},
+            "reward": {"messages": [], "reward": "1"}, "role": {"messages": [{"content": "x"}]}, "empty": {"messages": []},
+            "long": {"messages": [{"role": "user", "content": "y" * 2**20}]}, "object": {"messages": [], "done": True, "info": {"a": object()}},
+            "info": {"messages": [], "done": True, "info": {"a": float("inf")}}, "huge": {"messages": [], "done": True, "reward": 1e39},
+            "deep": {"messages": [{"role": "user", "content": "", "x": self.deep()}]}, "done": {"messages": [], "done": "yes"},
+            "surrogates": {"messages": [{"role": "user", "content": "a\\ud800b"}]}}
+        if turn.text in wrong:
+            return wrong[turn.text]
+        return Observation([{"role": "user", "content": f"{turn.text} {self.turns}"}], reward=0.5, done=turn.text == "end")
+
+    def deep(self):
+        found = []
+        for _ in range(10**5): found = [found]
+        return found
+
+    def close(self):
+        if self.row.get("extra_info"): Path(self.row["extra_info"]).write_text("closed")
+"""
+ROW = {"prompt": "p", "data_source": "d", "ground_truth": "1", "extra_info": None, "seed": 5}
+
+
+def begin(pool, answers, keys):
+    for key in keys:
+        pool.reset(key, ROW)
+    assert all(answer.messages[0]["content"] == "p" for answer in answers(pool, keys).values())
+
+
+def step(pool, answers, text, key=0, timeout_s=60.0):
+    pool.step(key, Turn(text, 0))
+    return answers(pool, [key], timeout_s)[key]
+
+
+def test_conversations_of_a_process_go_on_side_by_side(make_pool, answers, tmp_path):
+    pool, seen = make_pool("Table", ENVIRONMENT), tmp_path / "closed"
+    pool.reset(0, {**ROW, "extra_info": str(seen), "ground_truth": np.int64(3), "array": np.arange(2)})
+    reset = answers(pool, [0])[0]
+    assert reset.tools == [{"type": "function"}] and reset.messages == [{"role": "user", "content": "p"}]
+    begin(pool, answers, range(1, 40))
+    before = time.monotonic()
+    for key in range(40):
+        pool.step(key, Turn("sleep", 0))
+    found = answers(pool, range(40))
+    assert time.monotonic() - before < 40 * 0.3 / 2, "async steps wait together"
+    assert found[7] == Observation([{"role": "user", "content": "sleep 1"}], 0.5)
+    assert step(pool, answers, "end", 7) == Observation([{"role": "user", "content": "end 2"}], 0.5, done=True)
+    pool.end(0)
+    pool.reset(0, ROW)  # a key comes again, with an environment of its own
+    answers(pool, [0])
+    assert step(pool, answers, "a").messages[0]["content"] == "a 1" and seen.read_text() == "closed"
+
+
+def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, capfd):
+    pool = make_pool("Table", ENVIRONMENT, limit_s=0.4, memory_limit_gb=2.0)
+    begin(pool, answers, range(40))
+    kinds = {
+        **dict.fromkeys(("hang", "loop", "wait", "stubborn"), "timeout"),
+        **dict.fromkeys(("sys.exit", "raise", "stop"), "error"),
+        **dict.fromkeys(("none", "NaN", "text", "fields", "reward", "role", "empty", "long", "object", "info", "huge"), "nonsense"),
+        **dict.fromkeys(("deep", "done"), "nonsense"),
+        "memory": "memory",
+    }  # fmt: skip
+    for key, text in enumerate(kinds):
+        pool.step(key, Turn(text, 0))
+    found = answers(pool, range(len(kinds)))
+    assert {text: found[key].kind for key, text in enumerate(kinds)} == kinds
+    reasons = {text: found[key].reason for key, text in enumerate(kinds)}
+    assert reasons["raise"] == "raised KeyError: 'k'" and reasons["wait"] == "took longer than 0.4 s"
+    assert (
+        "reward=nan, expected a finite number" in reasons["NaN"]
+        and "bytes, expected at most 1,048,576" in reasons["long"]
+    )
+    others = range(len(kinds), 40)
+    for key in others:
+        pool.step(key, Turn("print" if key == 39 else "surrogates" if key == 38 else "ok", 0))
+    found = answers(pool, others)
+    assert found[38].messages[0]["content"] == "a?b" and found[30].messages[0]["content"] == "ok 1"
+    assert "x" * 10**5 in capfd.readouterr().err, "shown, but not as output of the run"
+    with pytest.raises(ValueError, match="conversation 0 has failed"):
+        pool.step(0, Turn("x", 1))
+
+
+@pytest.mark.parametrize("text", ["hang in C", "exit", "segfault", "forge", "no JSON"])
+def test_a_process_that_ends_loses_those_that_live_there_and_no_others(make_pool, answers, monkeypatch, text):
+    monkeypatch.setattr(rlx.environments.pool, "SLACK_S", 0.3)
+    pool = make_pool("Table", ENVIRONMENT, processes=2, limit_s=0.5)
+    begin(pool, answers, [0])
+    begin(pool, answers, [1])
+    begin(pool, answers, [2])  # beside 0 or 1
+    failure = step(pool, answers, text)
+    assert isinstance(failure, Failure) and failure.kind == ("timeout" if text == "hang in C" else "crash")
+    found = [step(pool, answers, "ok", key) for key in (1, 2)]
+    lost = [answer for answer in found if isinstance(answer, Failure)]
+    assert len(lost) <= 1 and all("another conversation's call" in answer.reason for answer in lost)
+    assert any(answer == Observation([{"role": "user", "content": "ok 1"}], 0.5) for answer in found)
+    begin(pool, answers, [0])
+    assert step(pool, answers, "ok") == Observation([{"role": "user", "content": "ok 1"}], 0.5)
+
+
+def test_a_reset_that_was_open_is_tried_once_more(make_pool, answers, tmp_path):
+    pool = make_pool("Table", ENVIRONMENT)
+    pool.reset(0, {**ROW, "prompt": "crash once", "extra_info": str(tmp_path / "seen")})
+    pool.reset(1, ROW)
+    assert all(answer.messages for answer in answers(pool, [0, 1]).values())
+    pool.reset(2, {**ROW, "prompt": "crash"})
+    assert answers(pool, [2])[2] == Failure("ended its process (exit code 3)", "crash")
+    pool.reset(3, {**ROW, "extra_info": object()})
+    assert "cannot be sent" in answers(pool, [3])[3].reason
+
+
+def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monkeypatch):
+    monkeypatch.setattr(rlx.environments.pool, "SLACK_S", 0.5)
+    pool = make_pool("Table", ENVIRONMENT, limit_s=0.5)
+    begin(pool, answers, range(8))
+    pool.step(0, Turn("hang in C", 0))
+    time.sleep(0.2)
+    before = time.monotonic()
+    for key in range(1, 8):
+        pool.step(key, Turn("z" * 10**6, 0))
+    pool.reset(9, {**ROW, "prompt": "late"})
+    assert time.monotonic() - before < 0.5
+    found = answers(pool, [*range(8), 9])
+    assert all(isinstance(found[key], Failure) for key in range(8)) and found[9].messages[0]["content"] == "late"
+
+
+def test_processes_end_with_the_pool(make_pool, answers):
+    pool = make_pool("Table", ENVIRONMENT, processes=2)
+    begin(pool, answers, range(3))
+    pool.step(0, Turn("stubborn", 0))
+    assert pool.poll() == []
+    mine = [each for each in psutil.Process(os.getpid()).children() if "rlx.environments.process" in each.cmdline()]
+    assert len(mine) == 2
+    pool.close()
+    assert not any(each.is_running() for each in mine)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("1 / 0", "Table", "ZeroDivisionError"),
+        ("import os; os._exit(4)", "Table", "exit code 4"),
+        ("class Table:\n    def reset(self, row): ...", "Table", "expected a class with reset"),
+        (
+            "class Table:\n    def reset(self): ...\n    def step(self, turn): ...",
+            "Table",
+            "cannot be called with one argument",
+        ),
+        ("class Other: ...", "Table", "has no 'Table'"),
+        (None, "tabel", "expected one of"),
+        (None, "calculater", "calculator"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_an_error(make_pool, text, name, expected):
+    pool = make_pool(name, text)
+    pool.reset(0, ROW)
+    with pytest.raises(UserCodeError, match=expected):
+        pool.poll(60.0)

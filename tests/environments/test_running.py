@@ -1,0 +1,162 @@
+"""The running of conversations: bounds, failures, seeds, order."""
+
+from dataclasses import replace
+
+import pytest
+from in_this_process import Echo, Pool, Sampler
+
+from rlx.data.seeding import seed_for
+from rlx.environments.conversation import Chat
+from rlx.environments.protocol import Observation
+from rlx.environments.running import Bounds, EnvironmentFailed, Row, run_conversations
+from rlx.rollout.protocol import Sampling
+
+BOUNDS = Bounds(prompt_tokens=20, response_tokens=30)
+PROMPT = [{"role": "user", "content": "go"}]
+
+
+@pytest.fixture
+def run(tokenizer):
+    """run(make, say, bounds, rows) returns the conversations, the requests and the pool."""
+
+    def start(make=Echo, say=lambda request: ("hi", True), bounds=BOUNDS, rows=1, in_waves=True):
+        sampler, pool = Sampler(tokenizer, say), Pool(make)
+        sampling = Sampling(bounds.response_tokens, stop_token_ids=(1,))
+        data = [Row({"prompt": PROMPT}, seed, [7, 8]) for seed in range(rows)]
+        ran = run_conversations(sampler, pool, data, Chat(tokenizer), sampling, bounds, in_waves=in_waves)
+        assert not pool.open and not sampler.running
+        return ran.conversations, sampler.requests, pool
+
+    return start
+
+
+def test_each_turn_continues_the_tokens_with_a_seed_and_a_limit_of_its_own(run, tokenizer):
+    (conversation,), requests, _ = run(lambda: Echo(turns=3))
+    assert (conversation.reason, conversation.reward) == ("done", 3.0)
+    text = "<|user|>go<|assistant|>hi</s><|user|>hi<|assistant|>hi</s><|user|>hi<|assistant|>hi</s>"
+    assert tokenizer.decode(conversation.prompt_ids + conversation.token_ids) == text
+    assert [request.seed for request in requests] == [0, seed_for(0, 1), seed_for(0, 2)]
+    assert [request.sampling.max_tokens for request in requests] == [30, 23, 16]
+    for request in requests[1:]:
+        assert list(request.prompt_ids) == (conversation.prompt_ids + conversation.token_ids)[: len(request.prompt_ids)]
+    assert [turn["reward"] for turn in conversation.turns] == [0.0, None, 1.0, None, 2.0]
+    assert sum(conversation.sampled) == 9
+
+
+@pytest.mark.parametrize("in_waves", [True, False])
+def test_conversations_are_those_of_their_rows_in_any_order(run, in_waves):
+    found, _, _ = run(
+        lambda: Echo(turns=2), lambda request: ("x" * (1 + request.seed % 5), True), rows=9, in_waves=in_waves
+    )
+    for row, conversation in enumerate(found):
+        lengths = [turn["end"] - turn["start"] - 1 for turn in conversation.own_turns]
+        assert lengths == [1 + row % 5, 1 + seed_for(row, 1) % 5]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "turns", "reason"),
+    [
+        ({"turns": 2}, 2, "max_turns"),
+        ({"answers": 1}, 2, "max_turns"),
+        ({"response_tokens": 14}, 2, "length"),
+        ({"response_tokens": 13}, 2, "length"),
+        ({"response_tokens": 10}, 2, "length"),
+        ({"response_tokens": 7}, 1, "length"),
+        ({"response_tokens": 2}, 1, "length"),
+    ],
+)
+def test_a_conversation_ends_at_its_bounds_with_a_sampled_token(run, bounds, turns, reason):
+    (conversation,), _, _ = run(lambda: Echo(turns=99), bounds=replace(BOUNDS, **bounds))
+    assert (conversation.reason, len(conversation.own_turns), conversation.failed) == (reason, turns, False)
+    assert conversation.sampled[-1] and len(conversation.token_ids) <= conversation.width
+    assert conversation.own_turns[-1]["reward"] == turns - 1, "the last turn's reward counts"
+
+
+class Failing(Echo):
+    """Fails in the way that its name tells."""
+
+    def __init__(self, how):
+        super().__init__(turns=3)
+        self._how = how
+
+    def reset(self, row):
+        if self._how == "reset":
+            raise ValueError("no")
+        return [
+            {"role": {"template": "wizard"}.get(self._how, "user"), "content": "x" * (99 if self._how == "long" else 2)}
+        ]
+
+    def step(self, turn):
+        if self._how == "step" and turn.index == 1:
+            raise ValueError("no")
+        if self._how == "empty":
+            return Observation([])
+        if self._how == "role":
+            return Observation([{"role": "wizard", "content": "x"}])
+        return super().step(turn)
+
+
+@pytest.mark.parametrize(
+    ("how", "turns", "reason"),
+    [
+        ("reset", 0, "error: no"),
+        ("step", 2, "error: no"),
+        ("empty", 1, "nonsense: it gave no message"),
+        ("role", 1, "template: .*wizard"),
+        ("template", 0, "template: .*wizard"),
+        ("long", 0, "template: the first prompt has 101 tokens, expected 1 to 20"),
+    ],
+)
+def test_a_failure_ends_its_row_alone_unless_asked(run, how, turns, reason):
+    made = iter([Failing(how), Echo()] * 2)
+    bounds = replace(BOUNDS, failure_reward=-2.0)
+    (failed, whole), _, _ = run(lambda: next(made), bounds=bounds, rows=2)
+    assert whole.reason == "done" and not whole.failed
+    assert (
+        failed.failed
+        and failed.reason.startswith(reason.partition(".*")[0])
+        and reason.rpartition(".*")[2] in failed.reason
+    )
+    assert len(failed.own_turns) == turns
+    assert failed.reward == -2.0
+    with pytest.raises(EnvironmentFailed, match=rf"{reason[:5]}.*on_failure=end_row"):
+        run(lambda: next(made), bounds=replace(bounds, ends_run=True), rows=2)
+
+
+def test_a_template_that_stops_every_conversation_ends_the_run(run):
+    with pytest.raises(EnvironmentFailed, match=r"no conversation could go on: template: TemplateError: .*wizard"):
+        run(lambda: Failing("role"), rows=2)
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [("left", "abcd...(cut)..."), ("right", "...(cut)...efgh"), ("middle", "ab...(cut)...gh")]
+)
+def test_long_outputs_of_tools_are_cut(run, tokenizer, side, kept):
+    tokenizer.chat_template = tokenizer.chat_template.replace("'assistant'] -", "'assistant', 'tool'] -").replace(
+        "'<|' + message.role + '|>'", "'<|' + ('user' if message.role == 'tool' else message.role) + '|>'"
+    )
+    bounds = Bounds(20, 60, tool_characters=4, cut_side=side)
+    (conversation,), _, _ = run(lambda: Echo(role="tool"), lambda request: ("abcdefgh", True), bounds)
+    assert conversation.turns[1]["text"] == kept
+    (conversation,), _, _ = run(lambda: Echo(role="user"), lambda request: ("abcdefgh", True), bounds)
+    assert conversation.turns[1]["text"] == "abcdefgh"
+
+
+def test_no_more_conversations_are_open_than_allowed(run):
+    open_now, most = 0, 0
+
+    class Counting(Echo):
+        def reset(self, row):
+            nonlocal open_now, most
+            open_now += 1
+            most = max(most, open_now)
+            return super().reset(row)
+
+        def step(self, turn):
+            nonlocal open_now
+            observation = super().step(turn)
+            open_now -= observation.done
+            return observation
+
+    found, _, _ = run(Counting, bounds=replace(BOUNDS, open=3), rows=10)
+    assert most == 3 and [conversation.reason for conversation in found] == ["done"] * 10

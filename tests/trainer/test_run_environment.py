@@ -1,0 +1,107 @@
+"""Whole runs with environments: one turn equals a single response, several turns resume exactly, transcripts hold them."""
+
+import json
+
+import pytest
+from test_run import results, resume_from
+
+pytestmark = pytest.mark.e2e
+
+OWN = """
+from rlx.environments.protocol import Observation
+
+def varied(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 16
+
+class Once:
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, turn):
+        return Observation([], done=True)
+
+class Echo:
+    def reset(self, row):
+        self.seed = row["seed"]
+        return row["prompt"]
+
+    def step(self, turn):
+        if turn.index == 1 and self.seed % 7 == 0:
+            raise ValueError("unlucky")
+        reward = len(set(turn.text)) / 16 * (turn.index + 1)
+        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return lambda name, *more: [
+        f"environment.path={path}",
+        f"environment.name={name}",
+        "environment.processes=1",
+        *more,
+    ]
+
+
+@pytest.fixture
+def scored(tmp_path):
+    return [f"custom_reward_function.path={tmp_path / 'own.py'}", "custom_reward_function.name=varied"]
+
+
+def read_transcripts(folder, step):
+    lines = (folder / "transcripts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_one_turn_with_an_environment_changes_no_number(train, own, scored):
+    steps = ["trainer.total_training_steps=2", "trainer.test_freq=2", *scored]
+    _, alone = train(*steps)
+    folder, with_it = train(*steps, *own("Once"))
+    for step, expected in alone.items():
+        found = results(with_it[step])
+        added = {name for name in found if name.startswith("conversation/")}
+        assert {name: x for name, x in found.items() if name not in added} == results(expected)
+        assert not added or (found["conversation/turns_mean"], found["conversation/loss_token_share"]) == (1.0, 1.0)
+    assert len(read_transcripts(folder, 2)) == 32
+
+
+@pytest.mark.slow
+def test_conversations_resume_exactly_and_are_kept(train, own):
+    settings = [
+        "data.max_response_length=48",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=2",
+        "algorithm.adv_estimator=gae",
+    ]
+    settings += ["algorithm.time_step=turn", "algorithm.lam=0.9", *own("Echo", "environment.rewards=replace")]
+    settings += ["actor_rollout_ref.rollout.temperature=0.7"]
+    folder, whole = train(*settings)
+    resumed, second = train(*settings, *resume_from(folder, 1))
+    found, expected = ({n: x for n, x in results(m).items() if not n.endswith("_s")} for m in (second[2], whole[2]))
+    assert found == expected
+    assert read_transcripts(resumed, 2) and 1 < expected["conversation/turns_mean"] < 3
+    assert expected["mismatch/turn_2/max_abs_log_prob"] < 1e-3
+    assert (
+        expected["conversation/failures"] > 0
+        and expected["conversation/ended/error"] == expected["conversation/failures"] / 32
+    )
+    for record in read_transcripts(folder, 1):
+        check(record)
+
+
+def check(record):
+    """A transcript's lists have a length, and its turns are where they say."""
+    lists = ("token_ids", "tokens", "loss_mask", "advantages", "log_prob_gap")
+    assert {len(record[name]) for name in lists} == {len(record["token_ids"])}
+    assert [x is not None for x in record["advantages"]] == [bool(x) for x in record["loss_mask"]]
+    own = {
+        place for turn in record["turns"] if turn["role"] == "assistant" for place in range(turn["start"], turn["end"])
+    }
+    assert own == {place for place, counts in enumerate(record["loss_mask"]) if counts}
+    assert record["turns"][-1]["end"] == len(record["token_ids"])
+    rewards = [turn["reward"] or 0.0 for turn in record["turns"]]
+    assert sum(rewards) == pytest.approx(record["reward"], abs=1e-4)
+    assert record["reason"] in ("done", "length", "error: ValueError: unlucky")
