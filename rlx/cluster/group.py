@@ -29,25 +29,23 @@ logger = logging.getLogger(__name__)
 class WorkerGroup:
     """Worker processes in the slots of a placement, one rank each.
 
-    The worker class is built in each process and has a method `call(role, method, *args)`. If a call fails anywhere, the whole
-    group ends and `WorkerFailure` names the first cause.
+    The processes begin to import the worker class at once; `build` makes a worker in each. It has a method
+    `call(role, method, *args)`. If a call fails anywhere, the whole group ends and `WorkerFailure` names the first cause.
 
     Args:
         placement: the slots; the group releases it when it closes.
-        worker_class: importable class of the workers.
-        arguments: of its constructor, the same on all ranks.
+        worker_class: importable class of the workers, or `module:Class`, which this process need not import.
         meshes: role -> distribution of batches over the ranks; without one each rank gets a share of its own.
         hang_timeout_s: seconds without progress on any rank after which a call counts as failed [s].
 
     Raises:
-        WorkerFailure: a process did not start or a constructor raised.
+        WorkerFailure: a process did not start.
     """
 
     def __init__(
         self,
         placement: Placement,
-        worker_class: type,
-        *arguments: Any,
+        worker_class: type | str,
         meshes: Mapping[str, Mesh] | None = None,
         hang_timeout_s: float = inf,
     ) -> None:
@@ -69,12 +67,25 @@ class WorkerGroup:
                 enumerate(self._collect([p.location.remote() for p in self._processes], "worker", "start"))
             )
             self._set_environment()
-            shared = ray.put(arguments)
-            built = [p.build.remote(worker_class, shared) for p in self._processes]
-            self._collect(built, "worker", "__init__")
+            self._loading = [p.load.remote(worker_class) for p in self._processes]
         except BaseException:
             self.close()
             raise
+
+    def build(self, *arguments: Any) -> "WorkerGroup":
+        """Make a worker in each process, with the same arguments on all ranks, and return the group.
+
+        Raises:
+            WorkerFailure: the worker class cannot be imported, or its constructor raised.
+        """
+        try:
+            self._collect(self._loading, "worker", "import")
+            shared = ray.put(arguments)
+            self._collect([p.build.remote(shared) for p in self._processes], "worker", "__init__")
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     def __enter__(self) -> "WorkerGroup":
         return self

@@ -1,5 +1,6 @@
 """The process of a worker. It imports no torch, so that the environment is set before torch starts."""
 
+import importlib
 import logging
 import os
 import socket
@@ -61,6 +62,7 @@ class WorkerProcess:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._worker_class: type | None = None
         self._worker: Any = None
         self._thread = 0  # of all calls but `standing`
         self._log = _Collector()
@@ -101,11 +103,24 @@ class WorkerProcess:
             if not several_nodes:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
-    def build(self, worker_class: type, arguments: tuple[Any, ...]) -> WorkerReply:
+    def load(self, worker_class: type | str) -> WorkerReply:
+        """Import the worker's class, if it is given as `module:Class`."""
+
+        def find() -> None:
+            if isinstance(worker_class, str):
+                module, _, name = worker_class.partition(":")
+                self._worker_class = getattr(importlib.import_module(module), name)
+            else:
+                self._worker_class = worker_class
+
+        return self._guarded(find)
+
+    def build(self, arguments: tuple[Any, ...]) -> WorkerReply:
         """Build the worker."""
 
         def make() -> None:
-            self._worker = worker_class(*arguments)
+            assert self._worker_class is not None
+            self._worker = self._worker_class(*arguments)
 
         return self._guarded(make)
 

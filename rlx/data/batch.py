@@ -2,7 +2,7 @@
 
 Shape letters: B samples, P prompt tokens (left padded), R response tokens (right padded), T = P + R; L decoder layers, K experts that
 process a token in a layer.
-A leaf: imports only torch and tensordict.
+A leaf: imports only torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -107,7 +106,7 @@ class Batch:
     Floating columns may be fp64 in tests that ask for it. Experts are uint8 if there are at most 256 in a layer.
     """
 
-    tensors: TensorDict  # of batch size (B,); keys and shapes as in TENSORS
+    tensors: dict[str, Tensor]  # keys and shapes as in TENSORS
     info: dict[str, list[Any]] = field(default_factory=dict)  # lists of length B; keys as in INFO
 
     @classmethod
@@ -118,21 +117,21 @@ class Batch:
             raise BatchError(
                 f"got columns with these numbers of rows: {rows}; expected at least one column, all with the same number"
             )
-        batch = cls(TensorDict(tensors, batch_size=[*rows.popitem()[1]]), dict(info or {}))
+        batch = cls(dict(tensors), dict(info or {}))
         batch.check()
         return batch
 
     def __len__(self) -> int:
-        return int(self.tensors.batch_size[0])
+        return len(next(iter(self.tensors.values())))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:
             writer = f"written by {TENSORS[name].writer}" if name in TENSORS else "no column of that name exists"
-            raise BatchError(f"the batch has no column {name!r} ({writer}); it has {sorted(self.tensors.keys())}")
+            raise BatchError(f"the batch has no column {name!r} ({writer}); it has {sorted(self.tensors)}")
         return self.tensors[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tensors.keys()  # noqa: SIM118, not every tensordict has `in`
+        return name in self.tensors
 
     def check(self) -> None:
         """Raise BatchError if a column is unknown or differs from TENSORS in shape or dtype."""
@@ -158,7 +157,7 @@ class Batch:
 
     def with_(self, info: dict[str, list[Any]] | None = None, **tensors: Tensor) -> "Batch":
         """Return a batch with these columns added or replaced; the other columns are shared, not copied."""
-        return Batch.of({**dict(self.tensors.items()), **tensors}, {**self.info, **(info or {})})
+        return Batch.of({**self.tensors, **tensors}, {**self.info, **(info or {})})
 
     def select(self, *names: str) -> "Batch":
         """Return only these tensor columns, without info: the part to send to a worker."""
@@ -166,16 +165,17 @@ class Batch:
 
     def drop(self, *names: str) -> "Batch":
         """Return the batch without these tensor columns, which need not exist."""
-        return Batch(self.tensors.exclude(*names), self.info)
+        return Batch({name: x for name, x in self.tensors.items() if name not in names}, self.info)
 
     def rows(self, index: Sequence[int]) -> "Batch":
         """Return the named rows in that order; a row may be named several times, and `index` may be empty."""
         take = torch.tensor(list(index), dtype=torch.int64)
-        return Batch(self.tensors[take], {k: [v[i] for i in take.tolist()] for k, v in self.info.items()})
+        tensors = {name: x[take] for name, x in self.tensors.items()}
+        return Batch(tensors, {k: [v[i] for i in take.tolist()] for k, v in self.info.items()})
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply `change` to each column; it must keep rows and shape, as a move to a device does."""
-        return Batch(self.tensors.apply(change), self.info)
+        return Batch({name: change(x) for name, x in self.tensors.items()}, self.info)
 
     def with_prompts(self, width: int) -> "Batch":
         """Return the batch with prompts left padded to `width` tokens, at least as many as now; tokens of padding are 0."""
@@ -223,7 +223,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
             raise BatchError(f"batches differ in columns or widths: {shapes} and {_shapes_of_rows(other)}")
         if other.info.keys() != info:
             raise BatchError(f"batches differ in info: {sorted(info)} and {sorted(other.info)}")
-    tensors: TensorDict = torch.cat([b.tensors for b in full])
+    tensors = {name: torch.cat([b.tensors[name] for b in full]) for name in full[0].tensors}
     return Batch(tensors, {k: [v for b in full for v in b.info[k]] for k in info})
 
 
@@ -236,4 +236,4 @@ def left_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor
 
 
 def _shapes_of_rows(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {str(name): tuple(tensor.shape[1:]) for name, tensor in batch.tensors.items()}
+    return {name: tuple(tensor.shape[1:]) for name, tensor in batch.tensors.items()}

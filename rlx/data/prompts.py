@@ -15,6 +15,8 @@ from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, Rows, open_rows
 from rlx.user_code import DATASET, TEMPLATE_LIMIT_S, UserCodeError, load_callable, time_limit
 
+PLAIN_SOURCE = "answer"
+"""The data source of rows with `data.answer_key` that name none."""
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
@@ -104,15 +106,29 @@ class PromptDataset:
             return _File(name, rows, lambda row, _: _from_verl(row))
         rows = open_rows(name)
         keys = (self._config.prompt_key, self._config.reward_fn_key)
+        if self._config.answer_key is not None:
+            return self._plain_columns(name, rows, self._config.answer_key)
         if keys[0] not in rows.columns and set(gsm8k.GSM8K_COLUMNS) <= set(rows.columns):
             return _File(name, rows, lambda row, number: _from_verl(gsm8k.to_row(row, self._split, number)))
         missing = [column for column in (*keys, "reward_model") if column not in rows.columns]
         if missing:
             raise DataError(
                 f"{name}: got the columns {rows.columns}, expected also {missing}; name the columns there are with "
-                "data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}"
+                "data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}; for a column with the plain "
+                "answer set data.answer_key"
             )
         return _File(name, rows, lambda row, _: _from_verl(row, *keys))
+
+    def _plain_columns(self, name: str, rows: Rows, answer_key: str) -> _File:
+        prompt_key, source_key = self._config.prompt_key, self._config.reward_fn_key
+        missing = [column for column in (prompt_key, answer_key) if column not in rows.columns]
+        if missing:
+            raise DataError(
+                f"{name}: got the columns {rows.columns}, expected also {missing}; name the columns there are with "
+                "data.prompt_key and data.answer_key"
+            )
+        chats = bool(self._tokenizer.chat_template)
+        return _File(name, rows, lambda row, _: _from_columns(row, prompt_key, answer_key, source_key, chats))
 
     def _read(self, file: _File, start: int, stop: int) -> list[Prompt]:
         prompts = []
@@ -221,6 +237,20 @@ def _from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str 
     if not isinstance(extra_info, dict):
         raise ValueError(f"extra_info is {extra_info!r:.80}, expected an object or nothing")
     return Prompt(_checked_content(content, prompt_key), source, reward_model["ground_truth"], extra_info)
+
+
+def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_key: str, chats: bool) -> Prompt:
+    """Convert a row of plain columns. `extra_info` holds its other columns; without a source it is of `PLAIN_SOURCE`."""
+    content, answer = row.get(prompt_key), row.get(answer_key)
+    if answer is None:
+        raise ValueError(f"{answer_key} is missing, expected the right answer")
+    source = row.get(source_key) or PLAIN_SOURCE
+    if not isinstance(source, str):
+        raise ValueError(f"{source_key} is {source!r:.80}, expected the name of a data source")
+    others = {name: value for name, value in row.items() if name not in (prompt_key, answer_key, source_key)}
+    if isinstance(content, str) and content and chats:
+        content = [{"role": "user", "content": content}]
+    return Prompt(_checked_content(content, prompt_key), source, answer, others)
 
 
 def _checked_content(content: Any, key: str) -> Content:

@@ -11,7 +11,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import AdamW
 
 from rlx.checkpoint.loading import load, load_all
-from rlx.checkpoint.manifest import FORMAT, CheckpointError, FileEntry, damage, damaged_chunks, read_json
+from rlx.checkpoint.manifest import (
+    FORMAT,
+    CheckpointError,
+    FileEntry,
+    OtherVersionError,
+    damage,
+    damaged_chunks,
+    read_json,
+    require_keys,
+)
 from rlx.engine.sharded import Sharded
 from rlx.errors import storing
 from rlx.models.adapter_folder import AdapterKind
@@ -111,25 +120,29 @@ def read_description(folder: Path, trusted: bool = False) -> Description:
         trusted: allow a checkpoint of an earlier version, whose tensors are pickles.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or one of a format that may not be read.
+        OtherVersionError: another version of rlx wrote it.
+        CheckpointError: the folder is no checkpoint, or an earlier version's, which may not be read.
     """
     path = folder / "checkpoint.json"
     if not path.is_file():
         raise CheckpointError(
             f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
         )
-    fields = read_json(path)
-    if fields.get("format") == PICKLED_FORMAT and not trusted:
+    found = read_json(path)
+    if found.get("format") == PICKLED_FORMAT and not trusted:
         raise CheckpointError(
             f"{path}: got format {PICKLED_FORMAT} of an earlier version, whose tensors are pickles: reading them runs the code "
             "that they hold. If you trust whoever could write to this folder, set trainer.trust_checkpoint=True (rlx.export: "
             "--trust-checkpoint); the next save is in the new format"
         )
-    if fields.get("format") not in (PICKLED_FORMAT, FORMAT):
-        raise CheckpointError(f"{path}: got format {str(fields.get('format'))[:40]}, this version reads {FORMAT}")
+    if found.get("format") not in (PICKLED_FORMAT, FORMAT):
+        raise OtherVersionError(
+            f"{path}: was written by another version of rlx: got format {str(found.get('format'))[:40]}, this version reads {FORMAT}"
+        )
+    require_keys(path, found, [each.name for each in fields(Description)])
     try:
-        adapters = {layer: Adapter(*values) for layer, values in fields["adapters"].items()}
-        return Description(**{**fields, "contents": tuple(fields["contents"]), "adapters": adapters})
+        adapters = {layer: Adapter(*values) for layer, values in found["adapters"].items()}
+        return Description(**{**found, "contents": tuple(found["contents"]), "adapters": adapters})
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is no description that rlx wrote ({error})") from None
 

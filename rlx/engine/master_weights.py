@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
-from torch.optim.adamw import adamw
 
+from rlx.engine.shard_adamw import ShardAdamW, step_shards
 from rlx.engine.units import local
 
 MASTER = "master"
 NARROW = (torch.bfloat16, torch.float16)
 
 
-class MasterAdamW(AdamW):
+class MasterAdamW(ShardAdamW):
     """AdamW whose state has, besides both moments, an fp32 master of each parameter.
 
     A step equals AdamW's on the masters with the same gradients in fp32, bit for bit: gradients are widened first, then clipped.
@@ -33,6 +32,8 @@ class MasterAdamW(AdamW):
         gradient_scale: factor of all gradients in the next step, for clipping.
     """
 
+    state_dtype = torch.float32
+
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any):
         super().__init__(parameters, **options)
         self.gradient_scale = 1.0
@@ -43,28 +44,10 @@ class MasterAdamW(AdamW):
         assert closure is None
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            for parameter in trained:
-                if not self.state[parameter]:
-                    self.state[parameter] = dict(self.new_state(parameter))
-            states = [self.state[p] for p in trained]
-            masters, moments, squares = ([local(s[k]) for s in states] for k in (MASTER, "exp_avg", "exp_avg_sq"))
+            states = [self.state_of(p) for p in trained]
+            masters = [local(state[MASTER]) for state in states]
             gradients = [self._widened(local(p.grad)) for p in trained]
-            adamw(
-                masters,
-                gradients,
-                moments,
-                squares,
-                [],
-                [s["step"] for s in states],
-                fused=group["fused"],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            step_shards(group, masters, gradients, states)
             for parameter, master in zip(trained, masters, strict=True):
                 local(parameter).copy_(master)
 
@@ -76,12 +59,8 @@ class MasterAdamW(AdamW):
 
     @torch.no_grad()
     def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield a parameter's state before its first step by name."""
-        is_fused = any(group["fused"] for group in self.param_groups)
-        # The fused kernel reads the count on the device.
-        yield "step", torch.zeros((), dtype=torch.float32, device=local(parameter).device if is_fused else None)
-        yield "exp_avg", torch.zeros_like(parameter, dtype=torch.float32)
-        yield "exp_avg_sq", torch.zeros_like(parameter, dtype=torch.float32)
+        """As ShardAdamW.new_state; the master is last."""
+        yield from super().new_state(parameter)
         yield MASTER, parameter.detach().float()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.master_weights import NARROW, MasterAdamW
+from rlx.engine.shard_adamw import ShardAdamW
 from rlx.engine.torchao_adamw import build_torchao
 from rlx.engine.units import local
 
@@ -50,10 +51,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     if optim.optimizer != "AdamW":
         return build_torchao(optim.optimizer, trained, lr=optim.lr, **_constants(optim))  # type: ignore[return-value]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
-    kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else AdamW
+    kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else ShardAdamW
     optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
     optimizer.register_load_state_dict_pre_hook(_keep_kernel)
-    if kind is AdamW:
+    if kind is ShardAdamW:
         optimizer.register_step_pre_hook(lambda stepped, *_: _narrow_gradients(stepped))
     return optimizer
 
@@ -71,17 +72,6 @@ def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
     if isinstance(optimizer, MasterAdamW):
         return 12 * elements
     return elements * 2 * (1 if type(optimizer).__name__ == "AdamW8bit" else parameter.itemsize)
-
-
-def new_state(optimizer: AdamW, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state of a parameter before its first step by name, each tensor made when it is asked for."""
-    if isinstance(optimizer, MasterAdamW):
-        yield from optimizer.new_state(parameter)
-        return
-    is_fused = any(group["fused"] for group in optimizer.param_groups)
-    yield "step", torch.zeros((), dtype=torch.float32, device=local(parameter).device if is_fused else None)
-    for name in ("exp_avg", "exp_avg_sq"):
-        yield name, torch.zeros_like(parameter, requires_grad=False)
 
 
 def _narrow_gradients(optimizer: Optimizer) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from rlx.engine.optimizer import state_bytes, step_in_parts, stepping_only
 from rlx.engine.residency import HandOverError, TensorOffload
+from rlx.engine.shard_adamw import ShardAdamW
 from rlx.engine.state_pieces import Piece, cut
 from rlx.offload import HostArena
 
@@ -40,7 +40,7 @@ class OptimizerStateOnHost:
 
     def __init__(
         self,
-        optimizer: AdamW,
+        optimizer: ShardAdamW,
         arena: HostArena,
         name: str,
         device: torch.device,

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
-from rlx.engine.optimizer import new_state, stepping_only
+from rlx.engine.optimizer import stepping_only
 from rlx.engine.residency import HandOverError, TensorOffload, copy_on
+from rlx.engine.shard_adamw import ShardAdamW
 from rlx.engine.units import local
 from rlx.offload import HostArena
 
@@ -51,7 +51,7 @@ class WholeStates:
         name: of the state, for accounts and messages.
     """
 
-    def __init__(self, optimizer: AdamW, parameters: list[Tensor], nbytes: int, arena: HostArena, name: str):
+    def __init__(self, optimizer: ShardAdamW, parameters: list[Tensor], nbytes: int, arena: HostArena, name: str):
         self.parameters, self.nbytes, self.pieces = parameters, nbytes, [self]
         self._optimizer, self._arena, self._name = optimizer, arena, name
         self.forget()
@@ -115,7 +115,7 @@ class DividedState:
         name: of the state, for accounts and messages.
     """
 
-    def __init__(self, optimizer: AdamW, parameter: Tensor, count: int, nbytes: int, arena: HostArena, name: str):
+    def __init__(self, optimizer: ShardAdamW, parameter: Tensor, count: int, nbytes: int, arena: HostArena, name: str):
         self.parameters, self.nbytes = [parameter], nbytes
         self._optimizer, self._arena, self._name = optimizer, arena, name
         elements = local(parameter).numel()
@@ -132,7 +132,7 @@ class DividedState:
         self._by_name: dict[str, TensorOffload] = {}
 
     @property
-    def optimizer(self) -> AdamW:
+    def optimizer(self) -> ShardAdamW:
         """Steps the parameter."""
         return self._optimizer
 
@@ -171,7 +171,7 @@ class DividedState:
         (parameter,) = self.parameters
         if parameter.grad is None or parameter in self._optimizer.state:
             return
-        for name, tensor in new_state(self._optimizer, parameter):
+        for name, tensor in self._optimizer.new_state(parameter):
             self._optimizer.state[parameter][name] = tensor
             if name != "step":
                 with suppress(HandOverError):
@@ -256,7 +256,7 @@ class _Slice:
             self._copied = None
 
 
-def _tensors(optimizer: AdamW, parameter: Tensor) -> dict[str, Tensor]:
+def _tensors(optimizer: ShardAdamW, parameter: Tensor) -> dict[str, Tensor]:
     """Return the tensors of a parameter's state on its device by name, without the count of steps, which is a single number."""
     device = local(parameter).device.type
     state = optimizer.state.get(parameter, {}).items()
@@ -265,7 +265,7 @@ def _tensors(optimizer: AdamW, parameter: Tensor) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _stepping_instead(optimizer: AdamW, parameter: Tensor, own: Tensor) -> Iterator[None]:
+def _stepping_instead(optimizer: ShardAdamW, parameter: Tensor, own: Tensor) -> Iterator[None]:
     """Restrict the optimizer to a slice of one of its parameters."""
     whole = [group["params"] for group in optimizer.param_groups]
     try:
@@ -278,7 +278,7 @@ def _stepping_instead(optimizer: AdamW, parameter: Tensor, own: Tensor) -> Itera
 
 
 def cut(
-    optimizer: AdamW, sizes: dict[Tensor, int], piece_bytes: int, arena: HostArena, name: str
+    optimizer: ShardAdamW, sizes: dict[Tensor, int], piece_bytes: int, arena: HostArena, name: str
 ) -> Iterator[WholeStates | DividedState]:
     """Yield the states of parameters in order, in groups of at most `piece_bytes`; larger ones by themselves, divided.
 

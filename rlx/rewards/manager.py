@@ -125,8 +125,8 @@ class RewardManager:
         if unknown:
             raise RewardError(
                 f"no reward function for data source {', '.join(sorted(map(repr, unknown)))}; known: "
-                f"{', '.join(sorted(self._known))}; set custom_reward_function.path and .name, or name the right column in "
-                "data.reward_fn_key"
+                f"{', '.join(sorted(self._known))}; set custom_reward_function.path to a file with a compute_score, or name the right column "
+                "in data.reward_fn_key"
             )
 
     def sequences(self, batch: Batch) -> Batch:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlx.supervisor import family, link
@@ -17,6 +19,7 @@ from rlx.supervisor.policy import End, refusal
 
 DONE, FAILED, FAULTY = 0, 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BY_SIGNAL: dict[int | None, int] = {128 + signum: signum for signum in SIGNALS}  # exit code -> signal
 MOST_BEFORE_IT_BEGINS = 1  # restarts of a driver that was killed before it could tell `trainer.max_restarts`
 TICK_S = 0.3  # between two looks at the driver and at Ray's processes
 DRIVER_ENDING_S = 15.0  # for a driver that failed: to close its loggers
@@ -129,12 +132,14 @@ class Keeper:
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, lambda number, frame: self._signals.append(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see rlx/main_ppo.py
         family.adopt_orphans()
 
     def keep(self) -> int:
         """Run to the end and return the exit code.
 
-        0: done. 1: the run failed. 2: the configuration has faults. 128 + N: ended by signal N, so 130 after Ctrl-C.
+        0: done. 1: the run failed. 2: the configuration has faults. 128 + N: ended by signal N, so 130 after Ctrl-C. A signal that
+        comes before all processes of the run have ended counts; a later one changes nothing.
         """
         folder = None
         while True:
@@ -144,20 +149,31 @@ class Keeper:
             finally:
                 driver.close()
             facts, code = driver.facts, driver.code
-            if self._signals:
-                return self._interrupted(facts)
             has_begun, was_killed = "max_restarts" in facts, code is not None and code < 0
-            if code in (DONE, FAULTY, *(128 + signum for signum in SIGNALS)) or not (has_begun or was_killed):
-                _remove(facts)
-                return code or DONE
-            self._most = facts.get("max_restarts", self._most)
-            self._ends.append(end_of(facts, code, loss))
-            why = refusal(self._ends, self._most)
-            if why is not None:
-                return self._over(why, told="end" in facts)
+            is_over = code in (DONE, FAULTY, *BY_SIGNAL) or not (has_begun or was_killed)
+            why = None
+            if not is_over:
+                self._most = facts.get("max_restarts", self._most)
+                self._ends.append(end_of(facts, code, loss))
+                why = refusal(self._ends, self._most)
+            if is_over or why is not None or self._signals:
+                return self._end(facts, code, why)
             _remove(facts)
             folder = facts["folder"]
             self._say(f"restart {len(self._ends)} of {self._most}: {_where(self._ends[-1])}")
+
+    def _end(self, facts: dict[str, Any], code: int | None, why: str | None) -> int:
+        """Say how the run ended and return the exit code; `why` it is not started again, unless it is done."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on none can change the exit code
+        number = self._signals[0] if self._signals else BY_SIGNAL.get(code)
+        if number is None and why is not None:
+            return self._over(why, told="end" in facts)
+        if number is not None:
+            self._say(_interrupted(number, facts))
+            if again := resuming(self._command, facts.get("folder")):
+                self._say(f"goes on from its newest checkpoint with: {again}")
+        _remove(facts)
+        return code or DONE if number is None else 128 + number
 
     def _watch(self, driver: Driver) -> str | None:
         """Return after the driver's end; if Ray died first, kill the driver and return what died."""
@@ -181,15 +197,6 @@ class Keeper:
                 ):  # else it has told meanwhile that it ends Ray
                     return loss
         return None
-
-    def _interrupted(self, facts: dict[str, Any]) -> int:
-        number = self._signals[0]
-        by = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-        at = f" in step {facts['step']}" if facts.get("step") else ""
-        kept = f"; {facts['saved']} was saved" if facts.get("saved") else ""
-        self._say(f"{by}{at}{kept}")
-        _remove(facts)
-        return 128 + number
 
     def _over(self, why: str, told: bool) -> int:
         """Say why the run is not started again. A driver that has told its end has also printed it."""
@@ -216,6 +223,28 @@ def end_of(facts: dict[str, Any], code: int | None, loss: str | None) -> End:
         return End(loss, step)
     how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
     return End(f"the driver ended without a word ({how})", step)
+
+
+def _interrupted(number: int, facts: dict[str, Any]) -> str:
+    by = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    at = f" in step {facts['step']}" if facts.get("step") else ""
+    return f"{by}{at}" + (f"; {facts['saved']} was saved" if facts.get("saved") else "")
+
+
+def resuming(command: Sequence[str], folder: str | None) -> str | None:
+    """Return the command that continues the run from its newest checkpoint, or None if it has none.
+
+    Args:
+        command: `python -m rlx.driver ...`.
+        folder: of the run.
+    """
+    found = Path(folder, "checkpoints").glob("global_step_*") if folder else []
+    saved = sorted((path for path in found if path.name[12:].isdecimal()), key=lambda path: int(path.name[12:]))
+    if not saved:
+        return None
+    given = [each for each in command[3:] if not each.startswith("trainer.resume_")]
+    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[-1]}"]
+    return f"rlx train {shlex.join([*given, *where])}"
 
 
 def _where(end: End) -> str:

@@ -10,6 +10,7 @@
 A checkpoint of an earlier version has driver.json but no manifest, and its tensors are pickles.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -19,13 +20,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.checkpoint.manifest import MANIFEST, CheckpointError, damage, is_of_later_version, read_json
+from rlx.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    OtherVersionError,
+    damage,
+    read_json,
+    require_keys,
+)
 from rlx.config.check.folders import runs_folder
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import trained_roles
 from rlx.errors import ExplainedError, storing
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
+RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"
 
 
@@ -102,10 +111,10 @@ def refusal_of(checkpoint: Path, trusted: bool) -> Refusal:
         return Refusal([text], may_be_whole=True)
     try:
         if not pickled and (faults := damage(checkpoint)):
-            return Refusal(faults, is_of_later_version(checkpoint))
+            return Refusal(faults)
         read_driver_state(checkpoint)
     except CheckpointError as error:
-        return Refusal([str(error)])
+        return Refusal([str(error)], may_be_whole=isinstance(error, OtherVersionError))
     except OSError as error:
         return Refusal([f"{error.filename or checkpoint}: cannot be read ({error.strerror})"], may_be_whole=True)
     return Refusal([])
@@ -160,7 +169,7 @@ def starting_checkpoint(config: PPOConfig) -> Choice:
     runs = [run for run in runs_folder(config).glob("*/checkpoints") if checkpoints_in(run)]
     if not runs:
         return Choice(None, [])
-    newest = max(runs, key=lambda folder: folder.parent.name)
+    newest = max(runs, key=lambda folder: order_of(folder.parent.name))
     choice = newest_whole(newest, trainer.trust_checkpoint)
     if choice.checkpoint is None and trainer.val_only:
         raise none_is_whole(newest, choice.passed_over)
@@ -203,7 +212,9 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
             )
             continue
         known = read_json(described)
-        if "model" not in known["contents"]:
+        if not {"contents", "adapters"} <= set(known):
+            faults.append(f"{described} was written by another version of rlx: resume with that version")
+        elif "model" not in known["contents"]:
             faults.append(
                 f"its {role.name} holds {known['contents']} without the model: only a run with {role.key}.checkpoint."
                 "save_contents=[model,optimizer,extra] can be resumed"
@@ -218,20 +229,27 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
         raise ResumeError(f"cannot resume from {checkpoint}: {'; '.join(faults)}")
 
 
+def order_of(run: str) -> tuple[str, int]:
+    """Return what orders the names of runs by their beginning: the time, and a number among those that share it."""
+    found = RUN_FOLDER.fullmatch(run)
+    return (found[1], int(found[2] or 0)) if found else (run, 0)
+
+
 def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
     """Return the folder of this run: the resumed run's own, or a new one named by the time."""
     if checkpoint is not None:
         return checkpoint.parent.parent
     base = runs_folder(config)
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for suffix in ("", *(f"_{i}" for i in range(1, 1000))):
-        folder = base / (stamp + suffix)
-        try:
+    while True:
+        # A clock may go back, in autumn for example, but the newest run is the last by name.
+        before = max(
+            (order_of(each.name) for each in base.glob("*") if RUN_FOLDER.fullmatch(each.name)), default=("", 0)
+        )
+        stamp, number = max((datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), 0), (before[0], before[1] + 1))
+        folder = base / (f"{stamp}_{number}" if number else stamp)
+        with contextlib.suppress(FileExistsError):  # another run has just made it
             folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise ResumeError(f"{base}: got a thousand runs started in the same second, expected fewer; try again")
+            return folder
 
 
 def write_driver_state(checkpoint: Path, state: DriverState) -> None:
@@ -244,13 +262,13 @@ def read_driver_state(checkpoint: Path) -> DriverState:
     """Return the state that `write_driver_state` wrote.
 
     Raises:
+        OtherVersionError: it has other keys than this version writes.
         CheckpointError: it is damaged, or of another step than the folder.
     """
     path = checkpoint / "driver.json"
     found = read_json(path)
     kinds = {field.name: int if field.type is int else dict for field in fields(DriverState)}
-    if set(found) != set(kinds):
-        raise CheckpointError(f"{path}: got the keys {sorted(found)}, expected those of rlx's driver")
+    require_keys(path, found, kinds)
     if wrong := [name for name, kind in kinds.items() if type(found[name]) is not kind]:
         raise CheckpointError(
             f"{path}: got a value of another type for {', '.join(wrong)}, expected those of rlx's driver"

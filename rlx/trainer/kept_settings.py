@@ -30,7 +30,14 @@ REFUSED = {
         "warm_start.eval_every",
     ),
     "the prompts and their order, in which the checkpoint holds a position": (
-        *("data.train_files", "data.train_max_samples", "data.prompt_key", "data.reward_fn_key", "data.shuffle"),
+        *(
+            "data.train_files",
+            "data.train_max_samples",
+            "data.prompt_key",
+            "data.answer_key",
+            "data.reward_fn_key",
+            "data.shuffle",
+        ),
         *("data.seed", "data.custom_cls.*", "data.arithmetic.difficulty", "data.arithmetic.train_size"),
         "data.arithmetic.seed",
     ),

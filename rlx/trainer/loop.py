@@ -31,18 +31,6 @@ ACTOR_UPDATE = (*SEQUENCE, "old_log_probs", "advantages")
 CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
 
 
-def roles_of(config: PPOConfig) -> list[str]:
-    """Return the roles that this run needs, in the order in which they are built."""
-    roles = ["actor", "rollout"]
-    if has_reference_model(config):
-        roles.append("ref")
-    if has_critic(config):
-        roles.append("critic")
-    if has_reward_model(config):
-        roles.append("reward")
-    return roles
-
-
 def kl_controller(config: PPOConfig) -> KLController:
     """Return the controller of the KL's weight in the reward."""
     control = config.algorithm.kl_ctrl

@@ -7,6 +7,7 @@ job) the same rows are plain lines without control characters.
 import logging
 import math
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -99,6 +100,15 @@ def printable(text: str, encoding: str) -> str:
     """Return `text` with escapes for a model's control characters and for characters that the stream cannot encode."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def next_commands(folder: Path) -> list[str]:
+    """Return the commands that one may want after a run, each with a comment."""
+    saved = sorted(folder.glob("checkpoints/global_step_*"), key=lambda path: int(path.name[12:]))
+    lines = [f"rlx export {shlex.quote(str(saved[-1]))} MODEL   # the policy as a Hugging Face folder"] if saved else []
+    if (folder / "tensorboard").exists():
+        lines.append(f"tensorboard --logdir {shlex.quote(str(folder))}   # the curves")
+    return lines
 
 
 class StepTable:
@@ -343,6 +353,8 @@ class Progress:
             if (folder / part).exists():
                 facts[name] = str(folder / part)
         self._panel(facts, "summary")
+        for command in next_commands(folder):
+            self._line(command, "dim")
 
     def _panel(self, facts: Mapping[str, str], title: str | None) -> None:
         grid = Table.grid(padding=(0, 2))

@@ -12,7 +12,7 @@ from rlx.checkpoint.manifest import MANIFEST
 from rlx.checkpoint.remote import RemoteFolder
 from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig
-from rlx.trainer.checkpoints import STEP_FOLDER, is_finished, refusal_of, step_of
+from rlx.trainer.checkpoints import STEP_FOLDER, is_finished, order_of, refusal_of, step_of
 
 
 class RemoteRun:
@@ -102,9 +102,10 @@ def fetch_newest(config: PPOConfig, url: str) -> None:
         run: [name for name in remote.names(f"{run}/checkpoints") if STEP_FOLDER.fullmatch(name)]
         for run in remote.names()
     }
-    run = max((run for run, names in found.items() if names), default=None)
+    run = max((run for run, names in found.items() if names), key=order_of, default=None)
     if run is None or any(
-        folder.name > run and any(folder.glob("checkpoints/global_step_*")) for folder in base.glob("*")
+        order_of(folder.name) > order_of(run) and any(folder.glob("checkpoints/global_step_*"))
+        for folder in base.glob("*")
     ):
         return
     for name in sorted(found[run], key=lambda name: step_of(Path(name)), reverse=True):

@@ -1,39 +1,35 @@
-"""One run from a checked configuration to its report; `rlx.driver` calls it."""
+"""One run from a checked configuration to its report; `rlx.trainer.launch` calls it when Ray and the processes have started."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from rlx.cluster.group import WorkerGroup
-from rlx.cluster.mesh import Mesh
-from rlx.cluster.placement import Placement
-from rlx.cluster.runtime import accelerator, session
 from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.config.schema.roles import TINY, critic_settings, has_critic, sharded_roles
+from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
 from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
 from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, read_driver_state, run_folder, set_aside_later
 from rlx.trainer.kept_settings import changes, keep
-from rlx.trainer.loop import Trainer, roles_of
+from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
-from rlx.trainer.report import write_report
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
 from rlx.trainer.warm_start import warm_start
-from rlx.workers.worker import Worker
 
 ENDING_S = 20.0  # for the end of workers and of Ray
 
 
-def run(config: PPOConfig, yaml: str) -> Path:
+def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
     """Train as configured and return the folder of the run.
 
     Args:
         config: composed and checked.
         yaml: the configuration as text without secrets, for the run's folder.
+        workers: processes that no worker has been built in; closed at the end.
 
     Raises:
         Exception: the errors of `prepare`; StorageError, RewardError or WorkerFailure. Each names its remedy.
@@ -43,7 +39,7 @@ def run(config: PPOConfig, yaml: str) -> Path:
     # and leaves no folder.
     prepared = prepare(config, yaml)
     with prepared.rewards, prepared.lock or nullcontext():
-        return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared)
+        return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared, workers)
 
 
 def continued(config: PPOConfig) -> PPOConfig:
@@ -62,7 +58,7 @@ def continued(config: PPOConfig) -> PPOConfig:
     return replace(config, trainer=replace(config.trainer, **resume))
 
 
-def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
+def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup) -> Path:
     checkpoint, lock, changed, tokenizer, train, val, sampler, rewards, _ = prepared
     # A restarted run stays in its folder, also without a checkpoint.
     own = None if config.trainer.val_only else link.folder_to_continue()
@@ -87,8 +83,7 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         lock or RunLock(folder) as lock,
         progress,
         Tracker(config.trainer.logger, folder, yaml, *names, *rows, may_write=lock.check) as tracker,
-        session(config),
-        start_workers(config) as workers,
+        workers.build(config, roles_of(config)),
     ):
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
@@ -103,6 +98,10 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared) -> Path:
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)
+    from rlx.trainer.report import (
+        write_report,  # matplotlib takes half a second, which the first step need not wait for
+    )
+
     with storing(folder):
         picture = write_report(folder / METRICS_FILE, folder / "report.png")
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
@@ -119,19 +118,6 @@ def _set_aside_damaged(folder: Path, config: PPOConfig) -> list[str]:
     if passed_over:
         passed_over.append(f"all checkpoints of this run are damaged: it begins anew; they are now in {SUPERSEDED}")
     return passed_over
-
-
-def start_workers(config: PPOConfig) -> WorkerGroup:
-    """Start the processes of the run; each hosts every role of the run."""
-    trainer = config.trainer
-    device = accelerator() if trainer.device == "auto" else trainer.device
-    placement = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
-    # A tensor-parallel group of processes generates the same samples, and a sequence-parallel one gets the same rows.
-    together = {role.name: role.together for role in sharded_roles(config)}
-    together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
-    roles, limit_s = roles_of(config), trainer.hang_timeout_s
-    return WorkerGroup(placement, Worker, config, roles, meshes=meshes, hang_timeout_s=limit_s)
 
 
 def with_models(config: PPOConfig) -> PPOConfig:

@@ -3,7 +3,8 @@
 Note [when a lock is stale]: `run.lock` names the process that holds it, and that process touches the file every BEAT_S.
 On the same machine a lock is stale once its process has ended. For another host, another container, or the time before a reboot
 it is stale once the file has not been touched for STALE_S. Both times are the file server's, so clocks of hosts may differ. A
-younger lock is watched until it is touched, or stale.
+younger lock is watched until it is touched, or stale. An older one is watched for WATCHED_S, because the server's clock may have
+been set meanwhile.
 
 Note [one at a time]: several runs may find the same stale lock. Between the look at a lock and its replacement a run therefore holds
 `flock` on the folder. On a file system without `flock` the rename to a name of its own remains as a check.
@@ -35,6 +36,7 @@ from rlx.errors import ExplainedError, storing
 LOCK_FILE = "run.lock"
 BEAT_S = 10.0
 STALE_S = 60.0
+WATCHED_S = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +50,15 @@ class RunLock:
 
     Args:
         folder: of the run; it must exist.
-        beat_s, stale_s: see Note [when a lock is stale] [s].
+        beat_s, stale_s, watched_s: see Note [when a lock is stale] [s].
 
     Raises:
         RunLocked: another run holds it; the message names its process, host and start.
         StorageError: the lock cannot be written.
     """
 
-    def __init__(self, folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S):
-        self._file, self._stale_s = folder / LOCK_FILE, stale_s
+    def __init__(self, folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S, watched_s: float = WATCHED_S):
+        self._file, self._stale_s, self._watched_s = folder / LOCK_FILE, stale_s, min(watched_s, stale_s)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         self._own = {"token": uuid.uuid4().hex, "since": since, "host": socket.gethostname(), **_process(os.getpid())}
         while not self._create():
@@ -144,7 +146,7 @@ class RunLock:
             return _process(holder["pid"])["started"] != holder["started"]
         with tempfile.TemporaryFile(dir=self._file.parent) as fresh:
             age_s = os.fstat(fresh.fileno()).st_mtime - touched_s
-        wait_until_s = time.monotonic() + min(max(self._stale_s - age_s, 0.0), self._stale_s)
+        wait_until_s = time.monotonic() + min(max(self._stale_s - age_s, self._watched_s), self._stale_s)
         while (left_s := wait_until_s - time.monotonic()) > 0:
             time.sleep(min(1.0, left_s))
             if _read(self._file)[1] != touched_s:

@@ -1,4 +1,4 @@
-"""Load and check the parts of a run before it starts anything, and report all faults at once."""
+"""Load and check the parts of a run before any model is made, and report all faults at once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -105,7 +105,7 @@ class _Trials:
 
 
 def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
-    """Do all work that may fail and needs no worker, before the warm start, the run's folder and Ray.
+    """Do all work that may fail and needs no worker, before the warm start, the run's folder and the workers' models.
 
     Args:
         config: composed and checked.

@@ -66,7 +66,11 @@ def test_the_outer_manifest_is_refused_with_any_of_its_bits_changed(sealed):
         flip(path, at)
         if whole[at : at + 1].isspace() and path.read_bytes()[at : at + 1].isspace():
             continue
-        assert m.damage(sealed) or m.damaged_chunks(sealed), (at, path.read_bytes()[max(0, at - 20) : at + 20])
+        try:
+            found = m.damage(sealed) or m.damaged_chunks(sealed)
+        except m.OtherVersionError as error:  # format 2 became 6
+            found = [str(error)]
+        assert found, (at, path.read_bytes()[max(0, at - 20) : at + 20])
         path.write_bytes(whole)
 
 

@@ -21,7 +21,7 @@ def group(ray_session, worker_class):
     meshes = {"pair": Mesh.of(2, 2)}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)  # set, it would be taken as it is
-        started = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, "x", meshes=meshes)
+        started = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, meshes).build("x")
     with started as group:
         yield group
 
@@ -67,7 +67,10 @@ def test_an_answer_of_another_length_is_refused(group):
 
 
 def test_what_workers_log_reaches_the_driver_once(worker_class, caplog):
-    with caplog.at_level(logging.INFO, logger="rlx"), WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, "y"):
+    with (
+        caplog.at_level(logging.INFO, logger="rlx"),
+        WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build("y"),
+    ):
         texts = sorted(record.getMessage() for record in caplog.records if record.name == "rlx.tests")
     assert texts == ["built y", "rank 0 speaks", "rank 1 speaks"]
 
@@ -76,7 +79,7 @@ def test_what_workers_log_reaches_the_driver_once(worker_class, caplog):
     ("deed", "cause"), [("raise", "ValueError: the true cause"), ("die", "the worker process died")]
 )
 def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, deed, cause):
-    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, deed, True)
+    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build(deed, True)
     start_s = time.monotonic()
     with pytest.raises(WorkerFailure) as caught:
         group.broadcast("actor", "reduce", deed)
@@ -94,7 +97,7 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
 def test_a_constructor_that_raises_ends_the_group(worker_class):
     pool = Placement.reserve(1, 2, "cpu")
     with pytest.raises(WorkerFailure) as caught:
-        WorkerGroup(pool, worker_class, "fails on rank 1")
+        WorkerGroup(pool, worker_class).build("fails on rank 1")
     assert (
         str(caught.value).splitlines()[-1].endswith("worker.__init__: ValueError: the constructor does not like this")
     )
@@ -103,7 +106,7 @@ def test_a_constructor_that_raises_ends_the_group(worker_class):
 
 
 def test_a_slow_call_is_no_hang(worker_class):
-    with WorkerGroup(Placement.reserve(1, 1, "cpu"), worker_class, "x", hang_timeout_s=1.0) as group:
+    with WorkerGroup(Placement.reserve(1, 1, "cpu"), worker_class, hang_timeout_s=1.0).build("x") as group:
         assert group.broadcast("any", "work_slowly", 4.0) == [4.0]
 
 
@@ -115,7 +118,7 @@ def test_a_slow_call_is_no_hang(worker_class):
     ],
 )
 def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class, deed, cause):
-    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, "x", True, hang_timeout_s=4.0)
+    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, hang_timeout_s=4.0).build("x", True)
     with pytest.raises(WorkerFailure) as raised:
         group.broadcast("any", "reduce", deed)
     lines = str(raised.value).splitlines()

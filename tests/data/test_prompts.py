@@ -105,6 +105,45 @@ def test_columns_by_other_names_and_no_extra_info(tokenizer, write_jsonl):
     assert batch.info == {"data_source": ["a"], "ground_truth": [5], "extra_info": [{}], **texts}
 
 
+def test_plain_columns_if_the_answers_column_is_named(tokenizer, write_jsonl):
+    rows = [
+        {"prompt": "2 + 3", "answer": 5, "level": "easy"},
+        {
+            "prompt": [{"role": "system", "content": "kind"}, {"role": "user", "content": "1"}],
+            "answer": "1",
+            "data_source": "b",
+        },
+    ]
+    dataset = load(tokenizer, write_jsonl(rows), answer_key="answer")
+    assert dataset.data_sources == {"answer", "b"}
+    batch = dataset.batch([0, 1])
+    assert batch.info["prompt_text"] == ["user:2 + 3;>", "system:kind;user:1;>"]
+    assert batch.info["ground_truth"] == [5, "1"] and batch.info["extra_info"][0]["level"] == "easy"
+    question = write_jsonl([{"question": "2 + 3", "answer": "5 #### no GSM8K"}])
+    assert load(tokenizer, question, prompt_key="question", answer_key="answer").batch([0]).info["ground_truth"] == [
+        "5 #### no GSM8K"
+    ]
+
+
+def test_plain_columns_without_a_chat_template_stay_text(write_jsonl):
+    file = write_jsonl([{"prompt": "2 + 3", "answer": 5}])
+    assert texts(load(ByT5Tokenizer(), file, answer_key="answer")) == ["2 + 3"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "solution": 1}, r"expected also \['answer'\]; .* data.answer_key"),
+        ({"prompt": "a", "answer": None}, "row 0: answer is missing"),
+        ({"prompt": 3, "answer": 1}, "row 0: prompt is 3"),
+        ({"prompt": "a", "answer": 1, "data_source": 4}, "row 0: data_source is 4"),
+    ],
+)
+def test_faults_of_plain_columns(tokenizer, write_jsonl, row, reason):
+    with pytest.raises(DataError, match=reason):
+        load(tokenizer, write_jsonl([row]), answer_key="answer")
+
+
 def test_official_gsm8k_file(tokenizer, gsm8k_file):
     batch = load(tokenizer, gsm8k_file, split="val").batch([1, 3])
     assert batch.info["ground_truth"] == ["1200", "-8"]

@@ -264,7 +264,7 @@ FORGED = {
     "no shard": (remove("actor/model"), "cannot be read|does not fit"),
     "head of another role": (edited("actor/checkpoint.json", head="value"), "got head value"),
     "adapters of another form": (edited("actor/checkpoint.json", adapters=[1]), "is no description that rlx wrote"),
-    "unknown field": (edited("actor/checkpoint.json", code="import os"), "is no description that rlx wrote"),
+    "unknown field": (edited("actor/checkpoint.json", code="import os"), "has code, which this version does not know"),
     "description of another version": (edited("actor/checkpoint.json", format=9), "this version reads 2"),
     "pickles of an earlier version": (pickled, "trust_checkpoint=True"),
     "state of another step": (edited("driver.json", step=7), "got the state of step 7"),

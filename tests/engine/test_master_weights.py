@@ -10,6 +10,7 @@ from torch.optim import AdamW
 from rlx.config.schema import OptimConfig
 from rlx.engine.master_weights import MASTER, MasterAdamW
 from rlx.engine.optimizer import build_optimizer
+from rlx.engine.shard_adamw import ShardAdamW
 
 SIZES = ((40,), (3, 5), (1,))
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -68,10 +69,10 @@ def test_small_updates_add_up_in_the_masters_and_vanish_without_them():
 
 
 def test_masters_are_made_for_narrow_weights_alone():
-    for dtype, kind in ((torch.bfloat16, MasterAdamW), (torch.float32, AdamW), (torch.float64, AdamW)):
+    for dtype, kind in ((torch.bfloat16, MasterAdamW), (torch.float32, ShardAdamW), (torch.float64, ShardAdamW)):
         parameters = [nn.Parameter(torch.zeros(2, dtype=dtype))]
         assert type(build_optimizer(parameters, OptimConfig())) is kind
-        assert type(build_optimizer(parameters, OptimConfig(master_weights=False))) is AdamW
+        assert type(build_optimizer(parameters, OptimConfig(master_weights=False))) is ShardAdamW
 
 
 def test_a_loaded_state_keeps_every_bit():

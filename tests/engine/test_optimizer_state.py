@@ -10,6 +10,7 @@ from rlx.config.host_memory import HostMemory
 from rlx.engine.master_weights import MasterAdamW
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import HandOverError
+from rlx.engine.shard_adamw import ShardAdamW
 from rlx.offload import HostArena
 
 SIZES = (40, 3, 100, 1, 64, 64, 7, 70, 70, 50, 20, 60)  # fp32 elements
@@ -31,7 +32,8 @@ def give_gradients(parameters, seed, without=()):
 def pair(arena=None, piece_bytes=600, fused=None):
     """Parameters and optimizer that keep their state, and the same with the state on the host."""
     kept, moved = parameters(), parameters()
-    optimizers = [AdamW(each, lr=0.1, weight_decay=0.1, fused=fused) for each in (kept, moved)]
+    options = {"lr": 0.1, "weight_decay": 0.1, "fused": fused}
+    optimizers = [AdamW(kept, **options), ShardAdamW(moved, **options)]
     state = OptimizerStateOnHost(optimizers[1], arena or HostArena(pinned=False), "state", CPU, piece_bytes)
     return kept, moved, *optimizers, state
 
@@ -68,7 +70,7 @@ def test_steps_in_pieces_are_those_of_the_whole(piece_bytes, fused):
     assert on_device_bytes(pieces) == 0
 
 
-@pytest.mark.parametrize("makes", [MasterAdamW, AdamW])
+@pytest.mark.parametrize("makes", [MasterAdamW, ShardAdamW])
 @pytest.mark.parametrize("large", [5000, 4 * 997 + 1])
 def test_the_device_holds_three_pieces_at_most_also_of_a_state_that_is_larger(makes, large, monkeypatch):
     """From the first step on: a new state is made a tensor at a time."""

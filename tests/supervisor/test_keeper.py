@@ -11,8 +11,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlx.supervisor.keeper import resuming
+
 ROOT = Path(__file__).parents[2]
 KEEP = "import sys; from rlx.supervisor.keeper import Keeper; sys.exit(Keeper([sys.executable, *sys.argv[1:]]).keep())"
+SIGNAL_AT = """
+import os, signal
+from rlx.supervisor import family, keeper
+def signalled(place, name):
+    work = getattr(place, name)
+    def both(*arguments):
+        result = work(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+    setattr(place, name, both)
+"""
+"""Lets the supervisor get SIGTERM at the end of one of its functions, so at one moment for sure."""
 
 
 def _mind_ctrl_c() -> None:
@@ -21,15 +35,18 @@ def _mind_ctrl_c() -> None:
 
 @pytest.fixture
 def keep(tmp_path):
-    """keep(script) starts a supervisor whose driver runs the script; all that it prints goes to the process's pipes."""
+    """keep(script, before) starts a supervisor whose driver runs the script; all that it prints goes to the process's pipes.
+
+    The supervisor runs the lines `before` before it begins.
+    """
     started = []
 
-    def start(script: str) -> subprocess.Popen[str]:
+    def start(script: str, before: str = "") -> subprocess.Popen[str]:
         file = tmp_path / "driver.py"
         file.write_text("import os, sys, time\nfrom rlx.supervisor.link import *\n" + textwrap.dedent(script))
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-c", KEEP, str(file)]
+        command = [sys.executable, "-c", before + KEEP, str(file)]
         # A shell that starts the tests in the background lets them ignore Ctrl-C.
         started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=_mind_ctrl_c, **pipes))
         return started[-1]
@@ -162,6 +179,37 @@ def test_a_driver_that_does_not_end_in_time_is_killed(keep):
     assert end(process)[0] == 143
 
 
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_a_signal_counts_until_all_processes_have_ended(keep, code):
+    """It comes after the driver's own end, while the supervisor ends what is left."""
+    process = keep(f"tell(max_restarts=3, step=9); sys.exit({code})", SIGNAL_AT + "signalled(family, 'end_all')\n")
+    assert end(process) == (143, "", ["rlx ended by SIGTERM in step 9"])
+
+
+@pytest.mark.parametrize("code", [0, 2, 7])
+def test_a_signal_after_the_end_changes_nothing(keep, code):
+    assert end(keep(f"sys.exit({code})", SIGNAL_AT + "signalled(keeper, '_remove')\n")) == (code, "", [])
+
+
+def test_a_signal_before_the_beginning_ends_the_run(keep):
+    """As `rlx.main_ppo` does, which blocks signals while it imports the supervisor."""
+    early = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [15]); os.kill(os.getpid(), 15)\n"
+    assert end(keep("time.sleep(1000)", early)) == (143, "", ["rlx ended by SIGTERM"])
+
+
+def test_a_signal_between_two_drivers_ends_the_run(keep):
+    """It comes when the restart has been decided: the next driver is ended before it does anything."""
+    script = "tell(max_restarts=3, step=4); time.sleep(1000 * len(restarts())); os.kill(os.getpid(), 9)"
+    code, _, errors = end(keep(script, SIGNAL_AT + "signalled(keeper, '_remove')\n"))
+    assert code == 143 and errors[-1].startswith("rlx ended by SIGTERM"), errors
+
+
+def test_a_driver_that_alone_was_asked_to_end_is_not_started_again(keep):
+    """Some schedulers signal each process; the driver's end may come first."""
+    code, _, errors = end(keep("tell(max_restarts=3, step=4); sys.exit(143)"))
+    assert (code, errors) == (143, ["rlx ended by SIGTERM in step 4"])
+
+
 def test_a_killed_supervisor_takes_the_driver_along(keep):
     process = keep("print(os.getpid(), flush=True); time.sleep(1000)")
     driver = psutil.Process(int(process.stdout.readline()))
@@ -191,4 +239,15 @@ def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep):
             f"rlx goes on: the dashboard of Ray (pid {helper}) died; the run does not need it",
             f"rlx restart 1 of 1: the raylet of Ray (pid {daemon}) died",
         ],
+    )
+
+
+def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
+    command = [sys.executable, "-m", "rlx.driver", "data.train_files=a b.jsonl", "trainer.resume_mode=disable"]
+    assert resuming(command, None) is None and resuming(command, str(tmp_path)) is None
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    assert resuming(command, str(tmp_path)) == (
+        "rlx train 'data.train_files=a b.jsonl' trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_10"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlx.config.compose.command_line import compose
-from rlx.trainer.run import run
+from rlx.trainer.launch import launch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for checkpoint_tools
 
@@ -38,7 +38,7 @@ def train(short_run, ray_session):
     def start(*overrides: str) -> tuple[Path, dict[int, dict[str, float]]]:
         composed = compose([*short_run, *overrides])
         assert not composed.faults, composed.faults
-        folder = run(composed.config, composed.yaml)
+        folder = launch(composed.config, composed.yaml)
         return folder, metrics_of(folder)
 
     return start

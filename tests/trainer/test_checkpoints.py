@@ -50,12 +50,29 @@ def test_auto_takes_the_latest_step_of_the_newest_run_whatever_the_times_of_file
     assert ck.starting_checkpoint(config) == (newest, [])
 
 
+def test_a_clock_that_goes_back_does_not_make_the_newest_run_an_old_one(tmp_path):
+    config = config_in(tmp_path, resume_mode="auto")
+    make(tmp_path / "2999-01-01_10-00-00_9", 50, "actor")
+    runs = [ck.run_folder(config, None) for _ in range(2)]
+    assert [run.name for run in runs] == ["2999-01-01_10-00-00_10", "2999-01-01_10-00-00_11"]
+    make(runs[0], 3, "actor")
+    assert ck.starting_checkpoint(config).checkpoint == runs[0] / "checkpoints/global_step_3"
+
+
 def flipped(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
+def resealed(checkpoint, text):
+    """Replace the driver's state, and let the manifest fit, as another version would have written them."""
+    (checkpoint / "driver.json").write_text(text)
+    (checkpoint / "manifest.json").unlink()
+    seal(checkpoint, {})
+
+
+OF_ANOTHER_VERSION = ("later format", "later state", "earlier state")
 DAMAGE = {
     "flipped weights": (lambda c: flipped(c / "actor/weights"), "actor/weights: bytes 0 to 256 have changed"),
     "flipped state": (lambda c: flipped(c / "driver.json"), "driver.json: bytes 0 to"),
@@ -71,14 +88,22 @@ DAMAGE = {
         "manifest.json: is not valid JSON",
     ),
     "manifest of lists": (lambda c: (c / "manifest.json").write_text("[" * 9999), "manifest.json: is not valid JSON"),
-    "later format": (lambda c: (c / "manifest.json").write_text('{"format": 3}'), "got format 3, this version reads 2"),
+    "later format": (
+        lambda c: (c / "manifest.json").write_text('{"format": 3}'),
+        "was written by a later version of rlx: got format 3, this version reads 2",
+    ),
     "manifest forged": (
         lambda c: (c / "manifest.json").write_text('{"format": 2, "files": {"../x": {"bytes": 0, "xxh3_128": [""]}}}'),
         "is no manifest that rlx wrote",
     ),
-    "state forged": (
-        lambda c: ((c / "driver.json").write_text('{"step": 3}'), (c / "manifest.json").unlink(), seal(c, {})),
-        r"driver.json: got the keys \['step'\]",
+    "state of lists": (lambda c: resealed(c, "[3]"), "driver.json: got a JSON list, expected an object"),
+    "later state": (
+        lambda c: resealed(c, json.dumps({**json.loads((c / "driver.json").read_text()), "curriculum": 1})),
+        "driver.json: was written by another version of rlx: it has curriculum, which this version does not know; resume with",
+    ),
+    "earlier state": (
+        lambda c: resealed(c, '{"step": 3}'),
+        "driver.json: was written by another version of rlx: it has no first_validation, kl_controller, ",
     ),
 }
 
@@ -98,7 +123,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_if_it_is_named(
     validating = config_in(tmp_path, resume_mode="auto", val_only=True)
     with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):
         ck.starting_checkpoint(validating)
-    if damage != "later format":
+    if damage not in OF_ANOTHER_VERSION:
         assert ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto")) == (None, auto.passed_over), (
             "it begins anew"
         )
@@ -182,6 +207,9 @@ def test_a_checkpoint_has_what_the_run_goes_on_from(tmp_path):
     assert "its critic holds ['optimizer'] without the model" in str(caught.value)
     with pytest.raises(ck.ResumeError, match=r"its actor has no LoRA adapters, but .*lora_rank=4"):
         ck.require_parts(with_rank(grpo, 4), alone)
+    (alone / "actor/checkpoint.json").write_text('{"format": 2, "rank": 8}')
+    with pytest.raises(ck.ResumeError, match=r"actor/checkpoint\.json was written by another version of rlx"):
+        ck.require_parts(grpo, alone)
 
 
 def test_the_restart_of_a_validation_begins_as_it_did(monkeypatch, tmp_path):

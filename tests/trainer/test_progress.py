@@ -15,6 +15,7 @@ from rlx.trainer.progress import (
     StepTable,
     count,
     duration,
+    next_commands,
     number,
     printable,
 )
@@ -198,6 +199,15 @@ def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path)
     joined = "".join(line.strip("│ ") for line in text.splitlines())  # long paths fold
     assert str(tmp_path / "report.png") in joined and str(tmp_path / "metrics.jsonl") in joined
     assert "checkpoints" not in text
+
+
+def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
+    assert next_commands(tmp_path) == []
+    for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard"):
+        (tmp_path / name).mkdir(parents=True)
+    export, curves = next_commands(tmp_path)
+    assert export.startswith(f"rlx export {tmp_path}/checkpoints/global_step_10 MODEL ")
+    assert curves.startswith(f"tensorboard --logdir {tmp_path} ")
 
 
 def test_the_summary_of_a_run_that_only_validated(tmp_path: Path):

@@ -76,6 +76,17 @@ def test_another_hosts_lock_is_respected_while_it_is_touched(tmp_path: Path):
             RunLock(tmp_path, stale_s=20)
 
 
+def test_a_clock_that_was_set_does_not_make_a_lock_stale(tmp_path: Path):
+    """The holder touched it a moment ago, but the server's clock has gone on by an hour since."""
+    with RunLock(tmp_path, beat_s=0.2) as first:
+        change(tmp_path, machine="another")
+        first._own = json.loads((tmp_path / LOCK_FILE).read_text())
+        an_hour_ago = time.time() - 3600
+        os.utime(tmp_path / LOCK_FILE, (an_hour_ago, an_hour_ago))
+        with pytest.raises(RunLocked, match="still runs"):
+            RunLock(tmp_path, watched_s=2.0)
+
+
 @pytest.mark.parametrize("its_clock_s", [-1000.0, 0.0, 1000.0])
 def test_another_hosts_lock_is_taken_over_once_it_is_not_touched_whatever_its_clock(tmp_path: Path, its_clock_s: float):
     file = tmp_path / LOCK_FILE
@@ -96,7 +107,7 @@ def test_of_many_that_take_over_at_once_one_wins(tmp_path: Path):
 
     def take() -> None:
         try:
-            won.append(RunLock(tmp_path, beat_s=1000))
+            won.append(RunLock(tmp_path, beat_s=1000, watched_s=1.0))
         except RunLocked as fault:
             lost.append(fault)
 

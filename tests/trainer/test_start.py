@@ -1,4 +1,4 @@
-"""What is found wrong before the warm start, the run's folder and Ray; and that they come after it."""
+"""What is found wrong before the warm start, the run's folder and the workers' models; and that they come after it."""
 
 import json
 import os
@@ -147,9 +147,8 @@ def test_a_mistake_costs_no_warm_start_and_leaves_no_folder(config, tmp_path, mo
         raise AssertionError("must not start")
 
     monkeypatch.setattr(module, "warm_start", never)
-    monkeypatch.setattr(module, "session", never)
     with pytest.raises(DataError):
-        module.run(config("data.train_batch_size=17", model="builtin:tiny"), "")
+        module.run(config("data.train_batch_size=17", model="builtin:tiny"), "", workers=None)
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
 

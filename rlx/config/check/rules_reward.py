@@ -65,12 +65,4 @@ def _labels(config: dict[str, Any]) -> int:
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
 
 
-def reward_model_has_one_size(s: CheckContext) -> Faults:
-    """The reward model's micro-batches are cut by samples or by tokens, not both."""
-    model, keys = s.config.reward_model, ("reward_model.micro_batch_size_per_gpu", "reward_model.use_dynamic_bsz")
-    if has_reward_model(s.config) and model.use_dynamic_bsz and model.micro_batch_size_per_gpu is not None:
-        remedy = f"set {keys[0]}=null to cut by tokens, or {keys[1]}=False to cut by samples"
-        yield s.fault("reward_model sets both ways of cutting micro-batches", "one of the two", remedy, *keys)
-
-
-REWARD_RULES = (form_is_an_expression, reward_model_is_one, reward_model_has_one_size)
+REWARD_RULES = (form_is_an_expression, reward_model_is_one)

@@ -33,17 +33,13 @@ def mini_batch_divides_batch(s: CheckContext) -> Faults:
             yield s.fault(what, f"a divisor of {batch}", remedy, key, "data.train_batch_size")
 
 
-def micro_batch_has_one_size(s: CheckContext) -> Faults:
-    """Micro-batches are cut by samples or by tokens. Only the actor must choose; the other roles follow it."""
-    for key, rows, flag in MICRO_KEYS:
-        keys = (f"{key}.{rows}", f"{key}.{flag}")
-        size, dynamic = map(s.value, keys)
-        if dynamic and size is not None and (key != "critic" or has_critic(s.config)):
-            remedy = f"set {keys[0]}=null to cut by tokens, or {keys[1]}=False to cut by samples"
-            yield s.fault(f"{key} sets both ways of cutting micro-batches", "one of the two", remedy, *keys)
-        elif key == "actor_rollout_ref.actor" and not dynamic and size is None:
-            remedy = f"set {keys[0]}=4, say, or {keys[1]}=True"
-            yield s.fault(f"{key} sets no way of cutting micro-batches", "one of the two", remedy, *keys)
+def micro_batch_has_a_size(s: CheckContext) -> Faults:
+    """Micro-batches are cut by samples or by tokens; tokens win. Only the actor must choose; the other roles follow it."""
+    key, rows, flag = MICRO_KEYS[0]
+    keys = (f"{key}.{rows}", f"{key}.{flag}")
+    if not s.value(keys[1]) and s.value(keys[0]) is None:
+        remedy = f"set {keys[0]}=4, say, or {keys[1]}=True"
+        yield s.fault(f"{key} sets no way of cutting micro-batches", "one of the two", remedy, *keys)
 
 
 def sequence_groups_are_whole(s: CheckContext) -> Faults:
@@ -297,7 +293,7 @@ def validation_has_a_model(s: CheckContext) -> Faults:
 
 TRAINING_RULES = (
     mini_batch_divides_batch,
-    micro_batch_has_one_size,
+    micro_batch_has_a_size,
     sequence_groups_are_whole,
     prefixes_are_shared_in_packed_rows,
     tokens_hold_the_longest_row,

@@ -132,6 +132,7 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
         _without(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules", f"{model}.lora.*"),
         _row("adapters are fp32", lambda s: s.value(f"{model}.lora_rank") > 0, *_below(optim, *_OF_BF16)),
         _without(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
+        _if(f"{role}.use_dynamic_bsz", True, f"{role}.ppo_micro_batch_size_per_gpu"),
         _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
         _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
         _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, *_OF_BF16)),
@@ -151,6 +152,10 @@ UNUSED_KEYS = (
     # Updates
     _without(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
     _without(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
+    *(
+        _if(f"{role}.log_prob_use_dynamic_bsz", True, f"{role}.log_prob_micro_batch_size_per_gpu")
+        for role in (ROLLOUT, REF)
+    ),
     _without(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
     _row("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config), f"{REF}.*"),
     _row(
@@ -206,6 +211,7 @@ UNUSED_KEYS = (
     # Rewards and algorithm
     _without(f"{JUDGE}.enable", f"{JUDGE}.*"),
     _without(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
+    _if(f"{JUDGE}.use_dynamic_bsz", True, f"{JUDGE}.micro_batch_size_per_gpu"),
     _row(
         "a reward model has no optimizer",
         _always,

@@ -1,6 +1,7 @@
 """Remedies for keys and values of verl that rlx does not have."""
 
 _NO_NEED = "remove it: rlx needs no such key"
+_NO_PROFILER = "remove it: rlx starts no profiler; metrics have seconds and memory by phase"
 _READS_TEXTS = "remove it: the reward model reads texts if its tokenizer differs from the policy's"
 _COVARIANCE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 _NO_COVARIANCE = (
@@ -24,6 +25,8 @@ REMEDIES: dict[str, str] = {
     "add filter_groups",
     "loss_mode=gpg": "use vanilla: with one optimizer step per batch the gradient is the same",
     **dict.fromkeys(("loss_mode=clip_cov", "loss_mode=kl_cov", *_COVARIANCE), _NO_COVARIANCE),
+    "adv_estimator=dapo": "use grpo with actor.clip_ratio_high=0.28, algorithm.filter_groups.enable=True and "
+    "reward.overlong_buffer.enable=True; DAPO's loss over tokens is the default",
     "adv_estimator=gdpo": "use grpo, and let the reward function weigh the parts of a score",
     "adv_estimator=optimal_token_baseline": "use opo; its baseline is for whole responses",
     "use_pf_ppo": "remove it: every sample is learned from, none is drawn again by its score",
@@ -74,6 +77,26 @@ REMEDIES: dict[str, str] = {
     "reward_manager.name=dapo": "use naive, with reward.overlong_buffer",
     "ref.strategy": "remove it: the reference uses actor_rollout_ref.actor.strategy",
     "use_shm": _NO_NEED,
+    "profiler": _NO_PROFILER,
+    "global_profiler": _NO_PROFILER,
+    "apply_chat_template_kwargs": "remove it: put the setting into the prompt's system message or the chat template",
+    "freeze_vision_tower": "remove it: rlx trains on text",
+    "image_key": "remove it: rlx trains on text",
+    "video_key": "remove it: rlx trains on text",
+    "checkpoint_engine": "remove it: the sampler takes the weights inside the process that trains them",
+    "use_legacy_worker_impl": _NO_NEED,
+    "use_reward_loop": _NO_NEED,
+    "reward_model.num_workers": "remove it: the reward model runs in every process that trains; for functions use reward.num_workers",
+    "reward_model.rollout": "remove it: the reward model scores a response in one forward and generates nothing",
+    "reward_model.model.use_remove_padding": _NO_NEED,
+    "logger=file": "use jsonl, which writes metrics.jsonl into the run's folder",
+    "rollout.name=sglang": "use vllm, or hf",
+    "rollout.name=trtllm": "use vllm, or hf",
+    "engine_kwargs.sglang": "use engine_kwargs.vllm with the options of vLLM",
+    "engine_kwargs.trtllm": "use engine_kwargs.vllm with the options of vLLM",
+    "multi_stage_wake_up": "remove it: vLLM always takes memory for weights first, for its cache after them",
+    "nccl_timeout": "use trainer.hang_timeout_s",
+    "entropy_from_logits_with_chunking": "remove it: entropy is always computed in chunks",
     "external_lib": "remove it: install a package that registers its model with transformers, or use trust_remote_code",
     "exclude_modules": "name the modules to adapt in actor_rollout_ref.model.target_modules",
     "lora.rank": "use lora_rank of the model",

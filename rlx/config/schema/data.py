@@ -34,6 +34,11 @@ class DataConfig:
     val_max_samples: int = key(-1, "Most validation rows to use; -1: all.", minimum=-1)
     prompt_key: str = key("prompt", "Column with the chat messages (list of {role, content}) or plain text.")
     reward_fn_key: str = key("data_source", "Column that tells which reward function scores the row.")
+    answer_key: str | None = key(
+        None,
+        "Column with the right answer, for rows of plain columns: prompt_key and this one, no reward_model. A text under prompt_key "
+        "becomes a user message if the tokenizer has a chat template.",
+    )
     max_prompt_length: int = key(512, "Longest prompt [tokens].", minimum=1)
     max_response_length: int = key(512, "Longest response [tokens].", minimum=1)
     train_batch_size: int = key(1024, "Prompts per training step.", minimum=1)

@@ -77,6 +77,12 @@ def has_reward_model(config: PPOConfig) -> bool:
     return config.reward_model.enable
 
 
+def roles_of(config: PPOConfig) -> list[str]:
+    """Return the roles that the workers host, in the order in which they are built."""
+    others = {"ref": has_reference_model, "critic": has_critic, "reward": has_reward_model}
+    return ["actor", "rollout", *(name for name, has in others.items() if has(config))]
+
+
 def is_tiny(config: PPOConfig) -> bool:
     """Whether the policy is the built-in model."""
     return config.actor_rollout_ref.model.path == TINY

@@ -47,6 +47,22 @@ CASES = [
             "activation_offload.pin_memory=False",
         )
     ),
+    (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=2", [f"{ACTOR}.ppo_micro_batch_size_per_gpu"]),
+    (
+        f"{GAE} critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=2",
+        ["critic.ppo_micro_batch_size_per_gpu"],
+    ),
+    *(
+        (
+            f"{role}.log_prob_use_dynamic_bsz=True {role}.log_prob_micro_batch_size_per_gpu=2 {ACTOR}.use_kl_loss=True",
+            [f"{role}.log_prob_micro_batch_size_per_gpu"],
+        )
+        for role in (ROLLOUT, REF)
+    ),
+    (
+        f"{JUDGE} reward_model.use_dynamic_bsz=True reward_model.micro_batch_size_per_gpu=2",
+        ["reward_model.micro_batch_size_per_gpu"],
+    ),
     (f"{ROLLOUT}.n=1 {MODEL}.use_shared_prefix=True", [f"{MODEL}.use_shared_prefix"]),
     (f"{ACTOR}.optim.master_weights=False", [f"{ACTOR}.optim.master_weights"]),
     (

@@ -123,30 +123,11 @@ CASES = [
         ["the mini-batch does not divide"],
         "critic.ppo_mini_batch_size=4",
     ),
-    ("micro_batch_has_one_size", f"{ACTOR}.use_dynamic_bsz=True", [f"{ACTOR} sets both"], "=null"),
     (
-        "micro_batch_has_one_size",
+        "micro_batch_has_a_size",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=null",
         [f"{ACTOR} sets no way"],
         "use_dynamic_bsz=True",
-    ),
-    (
-        "micro_batch_has_one_size",
-        f"{GAE} critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=2",
-        ["critic sets both"],
-        "critic.ppo_micro_batch_size_per_gpu=null",
-    ),
-    (
-        "micro_batch_has_one_size",
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True {ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
-        [f"{ROLLOUT} sets both"],
-        "=null",
-    ),
-    (
-        "micro_batch_has_one_size",
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
-        ["actor_rollout_ref.ref sets both"],
-        "=null",
     ),
     (
         "tokens_hold_the_longest_row",
@@ -456,12 +437,6 @@ CASES = [
         "reward_model.enable=True reward_model.model.path=/no/model",
         ["the reward model's folder"],
         "correct reward_model.model.path",
-    ),
-    (
-        "reward_model_has_one_size",
-        f"{JUDGE} reward_model.micro_batch_size_per_gpu=2 reward_model.use_dynamic_bsz=True",
-        ["reward_model sets both ways"],
-        "reward_model.micro_batch_size_per_gpu=null",
     ),
     (
         "sharding_group_divides_processes",

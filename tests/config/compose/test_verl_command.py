@@ -64,3 +64,42 @@ def test_the_experiment_of_that_name_is_the_command_of_verl():
     words = filled_in("Qwen/Qwen2.5-7B-Instruct", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet")
     words += ["trainer.project_name=gsm8k", "trainer.experiment_name=grpo_8gpu"]
     assert compose(["experiment=gsm8k_grpo_8gpu"]).config == compose(words).config
+
+
+EXAMPLES = (Path(__file__).parent / "verl_examples.txt").read_text().splitlines()
+GENERIC = ("look for its name", "did you mean", "or another value that is allowed")
+
+
+def test_every_key_of_the_examples_of_verl_is_known_or_answered():
+    given = [line for line in EXAMPLES if not line.startswith("#")]
+    assert len(given) > 100
+    faults = {override: compose([override, "experiment=arithmetic"]).faults for override in given}
+    unanswered = {
+        override: fault.remedy
+        for override, found in faults.items()
+        for fault in found
+        if any(words in fault.remedy for words in GENERIC)
+    }
+    assert unanswered == {"actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16": "did you mean bf16?"}, (
+        "the one that is near enough"
+    )
+    assert sum(not found for found in faults.values()) > 0.7 * len(given), "most of them are keys of rlx"
+
+
+def test_what_verl_alone_has_is_answered():
+    answers = {
+        "trainer.logger=[console,file]": "use jsonl",
+        "algorithm.adv_estimator=dapo": "use grpo with actor.clip_ratio_high",
+        "trainer.use_legacy_worker_impl=auto": "remove it",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512": "remove it: the sampler",
+    }
+    for override, remedy in answers.items():
+        (fault,) = compose([override]).faults
+        assert fault.remedy.startswith(remedy)
+
+
+def test_a_size_in_samples_beside_a_size_in_tokens_is_only_warned_of(verdict):
+    sizes = [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"]
+    found = verdict(["experiment=arithmetic", *sizes, "trainer.device=cpu", "data.max_prompt_length=128"])
+    assert whats(found) == []
+    assert any(f"{ACTOR}.ppo_micro_batch_size_per_gpu=4: {ACTOR}.use_dynamic_bsz is True" in w for w in found.warnings)

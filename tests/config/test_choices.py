@@ -1,0 +1,68 @@
+"""The model and the data alone make a run: what the command leaves open is chosen for the machine, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlx.config.check.validate import check
+from rlx.config.choices import chosen
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import Machine
+from rlx.driver import main
+
+SMALL = {
+    "model_type": "qwen2",
+    **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    **{"num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+}
+MODEL, TOKENS = "actor_rollout_ref.model.path", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+
+
+def machine(gpus: int, gb: int) -> Machine:
+    sizes = {"device_bytes": gb * 10**9 if gpus else None, "host_bytes": 128 * 10**9}
+    return Machine(gpus=gpus, cpus=16, packages=frozenset(), vllm="0.26.0", **sizes)
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "rows.jsonl").write_text("{}")
+    return [f"{MODEL}={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer"]
+
+
+def choices(command: list[str], of: Machine) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in chosen(command, compose(command), of))
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(1, "1"), (4, "4"), (0, "1")])
+def test_model_and_data_alone_give_a_run_without_faults(command, gpus, processes):
+    found = choices(command, machine(gpus, 24))
+    assert found["trainer.n_gpus_per_node"] == processes
+    assert found["algorithm.adv_estimator"] == "grpo" and int(found["actor_rollout_ref.rollout.n"]) > 1
+    whole = compose([*command, *(f"{key}={value}" for key, value in found.items())])
+    assert check(whole, machine(gpus, 24)).faults == ()
+
+
+def test_micro_batches_are_the_largest_that_fit_the_forecast(command):
+    long = [*command, "data.max_response_length=8192", "actor_rollout_ref.model.enable_gradient_checkpointing=False"]
+    tokens = [int(choices(long, machine(1, gb))[TOKENS]) for gb in (24, 80, 141)]
+    assert tokens == sorted(tokens) and tokens[0] < tokens[-1]
+    assert tokens[0] >= 8192 + 512, "a row fits"
+
+
+def test_a_key_of_the_command_is_never_changed(command):
+    keys = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    given = [*command, *keys, "data.val_files=x.jsonl"]
+    assert choices(given, machine(4, 80)) == {}
+
+
+def test_an_experiment_or_the_default_run_is_left_alone(command):
+    for given in (["experiment=arithmetic", *command], ["data.answer_key=answer"]):
+        assert choices(given, machine(4, 80)) == {}
+
+
+def test_the_choices_are_printed(command, capsys: pytest.CaptureFixture[str]):
+    assert main(["--check", *command, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"]) == 0
+    printed = capsys.readouterr().out
+    assert "chosen for this command and machine" in printed and "trainer.n_gpus_per_node=1" in printed

@@ -1,0 +1,68 @@
+"""The command `rlx`: it starts the modules, names what is missing, and imports nothing heavy itself."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rlx import __version__, cli
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_help_and_version_import_no_package(capsys: pytest.CaptureFixture[str]):
+    program = (
+        "import sys; from rlx.cli import main; main(['--help']); main(['--version']);"
+        "sys.exit(bool({'torch', 'ray', 'transformers', 'hydra'} & set(sys.modules)))"
+    )
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {name} " in done.stdout for name in cli.COMMANDS if find_spec(cli.COMMANDS[name].module))
+    assert f"rlx {__version__}\n" in done.stdout and "torch " in done.stdout
+
+
+def test_check_is_the_driver_with_its_option():
+    done = python("-m", "rlx.cli", "check", "trainer.device=cpu", "trainer.seed=x")
+    assert done.returncode == 2 and "trainer.seed" in done.stderr
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["trian"]) == 2
+    assert re.search(r"got 'trian', expected one of train, check", capsys.readouterr().err)
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    real = cli.find_spec
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("ray", "hydra") else real(name))
+    assert cli.main(["train"]) == 2
+    assert "lacks hydra, ray; pip install 'rlx[train]'" in capsys.readouterr().err
+
+
+def test_every_command_needs_packages_of_its_extra():
+    extras = {"hydra": "hydra-core"}
+    assert [re.match(r"\w+", each)[0] for each in PYPROJECT["dependencies"]] == ["torch"], "what rlx.offload imports"
+    for command in cli.COMMANDS.values():
+        installed = " ".join(PYPROJECT["optional-dependencies"][command.extra])
+        assert all(extras.get(name, name) in installed for name in command.needs)
+
+
+def test_the_cpu_requirements_agree_on_torch():
+    pins = [
+        re.search(r"^torch==\S+", (ROOT / "requirements" / f"{name}.txt").read_text(), re.M)
+        for name in ("torch-cpu", "cpu")
+    ]
+    assert pins[0][0] == pins[1][0]
+
+
+def test_gpu_machines_get_no_development_tools():
+    (own,) = [line for line in (ROOT / "requirements" / "gpu.txt").read_text().splitlines() if line.startswith("-e")]
+    assert "dev" not in own
