@@ -2,7 +2,7 @@
 # make test   sets everything up, then lints, checks types and runs the quick half of the tests, or with ALL=1 all of them;
 #             PYTEST_ARGS="..." goes to pytest
 # make chaos  breaks N runs (50) in random ways, from SEED (0) on, JOBS (1) at a time, and compares each with an unbroken one
-# make docs   writes docs/configuration.md and docs/models.md anew
+# make docs   writes docs/configuration.md, docs/metrics.md and docs/models.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
 VENV := .venv
@@ -47,6 +47,8 @@ chaos: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+	$(PY) -m rlx.trainer.metric_table > docs/metrics.md.new
+	mv docs/metrics.md.new docs/metrics.md
 	$(PY) -m rlx.benchmarks.sweep.page > docs/models.md.new
 	mv docs/models.md.new docs/models.md
 

@@ -1,11 +1,13 @@
 """The driver: compose, check, run. `rlx.main_ppo` starts it as a child; `python -m rlx.driver` runs it without restarts."""
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple
 
 from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
@@ -17,10 +19,11 @@ from rlx.config.describe import help_text
 from rlx.config.faults import numbered
 from rlx.config.forecast.checkpoint_forecast import checkpoint_text
 from rlx.config.forecast.decoders import fetch_configs
-from rlx.config.forecast.forecast_text import long_text, short_text
+from rlx.config.forecast.forecast_text import long_text, short_text, verdict_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.machine import Cluster, Machine, inspect_machine
+from rlx.config.machine import Cluster, Machine, inspect_machine, named_machine
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import is_tiny
 from rlx.errors import ExplainedError, wrapped
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
@@ -44,20 +47,51 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return DONE
     try:
-        return _check_and_run([each for each in arguments if each != "--check"], only_check="--check" in arguments)
+        options, overrides = read_options(arguments)
+        return _check_and_run(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Terminated:
         return TERMINATED
+    except ValueError as error:
+        print(f"rlx: {error}", file=sys.stderr)
+        return FAULTY
 
 
-def _check_and_run(overrides: Sequence[str], only_check: bool) -> int:
+class Options(NamedTuple):
+    """What the command line asks for beside the configuration.
+
+    Args:
+        check: only check, and predict memory.
+        tree: print the whole configuration too.
+        on: the machine to check for instead of this one.
+    """
+
+    check: bool
+    tree: bool
+    on: Machine | None
+
+
+def read_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Return the options, and the overrides among the arguments. Raises ValueError for a machine that is not known."""
+    parser = argparse.ArgumentParser(prog="rlx check", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--tree", action="store_true")
+    parser.add_argument("--on")
+    try:
+        found, overrides = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}, such as --on 8xh100") from None
+    on = None if found.on is None else named_machine(found.on)
+    return Options(found.check or on is not None, found.tree, on), overrides
+
+
+def _check_and_run(overrides: Sequence[str], options: Options) -> int:
     composed = compose(overrides)
     # The cluster is joined once for both check and run, because joining takes seconds.
     with ExitStack() as until_done:
-        machine = inspect_machine(join_cluster(composed.partial, until_done))
-        if not only_check:
-            fetch_configs(composed.partial)
+        machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
+        fetch_configs(composed.partial)
         if more := chosen(overrides, composed, machine):
             composed = compose([*overrides, *more])
             print(wrapped(f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"))
@@ -65,22 +99,33 @@ def _check_and_run(overrides: Sequence[str], only_check: bool) -> int:
         checked = check(composed, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)
         faults = (*checked.faults, *tried.faults)
-        if only_check and not composed.faults:
+        if options.tree and not composed.faults:
             print(composed.yaml)
-            forecast = MemoryForecast.of(composed.config, machine)
-            lines = checkpoint_text(forecast, runs_folder(composed.config))
-            print(wrapped("\n".join([long_text(forecast), *lines])))
+        if options.check and not composed.faults:
+            _print_plan(composed, machine)
         for warning in (*checked.warnings, *tried.warnings):
-            print(wrapped(f"warning: {warning}"), file=sys.stderr)
+            print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
             print(wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"), file=sys.stderr)
             return FAULTY
-        if only_check:
+        forecast = MemoryForecast.of(composed.config, machine)
+        if options.check:
+            print(f"rlx check: {verdict_text(forecast)}")
             return DONE
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
-            print(wrapped(short_text(MemoryForecast.of(composed.config, machine))), flush=True)
-        return _run(composed, MemoryForecast.of(composed.config, machine).decided().config)
+            print(wrapped(short_text(forecast)), flush=True)
+        return _run(composed, forecast.decided().config)
+
+
+def _print_plan(composed: Composed, machine: Machine) -> None:
+    """Print the memory by phase, unless the run is meant for GPUs that this machine does not have."""
+    if composed.config.trainer.device == "auto" and not any(machine.node_gpus) and not is_tiny(composed.config):
+        print(wrapped("This machine has no GPU. Name the one that is meant: rlx check --on 8xh100 ..."), flush=True)
+        return
+    forecast = MemoryForecast.of(composed.config, machine)
+    lines = checkpoint_text(forecast, runs_folder(composed.config))
+    print(wrapped("\n".join([long_text(forecast), *lines])), flush=True)
 
 
 def with_nodes(composed: Composed, machine: Machine) -> Composed:

@@ -66,12 +66,36 @@ def test_help(capsys: pytest.CaptureFixture[str]):
 
 def test_check_prints_the_tree_and_the_memory(capsys: pytest.CaptureFixture[str], run_is):
     run_is(fails(AssertionError("--check must not run")))
-    assert main(["--check", "trainer.device=cpu"]) == 0
+    assert main(["--check", "--tree", "trainer.device=cpu"]) == 0
     printed = capsys.readouterr()
     assert "path: builtin:tiny" in printed.out
     assert re.search(r"\nupdate_actor .* backward\n", printed.out)
     assert max(map(len, printed.out.splitlines())) <= 100
     assert printed.err == ""
+    assert re.fullmatch(r"rlx check: fits 1 CPU process\(s\): \w+ takes .* GB", printed.out.splitlines()[-1])
+    assert main(["--check", "trainer.device=cpu"]) == 0
+    assert "path: builtin:tiny" not in capsys.readouterr().out, "the tree comes on request"
+
+
+def test_check_plans_for_a_machine_that_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    command = ["--on", "8xh100", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "trainer.n_gpus_per_node=8" in printed and "of a device: 80.0 GB" in printed
+    assert re.fullmatch(r"rlx check: fits 8 GPU\(s\): \w+ takes [\d.]+ of 7\d.\d GB", printed.splitlines()[-1])
+    assert main(["--on", "8xh1000"]) == 2
+    assert "expected a number and one of a100-40" in capsys.readouterr().err
+
+
+def test_check_does_not_plan_the_memory_of_a_host_for_gpus(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr("rlx.driver.inspect_machine", lambda cluster: Machine(0, 8, frozenset(), vllm="0.26.0"))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    assert main(["--check", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "Name the one that is meant: rlx check --on" in printed and "memory of the host" not in printed
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]])
@@ -105,7 +129,7 @@ def test_code_of_the_users_own_is_tried_before_anything_starts(capsys, run_is, c
 
 
 def test_check_shows_the_tree_beside_faults_of_the_machine(capsys: pytest.CaptureFixture[str]):
-    assert main(["--check", "data.val_files=/none.jsonl"]) == 2
+    assert main(["--check", "--tree", "data.val_files=/none.jsonl"]) == 2
     printed = capsys.readouterr()
     assert "/none.jsonl" in printed.out
     assert "a data file does not exist" in printed.err
@@ -285,7 +309,9 @@ def test_the_wheel_holds_every_module_and_every_file_of_configs(installed: Path)
 
 
 def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Path):
-    done = started("--check", "trainer.device=cpu", "trainer.seed=7", folder=tmp_path, PYTHONPATH=str(installed))
+    done = started(
+        "--check", "--tree", "trainer.device=cpu", "trainer.seed=7", folder=tmp_path, PYTHONPATH=str(installed)
+    )
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout
     place = "import rlx.config.compose.command_line as c; print(c.config_folder())"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rlx.cli import COMMANDS as COMMANDS_OF_RLX
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
@@ -38,6 +39,10 @@ def test_a_command_can_be_given(command):
                 assert not check(composed, CPU).faults
         case ((".venv/bin/python" | "python"), "-m", module, *_):
             assert find_spec(module)
+        case ".venv/bin/rlx", "--help":
+            pass
+        case ".venv/bin/rlx", name, *arguments:
+            assert name in COMMANDS_OF_RLX and not check(compose(arguments), CPU).faults
         case "pip", "install", "-r", file:
             assert (ROOT / file).is_file()
         case other:

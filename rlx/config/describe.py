@@ -11,13 +11,16 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.tree import Leaf, as_text, children, describe_range, describe_type
 
 USAGE = """\
-python -m rlx.main_ppo [--check] [--help] [group=file ...] [key=value ...]
+rlx train [group=file ...] [key=value ...]        (or python -m rlx.main_ppo ...)
+rlx check [--tree] [--on 8xh100] [group=file ...] [key=value ...]
 
 Trains a language model with PPO or GRPO. Without arguments: a tiny model learns generated word
 problems on this machine.
 
-  --check   compose, validate, print the whole configuration and a prediction of memory, and stop
-  --help    this text
+  --check      `rlx check`: compose, validate, predict the memory, and stop
+  --tree       print the whole configuration, too
+  --on 8xh100  check for that machine instead of this one
+  --help       this text
 
 Exit code: 0 done; 1 the run failed, its first cause comes last; 2 faults in the configuration;
 130 after Ctrl-C or SIGTERM.
@@ -25,9 +28,12 @@ Exit code: 0 done; 1 the run failed, its first cause comes last; 2 faults in the
 
 EXAMPLES = """\
 Examples:
-  python -m rlx.main_ppo                                      the default run
-  python -m rlx.main_ppo algorithm.adv_estimator=gae          the default run with PPO and a critic
-  python -m rlx.main_ppo --check experiment=gsm8k_grpo_8gpu   an experiment's settings and memory
+  rlx train                                              the default run
+  rlx train algorithm.adv_estimator=gae                  the default run with PPO and a critic
+  rlx train actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=mine.jsonl \
+    data.answer_key=answer custom_reward_function.path=reward.py
+                                                         your model, data and reward on this machine's GPUs
+  rlx check --on 8xh100 experiment=gsm8k_grpo_8gpu       an experiment's memory on a machine
 """
 
 PAGE = Path(__file__).with_name("configuration.md")

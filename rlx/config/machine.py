@@ -1,15 +1,18 @@
 """Describe the machine or cluster of a run as data, so that the rules are pure functions."""
 
 import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlx.config.host_memory import all_host_bytes
 from rlx.config.schema import PPOConfig
-from rlx.config.vllm_range import vllm_version
+from rlx.config.vllm_range import LOWEST, vllm_version
+from rlx.offload.plan.hardware import PROFILES
 
 OPTIONAL_PACKAGES = ("peft", "torchao", "wandb", "flash_attn", "liger_kernel")
+CORES_PER_GPU = 16  # of a machine that is only named; no prediction depends on it
 # One of these exists if a driver for CUDA devices is loaded (the last one under WSL).
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -52,6 +55,27 @@ def inspect_machine(cluster: Cluster | None = None) -> Machine:
     if cluster is not None and len(cluster.node_gpus) > 1:
         return Machine(gpus, cpus, packages, cluster, vllm_version())  # the cluster's other machines may differ
     return Machine(gpus, cpus, packages, cluster, vllm_version(), device_bytes, all_host_bytes())
+
+
+def named_machine(text: str) -> Machine:
+    """Return a machine by name, such as `8xh100` or `rtx4090`, with every package that rlx can use.
+
+    Raises:
+        ValueError: there is no such accelerator in rlx/offload/plan/hardware.py.
+    """
+    count, name = re.fullmatch(r"(?:(\d+)x)?(.*)", text.lower()).groups()  # type: ignore[union-attr]  # it always matches
+    gpus = int(count or 1)
+    if name not in PROFILES or gpus < 1:
+        raise ValueError(f"--on: got {text!r}, expected a number and one of {', '.join(PROFILES)}, such as 8xh100")
+    card, lowest = PROFILES[name], ".".join(map(str, LOWEST))
+    return Machine(
+        gpus,
+        CORES_PER_GPU * gpus,
+        frozenset(OPTIONAL_PACKAGES),
+        vllm=vllm_version() or lowest,
+        device_bytes=int(card.device_bytes),
+        host_bytes=int(gpus * card.host_bytes),
+    )
 
 
 def look_at_gpus() -> tuple[int, int | None]:

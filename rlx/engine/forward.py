@@ -158,7 +158,8 @@ class Forward:
             causal = self._looks_back_only()
         except Exception as error:
             raise ModelError(
-                f"{self._name}: its forward fails on four tokens: {type(error).__name__}: {error}"
+                f"{self._name}: its forward fails on four tokens ({type(error).__name__}: {error}), expected a model that this "
+                "version of transformers can run; set model.path to a model of another type"
             ) from error
         if not causal:
             raise ModelError(

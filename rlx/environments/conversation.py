@@ -18,10 +18,28 @@ if TYPE_CHECKING:
 
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
+ANCHOR = "\n"
+LARGEST = 1e300
 CHARACTERS_PER_TOKEN = 100
 """Longer messages are not tokenised: they cannot fit into the tokens that are left."""
 
 Tools = list[dict[str, Any]]
+
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_ROLES: dict[str, tuple[Message, Message]] = {
+    "user": ({"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}),
+    "tool": (
+        {"role": "assistant", "content": "b", "tool_calls": [_CALL]},
+        {"role": "tool", "content": "c", "name": "f", "tool_call_id": _CALL["id"]},
+    ),
+}
+"""Plain examples of a turn and of an answer to it, by the answer's role."""
 
 
 class RewrittenHistory(ExplainedError, ValueError):
@@ -47,7 +65,7 @@ class Chat:
         self._marker = re.compile("|".join(map(re.escape, [*listed, HIDDEN])))
         # SentencePiece writes a space before each text; behind a line break it does not.
         first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
-        self._anchor = "\n" if first.startswith("\u2581") else ""
+        self._anchor_ids = tokenizer.encode(ANCHOR, add_special_tokens=False) if first.startswith("\u2581") else []
         self._end: str | None = None
         self._checked: set[tuple[str, bool]] = set()
 
@@ -84,6 +102,15 @@ class Chat:
         self._require_content(history, safe, tools)
         ids = self._ids(self._tail(history, safe, tools), hidden)
         return ids[1:] if ids[:1] == [last_token] else ids
+
+    def fault_of(self, role: str) -> str:
+        """Return why no conversation goes on with messages of this role, user or tool; empty if plain ones do."""
+        turn, answer = _ROLES.get(role, _ROLES["user"])
+        try:
+            self.between([{"role": "user", "content": "a"}, turn], [{**answer, "role": role}], _TOOLS, last_token=-1)
+        except Exception as fault:  # templates raise any kind of error
+            return f"{type(fault).__name__}: {fault}"
+        return ""
 
     def _tail(self, history: list[Message], added: list[Message], tools: Tools) -> str:
         """Return the text behind the words of the last message of `history`."""
@@ -147,7 +174,8 @@ class Chat:
 
         match value:
             case str():
-                return self._marker.sub(number, value)
+                whole = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+                return self._marker.sub(number, whole)
             case dict():
                 return {name: each if name == "role" else self._hide(each, hidden) for name, each in value.items()}
             case list():
@@ -174,14 +202,12 @@ class Chat:
     def _encoded(self, text: str) -> list[int]:
         if not text:
             return []
-        anchor, ids = (
-            self._tokenizer.encode(each, add_special_tokens=False) for each in (self._anchor, self._anchor + text)
-        )
-        return (
-            ids[len(anchor) :]
-            if ids[: len(anchor)] == anchor
-            else self._tokenizer.encode(text, add_special_tokens=False)
-        )
+        anchor = self._anchor_ids
+        if anchor:
+            ids = self._tokenizer.encode(ANCHOR + text, add_special_tokens=False)
+            if ids[: len(anchor)] == anchor:
+                return ids[len(anchor) :]
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def _contents(messages: list[Message]) -> str:
@@ -240,8 +266,8 @@ class Conversation:
 
     def add_answer(self, observation: Observation, text: str, seconds: float) -> None:
         """Keep the environment's answer to the last turn, whose text is `text`, but not its messages."""
-        numbers = {name: float(x) for name, x in observation.info.items() if isinstance(x, bool | int | float)}
-        self.info |= numbers
+        numbers = {name: x for name, x in observation.info.items() if isinstance(x, bool | int | float)}
+        self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST}  # NaN is not
         self.own_turns[-1].update(
             seconds=seconds, reward=observation.reward, calls=list(observation.info.get("calls") or [])
         )

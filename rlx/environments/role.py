@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
-from rlx.environments.conversation import Chat
+from rlx.environments.conversation import Chat, UnusableTemplate
 from rlx.environments.pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import Bounds, run_conversations
@@ -30,6 +30,17 @@ def bounds(config: PPOConfig) -> Bounds:
         failure_reward=own.failure_reward,
         ends_run=own.on_failure == "end_run",
     )
+
+
+def require_usable_template(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise UnusableTemplate if the chat template lets no conversation go on, neither by a user's messages nor by tools' output."""
+    chat = Chat(tokenizer, config.actor_rollout_ref.rollout.multi_turn.on_rewritten_history == "keep")
+    faults = [chat.fault_of(role) for role in ("user", "tool")]
+    if all(faults):
+        raise UnusableTemplate(
+            f"the chat template of {config.actor_rollout_ref.model.path} allows no second turn; after a user's message: {faults[0]}; "
+            f"after a tool's output: {faults[1]}"
+        )
 
 
 class ConversationSampler:

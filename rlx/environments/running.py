@@ -156,6 +156,7 @@ class _Run:
         self._arrived: dict[int, Reset | Observation | Failure] = {}
         self.ended: dict[int, Conversation] = {}
         self.waited_s = 0.0
+        self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause
 
     def to_the_end(self) -> None:
         while self._waiting or self._open:
@@ -166,9 +167,8 @@ class _Run:
                     self._take_turn(self._sampled.pop(number), completion)
             if not (self._in_waves and self._sampled):
                 self._listen()
-        stopped = [c.reason for c in self.ended.values() if c.reason.startswith(TEMPLATE)]
-        if stopped and len(stopped) == len(self.ended):
-            raise EnvironmentFailed(f"no conversation could go on: {stopped[0]}")
+        if self._hopeless and all(each.reason.startswith(TEMPLATE) for each in self.ended.values()):
+            raise EnvironmentFailed(f"no conversation could go on: {self._hopeless}")
 
     def end_all(self) -> None:
         """End the environments of all open conversations."""
@@ -222,7 +222,11 @@ class _Run:
         except EnvironmentFailed:
             raise
         except Exception as fault:  # templates and tokenizers raise any kind of error
+            if isinstance(answer, Observation):
+                self._hopeless = self._hopeless or self._chat.fault_of(str(answer.messages[0].get("role")))
             self._fail(conversation, TEMPLATE, f"{type(fault).__name__}: {fault}")
+        if isinstance(answer, Reset) and conversation.reason:
+            self._hopeless = conversation.reason
         if conversation.reason:
             self.ended[key] = conversation
             self._to_pool("end", key)

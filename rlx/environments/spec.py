@@ -23,7 +23,7 @@ BUILT_IN = {
 Factory = Callable[[], Environment]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EnvironmentSpec:
     """An environment that a process loads.
 

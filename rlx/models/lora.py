@@ -241,7 +241,12 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     if text == "all-linear":
         output = model.get_output_embeddings()
         linear = {name: m for name, m in modules.items() if is_linear(m) and m is not output and name not in head}
-        return [name for name, module in linear.items() if uses[module.weight] == 1]
+        if own := [name for name, module in linear.items() if uses[module.weight] == 1]:
+            return own
+        raise ModelError(
+            f"target_modules: got all-linear for a {type(model).__name__}, whose linear layers have a forward of their own or "
+            "share weights, expected at least one plain linear layer; set lora_rank=0 to train all weights"
+        )
     found: dict[str, None] = {}
     for wanted in (name.strip() for name in text.split(",")):
         matches = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]

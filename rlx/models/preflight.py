@@ -42,11 +42,19 @@ def faults_of(
     try:
         _, config = class_and_config(model, head)
         faults += _of_capped_scores(model.attn_implementation, config.get_text_config())
+        faults += _of_chosen_keys(config.get_text_config())
         shared = (why_not_shared(size, processes, config.get_text_config()) for size in sorted(together) if size > 1)
         faults += filter(None, shared)
         # This machine may lack kernels that the workers have.
         here = model.attn_implementation if model.attn_implementation == "sdpa" else "eager"
         skeleton = load_skeleton(replace(model, attn_implementation=here), head, torch.float32)
+        recomputes = model.enable_gradient_checkpointing and not model.enable_activation_offload
+        if recomputes and not skeleton.supports_gradient_checkpointing:
+            faults.append(
+                f"enable_gradient_checkpointing: got True for a {type(skeleton).__name__}, which has no checkpointing in "
+                "transformers, expected a model that has; set enable_activation_offload=True, which recomputes its layers, or "
+                "enable_gradient_checkpointing=False"
+            )
         if model.lora_rank > 0:
             adapter_targets(skeleton, model.target_modules)
         if model.lora_rank > 0 and model.lora_adapter_path is not None:
@@ -71,6 +79,21 @@ def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:
     return [
         f"attn_implementation: got sdpa for a {config.model_type} model that caps its attention scores at {cap}, which sdpa cannot "
         "do, expected a kernel that caps them; set it to eager, or on a GPU to flex_attention or flash_attention_2"
+    ]
+
+
+def _of_chosen_keys(config: "PreTrainedConfig") -> list[str]:
+    """Refuse Doge's choice of keys: equal tokens score alike in its first layer, and the kernel decides which of them it keeps.
+
+    So a row that is padded or decoded with a cache has other log-probs than the same row in a forward of its own.
+    """
+    kept, longest = getattr(config, "keep_window_size", None), getattr(config, "max_position_embeddings", 0)
+    if kept is None or kept >= longest:
+        return []
+    return [
+        f"keep_window_size: got {kept} for a {config.model_type} model of {longest} positions, which keeps the {kept} keys of the "
+        f"highest score, expected at least {longest}: equal tokens score alike, so log-probs would depend on padding. Set "
+        f"model.override_config.max_position_embeddings={kept} and train on sequences of at most that length"
     ]
 
 

@@ -39,10 +39,11 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     auto_map = getattr(config, "auto_map", None) or {}
     if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or "AutoModelForTokenClassification" in auto_map:
         return
-    if config.is_encoder_decoder or kind not in MODEL_MAPPING:
+    # The layer's width is read from hidden_size, which BLT's config lacks.
+    if config.is_encoder_decoder or kind not in MODEL_MAPPING or not hasattr(config.get_text_config(), "hidden_size"):
         raise NoValueClassError(
-            f"critic: got a model of type {config.model_type}, expected a decoder that transformers has a base model for; "
-            "set critic.model.path to a model of another type with the same tokenizer, or an algorithm.adv_estimator "
+            f"critic: got a model of type {config.model_type}, expected a decoder with a base model in transformers and a "
+            "hidden_size in its config; set critic.model.path to a model of another type with the same tokenizer, or an algorithm.adv_estimator "
             "without critic, such as grpo or reinforce_plus_plus"
         )
     base = MODEL_MAPPING[kind]

@@ -16,7 +16,8 @@ from rlx.models.adapter_folder import AdapterKind, write_adapters
 from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.protocol import Completion, EngineError, Request
-from rlx.rollout.vllm_api import VLLMEngine, lacking_model, unknown_options
+from rlx.rollout.vllm_api import VLLMEngine, unknown_options
+from rlx.rollout.vllm_models import lacking_model, runs_on_transformers, with_own_class
 
 logger = logging.getLogger(__name__)
 # On CPU vLLM would take a share of the whole machine's memory in each process.
@@ -112,8 +113,8 @@ class VLLMRollout(RequestsInFlight):
         unknown = unknown_options(rollout.engine_kwargs.vllm)
         if unknown:
             raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {'; '.join(unknown)}")
-        lacking = lacking_model(load_config(model).architectures or ())
-        if lacking:
+        architectures = load_config(model).architectures or ()
+        if lacking := lacking_model(architectures):
             raise ValueError(f"{model.path}: {lacking}")
         options = engine_options(rollout, model, device, context_length, seed)
         super().__init__(options["max_num_seqs"])
@@ -130,6 +131,8 @@ class VLLMRollout(RequestsInFlight):
             self._aliases = tied_names(parameters)
             if self._aliases:
                 options["hf_overrides"] = {**options["hf_overrides"], "tie_word_embeddings": False}
+        if runs_on_transformers(architectures):
+            options["hf_overrides"] = with_own_class(options["hf_overrides"])
         if device.type != "cpu":
             require_memory(memory_of(device), options["gpu_memory_utilization"])
             if options["enable_sleep_mode"]:

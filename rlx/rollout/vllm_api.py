@@ -69,13 +69,9 @@ def unknown_options(names: Iterable[str]) -> list[str]:
     return lines
 
 
-def lacking_model(architectures: Sequence[str]) -> str | None:
-    """Return an error message if this version has no model of its own for any of these architectures, else None."""
-    found = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.get_supported_archs()]
-    # Some types, such as OLMo 2 in 0.32, run on transformers' class, which vLLM patches so that the trainer's model fails.
-    if not architectures or any(".transformers" not in getattr(each, "module_name", "") for each in found):
-        return None
-    return f"vLLM {_version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
+def models_of(architectures: Sequence[str]) -> list[Any]:
+    """Return what this version has registered for these architectures."""
+    return [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.get_supported_archs()]
 
 
 class VLLMEngine:
@@ -102,7 +98,8 @@ class VLLMEngine:
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(
-                    f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}"
+                    f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}. Change them by engine_kwargs.vllm, "
+                    "or set actor_rollout_ref.rollout.name=hf"
                 ) from error
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
         finalizer = getattr(self._client, "_finalizer", None)

@@ -25,6 +25,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from rlx.trainer.metric_table import described
 from rlx.trainer.phases import PHASES
 from rlx.trainer.tracking import METRICS_FILE
 
@@ -87,6 +88,7 @@ PROGRESS_COLUMNS = (
     ProgressColumn("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
     ProgressColumn("clip", ("actor/clip_fraction",), 5, "{:.1%}".format, 7),
     ProgressColumn("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),
+    ProgressColumn("vloss", ("critic/vf_loss",), 6, partial(number, width=6), 8),
     ProgressColumn("tok/s", ("perf/tokens_per_second",), 6, count, 8),
     ProgressColumn("saved", ("actor/tokens_saved",), 5, "{:.0%}".format, 9),
     ProgressColumn("sec", ("timing_s/step",), 6, "{:.1f}".format, 4),
@@ -111,13 +113,17 @@ def next_commands(folder: Path) -> list[str]:
     return lines
 
 
+OF_CRITIC = "vloss"
+PLAIN_TITLES = ("reward", "acc", "len", "entropy", "sec", "tok/s")  # they need no legend
+
+
 class StepTable:
     """Formats header and rows for a line of `width` characters."""
 
-    def __init__(self, width: int, total_steps: int) -> None:
+    def __init__(self, width: int, total_steps: int, critic: bool = False) -> None:
         self.total_steps = total_steps
         self.step_width = len(f"{total_steps}/{total_steps}")
-        columns = list(PROGRESS_COLUMNS)
+        columns = [column for column in PROGRESS_COLUMNS if critic or column.title != OF_CRITIC]
         while len(columns) > 1 and self._used(columns) > width:
             columns.remove(max(columns, key=lambda column: column.drop))
         self.columns = tuple(columns)
@@ -130,6 +136,15 @@ class StepTable:
         """Return the titles."""
         cells = ["step".rjust(self.step_width), *(column.title.rjust(column.width) for column in self.columns)]
         return " ".join(cells) + ("  seconds by phase" if self.phase_width >= len("seconds by phase") else "")
+
+    def legend(self, metrics: Mapping[str, float]) -> str:
+        """Return what the columns with a value mean."""
+        parts = []
+        for column in self.columns:
+            name = next((name for name in column.metrics if name in metrics), None)
+            if name is not None and (of := described(name)) is not None and column.title not in PLAIN_TITLES:
+                parts.append(f"{column.title}: {of.meaning[0].lower()}{of.meaning[1:].rstrip('.')}")
+        return "; ".join(parts)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the row of one step; a missing metric shows as "-"."""
@@ -207,9 +222,12 @@ class Progress:
         total_steps: steps of the whole run, including those before a resume.
         console: False omits the row of each step; bar, notices and summary stay.
         stream: where to write; None: standard output.
+        verbose: show the memory around each phase, too.
     """
 
-    def __init__(self, total_steps: int, console: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total_steps: int, console: bool = True, stream: TextIO | None = None, verbose: bool = False
+    ) -> None:
         stream = stream or sys.stdout
         # Ask the stream itself: rich also follows FORCE_COLOR, which CI systems set for their log files.
         self._live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
@@ -237,7 +255,7 @@ class Progress:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._failed_phase: str | None = None
         self._rows = 0
-        self._memory = MemoryTable()
+        self._memory = MemoryTable() if verbose else None
         self._rewards: list[float] = []
 
     def __enter__(self) -> "Progress":
@@ -298,16 +316,19 @@ class Progress:
             self._line(text, "bold green")
 
     def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
-        table = StepTable(self._console.width, self._total_steps)
+        table = StepTable(self._console.width, self._total_steps, critic="critic/vf_loss" in metrics)
         if with_header := self._rows % HEADER_EVERY == 0:
             if self._rows and not self._live and self._first_step is not None:
                 elapsed = time.perf_counter() - self._first_step_began
                 left = elapsed / (step - self._first_step + 1) * (self._total_steps - step)
                 self._line(f"elapsed {duration(elapsed)}, about {duration(left)} left")
+            if not self._rows:
+                for line in textwrap.wrap(table.legend(metrics), self._console.width):
+                    self._line(line, "dim")
             self._line(table.header(), "bold")
         self._rows += 1
         self._line(table.row(step, metrics))
-        for line in self._memory.lines(metrics, self._console.width, with_header):
+        for line in self._memory.lines(metrics, self._console.width, with_header) if self._memory else ():
             self._line(line, "dim")
 
     def notice(self, text: str) -> None:

@@ -67,7 +67,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
         link.tell(folder=str(folder))
     step = read_driver_state(checkpoint).step if checkpoint else 0
     only_validates = checkpoint is not None and config.trainer.val_only  # then the run's own rows and settings stay
-    progress = Progress(config.trainer.total_training_steps or 0, console="console" in config.trainer.logger)
+    console, verbose = "console" in config.trainer.logger, config.trainer.verbose
+    progress = Progress(config.trainer.total_training_steps or 0, console, verbose=verbose)
     for notice in prepared.notices(config):
         progress.notice(notice)
     if checkpoint is not None:

@@ -12,6 +12,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import (
     TINY,
     asks_for_experts,
+    has_environment,
     has_reward_model,
     is_tiny,
     only_environment_scores,
@@ -19,6 +20,7 @@ from rlx.config.schema.roles import (
 )
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
+from rlx.environments.role import require_usable_template
 from rlx.errors import ExplainedError
 from rlx.models.loading import Head, ModelError, load_tokenizer
 from rlx.models.preflight import faults_of
@@ -130,6 +132,8 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
         if tokenizer is not None:
             train, val = (trial(load_prompts, config.data, tokenizer, split) for split in ("train", "val"))
             rewards = trial(_rewards, config, tokenizer)
+            if has_environment(config):
+                trial(require_usable_template, config, tokenizer)
         if train is not None:
             sampler = trial(_sampler, config, len(train), checkpoint)
         if rewards is not None:

@@ -39,7 +39,7 @@ def build(
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
-    """Ragged prompts and responses, among them a full row, an empty response and one with a gap in its response mask."""
+    """Ragged prompts and responses, among them a full row, an empty response and one with two gaps in its response mask."""
     g = torch.Generator().manual_seed(seed)
     prompts, responses = (torch.randint(1, n + 1, (rows, 1), generator=g) for n in (P, R))
     prompts[0], responses[0] = P, R
@@ -47,7 +47,7 @@ def make_batch(rows: int = 8, seed: int = 0) -> Batch:
         responses[2] = 0
     mask = torch.cat([torch.arange(P) >= P - prompts, torch.arange(R) < responses], dim=1)
     response_mask = mask[:, P:].clone()
-    response_mask[0, 2:4] = False
+    response_mask[0, [2, 3, 5]] = False
     noise = {name: torch.randn(rows, R, generator=g, dtype=torch.float64) for name in ("a", "o", "r", "v", "t")}
     return Batch.of(
         {

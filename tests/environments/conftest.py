@@ -11,9 +11,22 @@ from rlx.models.tiny import make_tiny_tokenizer
 sys.path.insert(0, str(Path(__file__).parent))  # for in_this_process
 
 
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role not in ['system', 'user', 'assistant', 'tool'] -%}{{ raise_exception('role is ' + message.role) }}{%- endif -%}"
+    "{{ '<|' + ('user' if message.role == 'tool' else message.role) + '|>' + message.content }}"
+    "{%- if message.role == 'assistant' -%}{{ eos_token }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+
 @pytest.fixture
 def tokenizer():
-    return make_tiny_tokenizer()
+    """The tiny model's, with a template that writes a tool's output as a user's message."""
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Tokens of conversations: as they were sampled, with the template's own between them."""
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rlx.environments.conversation import Chat, Conversation, RewrittenHistory, UnusableTemplate
 from rlx.rollout.protocol import Completion
@@ -65,6 +67,17 @@ def test_a_template_that_drops_thinking_is_refused_or_its_turns_are_kept(tokeniz
     assert tokenizer.decode(between(tokenizer, [USER, thought], [tool])) == ".<|user|>2<|assistant|>"
 
 
+def test_a_role_with_which_no_conversation_goes_on_is_found(tokenizer):
+    assert Chat(tokenizer).fault_of("user") == ""
+    assert "wizard" in Chat(tokenizer).fault_of("wizard")
+    tokenizer.chat_template = DROPS_THINKING
+    assert (Chat(tokenizer).fault_of("user"), Chat(tokenizer).fault_of("tool")) == ("", "")
+    tokenizer.chat_template = DROPS_THINKING.replace("said.split('</think>')[-1]", "'earlier'")
+    assert "RewrittenHistory" in Chat(tokenizer).fault_of("user") and Chat(tokenizer, keeps_rewritten=True).fault_of(
+        "user"
+    )
+
+
 def test_a_template_that_leaves_a_message_out_is_refused(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message.content", "(message.content if message.role != 'user' else '')"
@@ -98,3 +111,17 @@ def test_messages_without_room_for_an_answer_are_not_appended(tokenizer):
     assert not conversation.add_messages([USER], chat), "four tokens leave none"
     assert not conversation.add_messages([{"role": "user", "content": "x" * 10_000_000}], chat)
     assert conversation.add_messages([{"role": "user", "content": "g"}], chat) and conversation.room == 1
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns(tokenizer):
+    """As Llama 2's, whose tokens of a text depend on whether something stands before it."""
+    pieces = ["<unk>", "</s>", "\u2581", "\n", *"abgo"]
+    words = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    spaced = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    assert spaced.convert_ids_to_tokens(spaced.encode("go")) == ["\u2581", "g", "o"]
+    spaced.chat_template = (
+        "{%- for m in messages -%}{{ 'a' + m.content + (eos_token if m.role == 'assistant' else '') }}{%- endfor -%}b"
+    )
+    ids = Chat(spaced).between([USER, {"role": "assistant", "content": "b"}], [USER], [], spaced.eos_token_id)
+    assert spaced.convert_ids_to_tokens(ids) == ["a", "g", "o", "b"]

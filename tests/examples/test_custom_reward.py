@@ -51,5 +51,5 @@ def test_copies_share_one_reward(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["custom_reward.py", "custom_reward_async.py", "custom_reward_batch.py"])
 def test_the_command_of_the_example_is_valid(name: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["--check", *command(name)]) == 0
+    assert main(["--check", "--tree", *command(name)]) == 0
     assert str(EXAMPLES / name) in capsys.readouterr().out

@@ -22,7 +22,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def check(
     environment: dict[str, str], *overrides: str, example: str = "gsm8k_8gpu.sh"
 ) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / "examples" / example), "--check", "trainer.device=cpu", *overrides]
+    command = [str(ROOT / "examples" / example), "--check", "--tree", "trainer.device=cpu", *overrides]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 

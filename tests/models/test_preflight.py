@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from rlx.benchmarks.sweep.tiny_models import config_of
 from rlx.config.schema import ModelConfig
 from rlx.models.preflight import faults_of
 
@@ -45,6 +46,15 @@ def test_processes_that_share_sequences_divide_the_heads(folders):
     for shared, heads, allowed in ((tiny, 4, "1 or 2 or 4"), (model(folders), 2, "1 or 2")):
         (fault,) = faults_of(shared, "lm", together=[8], processes=8)
         assert f"got 8 with 8 processes and {heads} attention heads" in fault and fault.endswith(f"set it to {allowed}")
+
+
+def test_a_choice_between_keys_that_score_alike_is_refused(tmp_path):
+    config_of("doge: chosen keys").save_pretrained(tmp_path)
+    (fault,) = faults_of(ModelConfig(path=str(tmp_path)), "lm")
+    assert "keep_window_size: got 5 for a doge model of 64 positions" in fault
+    remedy = {"max_position_embeddings": 5}
+    assert f"max_position_embeddings={remedy['max_position_embeddings']}" in fault
+    assert faults_of(ModelConfig(path=str(tmp_path), override_config=remedy), "lm") == []
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rlx.trainer.metric_table import described, page
 from rlx.trainer.phases import PHASES
 from rlx.trainer.progress import (
     HEADER_EVERY,
+    OF_CRITIC,
     PLAIN_WIDTH,
     PROGRESS_COLUMNS,
     MemoryTable,
@@ -52,16 +54,33 @@ def plain(total_steps: int = 100, **kwargs: object) -> tuple[Progress, io.String
     return Progress(total_steps, stream=stream, **kwargs), stream
 
 
+WITHOUT_CRITIC = tuple(column for column in PROGRESS_COLUMNS if column.title != OF_CRITIC)
+
+
+def test_every_column_is_described_and_the_legend_comes_once():
+    assert all(described(name) for column in PROGRESS_COLUMNS for name in column.metrics)
+    progress, stream = plain()
+    for step in range(1, HEADER_EVERY + 3):
+        progress.row(METRICS | {"critic/vf_loss": 0.25}, step)
+    text = stream.getvalue()
+    assert text.count("KL: ") == 1 and text.count("entropy") == 2, "two headers, one legend"
+    assert "vloss" in text.splitlines()[-3] and "0.250" in text.splitlines()[-1], "PPO shows its critic"
+
+
+def test_the_page_of_metrics_is_that_of_the_table():
+    assert (Path(__file__).parents[2] / "docs/metrics.md").read_text() == page()
+
+
 def test_a_row_stands_under_its_header_and_holds_every_column_within_120_characters():
     table = StepTable(PLAIN_WIDTH, total_steps=9999)
     header, row = table.header(), table.row(9999, METRICS)
-    assert table.columns == PROGRESS_COLUMNS
+    assert table.columns == WITHOUT_CRITIC
     assert max(len(header), len(row)) <= PLAIN_WIDTH
     assert row.split()[:15] == [
         "9999/9999", "0.375", "41.2%", "141", "-3.1e-05", "0.012", "0.512", "1.2%", "123.456", "123k", "78%", "20.9", "1.2M", "2.3%", "71.250",
     ]  # fmt: skip
     end = 0
-    for column in PROGRESS_COLUMNS:
+    for column in WITHOUT_CRITIC:
         end = header.index(column.title, end) + len(column.title)
         assert row[end - 1] != " " and row[end] == " ", f"{column.title} is not aligned: {row!r}"
 
@@ -82,7 +101,7 @@ def memory_of(**phases: tuple[float, float]) -> dict[str, float]:
 
 
 def test_memory_before_and_after_each_phase_comes_with_a_header_and_when_it_changes():
-    progress, stream = plain()
+    progress, stream = plain(verbose=True)
     still = memory_of(rollout=(3.2, 61.04), update_actor=(9.0, 130.6))
     every = [still] * 3 + [still | memory_of(rollout=(3.2, 66.0))] * (HEADER_EVERY - 2)
     for step, memory in enumerate(every, 1):
@@ -107,7 +126,7 @@ def test_memory_folds_between_phases():
 def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
     cells = StepTable(PLAIN_WIDTH, 10).row(1, {"reward/mean": float("nan"), "actor/grad_norm": float("inf")}).split()
     assert cells[0] == "1/10" and cells[1] == "nan" and cells[8] == "inf"
-    assert cells.count("-") == len(PROGRESS_COLUMNS) - 2
+    assert cells.count("-") == len(WITHOUT_CRITIC) - 2
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 100])

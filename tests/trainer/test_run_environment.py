@@ -92,6 +92,31 @@ def test_conversations_resume_exactly_and_are_kept(train, own):
         check(record)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_vllm")
+def test_processes_around_one_vllm_engine_have_the_same_conversations(train, own):
+    """Only the first of them has environments; the trainer's log-probs of every turn are the sampler's."""
+    options = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+        "data.max_response_length=48",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=1",
+        *own("Echo", "environment.rewards=replace", "environment.max_parallel=20"),
+    ]
+    folder, steps = train(*options)
+    assert steps[1]["conversation/turns_max"] == 2
+    for turn in ("turn_1/", "turn_2/"):
+        assert 0 < steps[1][f"mismatch/{turn}max_abs_log_prob"] < 1e-4
+    records = read_transcripts(folder, 1)
+    assert len(records) == 32
+    for record in records:
+        check(record)
+
+
 def check(record):
     """A transcript's lists have a length, and its turns are where they say."""
     lists = ("token_ids", "tokens", "loss_mask", "advantages", "log_prob_gap")
@@ -104,4 +129,4 @@ def check(record):
     assert record["turns"][-1]["end"] == len(record["token_ids"])
     rewards = [turn["reward"] or 0.0 for turn in record["turns"]]
     assert sum(rewards) == pytest.approx(record["reward"], abs=1e-4)
-    assert record["reason"] in ("done", "length", "error: ValueError: unlucky")
+    assert record["reason"] in ("done", "length", "max_turns", "error: raised ValueError: unlucky")

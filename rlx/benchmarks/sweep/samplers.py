@@ -37,12 +37,12 @@ def vllm_error(made: TinyModel) -> tuple[float, str]:
 
     small = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
     rollout = RolloutConfig(name="vllm", engine_kwargs=small)
-    # Before vLLM: beside its engine transformers cannot make OLMo 2, for example.
     batch, trained, plain = made.batch, engine(made), made.model("lm")
     from rlx.rollout.vllm import VLLMRollout  # takes seconds, and may not be installed
 
     with refusals():
-        sampler = VLLMRollout(rollout, ModelConfig(path=str(made.folder)), CPU, P + R, 0)
+        model = ModelConfig(path=str(made.folder), attn_implementation=made.attention)
+        sampler = VLLMRollout(rollout, model, CPU, P + R, 0)
     return sampler_error(batch, trained, plain, sampler)
 
 

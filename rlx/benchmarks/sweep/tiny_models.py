@@ -42,8 +42,7 @@ _SIZES = {
     "first_k_dense_replace num_dense_layers moe_layer_start_index": 1,
     "max_position_embeddings n_positions n_ctx max_seq_len context_length original_max_position_embeddings "
     "model_max_length": 64,
-    "sliding_window attention_chunk_size window_size local_attention attention_window_size sliding_window_size "
-    "keep_window_size": 5,
+    "sliding_window attention_chunk_size window_size local_attention attention_window_size sliding_window_size": 5,
     "index_topk": 6,
     "state_size mamba_d_state ssm_state_size mamba_dt_rank time_step_rank": 8,
     "mamba_n_heads n_mamba_heads mamba_num_heads": 8,
@@ -155,6 +154,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3: no q_lora": ("deepseek_v3", {"q_lora_rank": None}),
+    "doge: chosen keys": ("doge", {"keep_window_size": 5}),
     "mistral: no window": ("mistral", {"sliding_window": None}),
 }
 """Rows of the table besides the types themselves: the type, and changes of its configuration."""

@@ -99,8 +99,8 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         usual = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
         choices = map(str, leaf.info.choices or ())
         given = value if isinstance(value, list) else [value]
-        remedies = [remedy for each in given if (remedy := remedy_for(f"{key}={each}"))]
-        remedy = "; ".join(remedies) or did_you_mean(str(read).lower(), choices, usual)
+        answers = [answer for each in given if (answer := remedy_for(f"{key}={each}"))]
+        remedy = "; ".join(answers) or did_you_mean(str(read).lower(), choices, usual)
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
         return read if leaf.info.choices is not None else leaf.default
     return read

@@ -43,6 +43,18 @@ def long_text(forecast: MemoryForecast) -> str:
     return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *host, *_streams(forecast)])
 
 
+def verdict_text(forecast: MemoryForecast) -> str:
+    """Return the last line of `rlx check`: the processes, and the phase that is nearest to its memory."""
+    count, nodes = forecast.config.trainer.n_gpus_per_node, forecast.config.trainer.nnodes
+    where = f"{count * nodes} {'GPU' if forecast.on_device else 'CPU process'}(s)"
+    limited = [phase for phase in forecast.phases() if phase.limit]
+    if not limited:
+        return f"valid for {where}; its memory is not known here"
+    tightest = max(limited, key=lambda phase: phase.peak / (phase.limit or 1))
+    fits = "fits" if all(phase.fits() for phase in limited) else "may not fit"
+    return f"{fits} {where}: {tightest.name} takes {gb(tightest.peak)} of {gb(tightest.limit or 0)} GB"
+
+
 def gb(nbytes: float) -> str:
     """Return the text of a size in 10^9 bytes."""
     return f"{nbytes / 1e9:.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.2f}"

@@ -18,6 +18,7 @@ class TrainerConfig:
     project_name: str = key("rlx", "First part of the run's folder; wandb's project.")
     experiment_name: str = key("run", "Second part of the run's folder.")
     logger: tuple[str, ...] = key(("console", "jsonl"), "Where metrics go.", choices=LOGGERS)
+    verbose: bool = key(False, "Show the memory around each phase on the console, too.")
     nnodes: int = key(1, "Machines.", minimum=1)
     min_nodes: int | None = key(
         None, "Machines with which the run goes on if others stay away for 2 minutes; null: nnodes.", minimum=1

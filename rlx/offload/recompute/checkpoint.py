@@ -45,6 +45,7 @@ from rlx.offload.recompute.module_state import ModuleState, TensorSites
 from rlx.offload.recompute.policy import Around, RecomputePolicy
 from rlx.offload.recompute.saved_slots import SavedSlots
 from rlx.offload.recompute.stash import LayerInputs, StashedTensor, modified_input, release_leaf_memory
+from rlx.offload.runtime.functional import run_with
 from rlx.offload.runtime.session import LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange
 from rlx.offload.storage.regions import is_plain, size_bytes
@@ -281,14 +282,15 @@ class RecomputedCall(LayerCall):
         ]
         if around is not None:
             contexts.append(around(collector))
+        run = partial(collector.run, self._repeatable.forward, args, kwargs)
+        replaced = self._state.replaced()
+        if replaced:
+            run = partial(run_with, self._repeatable.module, replaced, run)
         try:
-            if contexts:
-                with contextlib.ExitStack() as stack:
-                    for context in contexts:
-                        stack.enter_context(context)
-                    collector.run(self._repeatable.forward, args, kwargs)
-            else:
-                collector.run(self._repeatable.forward, args, kwargs)
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                run()
             # Checked also if the layer has swallowed the exception that stopped it. The number of tensors comes first:
             # if it differs, parameters are in other slots.
             difference = self._slots.difference(saved)

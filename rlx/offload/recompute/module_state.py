@@ -13,11 +13,11 @@ from torch.nn import Parameter
 
 _SMALL_BYTES = 1 << 20
 _VERSION, _REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
-Site = tuple[weakref.ref[nn.Module], str]
+Site = tuple[weakref.ref[nn.Module], str, str]  # module, attribute, and the attribute's path from the layer
 
 
 class TensorSites:
-    """The parameters and buffers of a layer as (module, attribute) pairs, with weak references to the modules.
+    """The parameters and buffers of a layer as `Site`s, with weak references to the modules.
 
     Slots check the parameters that autograd saves. `ModuleState` checks the others (biases), which is slow. So this class
     remembers which parameters the last forward saved.
@@ -34,25 +34,37 @@ class TensorSites:
         self.parameters: list[Site] = []
         self.buffers: list[Site] = []
         layer = self._layer()
-        for module in layer.modules() if layer is not None else ():
-            reference = weakref.ref(module)
-            self.parameters += [(reference, name) for name, _ in module.named_parameters(recurse=False)]
-            self.buffers += [(reference, name) for name, _ in module.named_buffers(recurse=False)]
+        for path, module in layer.named_modules() if layer is not None else ():
+            reference, prefix = weakref.ref(module), f"{path}." if path else ""
+            # Tied ones twice, since `torch.func.functional_call` replaces both.
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+                self.parameters.append((reference, name, prefix + name))
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+                self.buffers.append((reference, name, prefix + name))
 
 
 class _BufferState(NamedTuple):
     module: weakref.ref[nn.Module]
     name: str
+    path: str
     tensor: Any
     version: int
     value: Tensor | None  # a buffer's, before forward
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether the same tensor is there, and nothing has written to it."""
+        tensor, version = _tensor_at(self.module, self.name)
+        return tensor is self.tensor and version == self.version
 
 
 class ModuleState:
     """Parameters and buffers of a layer at the start of one forward call.
 
-    A parameter that has changed since then is an error, because its old value is lost. Small buffers (running statistics,
-    counters, scales) get their old values back during the recomputation, without a new version: graphs may have saved them.
+    A parameter that has changed since then is an error, because its old value is lost. One in whose place another tensor
+    is now comes back during the recomputation. Example: `torch.func.functional_call(model, weights, inputs)` puts `weights`
+    in their places for the forward alone. Small buffers (running statistics, counters, scales) get their old values back
+    during the recomputation, without a new version: graphs may have saved them.
     """
 
     def __init__(self, sites: TensorSites) -> None:
@@ -61,12 +73,15 @@ class ModuleState:
         self._parameters = _at(self._unsaved_sites)
         self._versions = _versions(self._parameters)
         self._saved: list[Any] = []
+        self._registered: list[tuple[Site, Tensor]] = []  # parameters, at the end of forward
         self._required_grad: list[bool] = []
         self._buffers: list[_BufferState] = []
         self._large_buffers: list[_BufferState] = []
-        for module, name in sites.buffers:
-            buffer = _BufferState(module, name, *_tensor_at(module, name), None)
-            if isinstance(buffer.tensor, Tensor) and buffer.tensor.nbytes < _SMALL_BYTES:
+        for module, name, path in sites.buffers:
+            buffer = _BufferState(module, name, path, *_tensor_at(module, name), None)
+            # One with a gradient comes from `functional_call`.
+            is_constant = isinstance(buffer.tensor, Tensor) and not buffer.tensor.requires_grad
+            if is_constant and buffer.tensor.nbytes < _SMALL_BYTES:
                 # Always copied, since batch normalisation changes its statistics without increasing the version.
                 self._buffers.append(buffer._replace(value=buffer.tensor.detach().clone()))
             else:
@@ -79,7 +94,11 @@ class ModuleState:
         if ids != self._saved_ids:
             self._watch_unsaved(ids)
         self._required_grad = self._require_grad()
-        if self._large_buffers and (buffer := self._changed_large_buffer()):
+        sites = self._sites.parameters
+        self._registered = [
+            (site, now) for site, now in zip(sites, map(_registered, sites), strict=True) if now is not None
+        ]
+        if buffer := next((each for each in self._large_buffers if not each.is_as_before), None):
             raise RuntimeError(
                 f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "
                 f"{buffer.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
@@ -116,21 +135,21 @@ class ModuleState:
             return f"its parameter {self._unsaved_sites[index][1]!r} has been modified by an inplace operation"
         if self._require_grad() != self._required_grad:  # autograd would save other tensors
             return "a parameter of it has been frozen or unfrozen"
-        for (module, name), was in zip(self._unsaved_sites, self._parameters, strict=True):
-            now = getattr(module(), name, None)
-            # FSDP1 sets new views in each pass; they are not of type Parameter.
-            if now is not was and Parameter in (type(now), type(was)):
-                return f"its parameter {name!r} has been replaced"
-        if self._large_buffers and (buffer := self._changed_large_buffer()):
-            return f"its buffer {buffer.name!r} has been modified"
+        for (_, name, _), was in self._replaced():
+            if not was.is_inference() and was.untyped_storage().nbytes() == 0 < was.nbytes:  # FSDP2 has made new ones
+                return f"its parameter {name!r} has been replaced, and its memory is free"
+        for buffer in self._large_buffers:
+            if _version_of(buffer.tensor) != buffer.version:
+                return f"its buffer {buffer.name!r} has been modified"
         return None
 
-    def _changed_large_buffer(self) -> _BufferState | None:
-        for buffer in self._large_buffers:
-            tensor, version = _tensor_at(buffer.module, buffer.name)
-            if tensor is not buffer.tensor or version != buffer.version:
-                return buffer
-        return None
+    def _replaced(self) -> list[tuple[Site, Tensor]]:
+        return [(site, was) for site, was in self._registered if _registered(site) is not was]
+
+    def replaced(self) -> dict[str, Tensor]:
+        """Return the tensors of forward in whose places others are now, by their names in the layer."""
+        moved = {buffer.path: buffer.tensor for buffer in self._large_buffers if not buffer.is_as_before}
+        return {path: was for (_, _, path), was in self._replaced()} | moved
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
         """Return a context in which small buffers have their values from before forward; None if there are none."""
@@ -153,7 +172,13 @@ class ModuleState:
 
 
 def _at(sites: list[Site]) -> list[Any]:
-    return [getattr(module(), name, None) for module, name in sites]
+    return [getattr(module(), name, None) for module, name, _ in sites]
+
+
+def _registered(site: Site) -> Tensor | None:
+    """Return the parameter of a site, None if there is none: FSDP1 sets views as attributes, others in each pass."""
+    module = site[0]()
+    return None if module is None else module._parameters.get(site[1])
 
 
 def _versions(tensors: list[Any]) -> list[int]:
@@ -165,4 +190,8 @@ def _versions(tensors: list[Any]) -> list[int]:
 
 def _tensor_at(module: weakref.ref[nn.Module], name: str) -> tuple[Any, int]:
     tensor = getattr(module(), name, None)
-    return tensor, tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+    return tensor, _version_of(tensor)
+
+
+def _version_of(tensor: Any) -> int:
+    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0

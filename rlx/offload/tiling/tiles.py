@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from rlx.offload.recompute.ambient_state import AmbientState
+from rlx.offload.runtime.functional import run_with
 
 
 class _TileRecomputedError(BaseException):
@@ -56,20 +57,8 @@ class TiledModule(NamedTuple):
                     stack.callback(attributes.__setitem__, leaf, attributes[leaf])
                     attributes[leaf] = weight
                 else:
-                    registered[f"module.{name}"] = weight
-            torch.func.functional_call(_Around(self.module, run), registered, ())
-
-
-class _Around(nn.Module):
-    """Wraps the module, so that `functional_call` replaces its weights and calls neither its hooks nor its forward."""
-
-    def __init__(self, module: nn.Module, run: Callable[[], None]) -> None:
-        super().__init__()
-        self.module = module
-        self._run = run
-
-    def forward(self) -> None:
-        self._run()
+                    registered[name] = weight
+            run_with(self.module, registered, run, tied=True)
 
 
 class _Tile:

@@ -112,7 +112,7 @@ def test_the_yaml_is_the_whole_tree():
     ("override", "what", "remedy"),
     [
         ("foo", "cannot be read", "key=value"),
-        ("--chekc", "cannot be read", "--check and --help"),
+        ("--chekc", "cannot be read", "--check, --tree, --on and --help"),
         ("trainer.project_name=a=b", "cannot be read", "quote"),
         ("data..x=3", "cannot be read", "quote"),
         ("", "cannot be read", "key=value"),

@@ -1,0 +1,50 @@
+"""The example of an environment, in the processes that a run uses."""
+
+from pathlib import Path
+
+import pytest
+
+from rlx.config.compose.command_line import compose
+from rlx.driver import main
+from rlx.environments.pool import EnvironmentPool
+from rlx.environments.protocol import Observation, Reset, Turn
+from rlx.environments.settings import environment_spec
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "environment.py"
+PROMPT = [{"role": "user", "content": "3 + 4?"}]
+
+
+def command() -> list[str]:
+    """What the example's own text says to type."""
+    (line,) = [line for line in EXAMPLE.read_text().splitlines() if "rlx.main_ppo" in line]
+    return line.split("rlx.main_ppo ")[1].replace("examples/", f"{EXAMPLE.parent}/").split()
+
+
+def test_the_page_shows_the_example():
+    code = EXAMPLE.read_text().split('"""\n\n', 1)[1]
+    assert f"```python\n{code}```" in (EXAMPLE.parents[1] / "docs" / "environments.md").read_text()
+
+
+def test_the_command_of_the_example_is_valid(capsys: pytest.CaptureFixture[str]):
+    assert main(["--check", *command()]) == 0
+    assert str(EXAMPLE) in capsys.readouterr().out
+
+
+def test_the_teacher_pays_less_for_a_later_answer():
+    def answer() -> Reset | Observation:
+        for _ in range(600):
+            if found := pool.poll(0.1):
+                return found[0][1]
+        raise AssertionError("no answer within 60 s")
+
+    with EnvironmentPool(environment_spec(compose(command()).config), 1, None) as pool:
+        pool.reset(0, {"prompt": PROMPT, "data_source": "a", "ground_truth": "7", "extra_info": {}, "seed": 1})
+        assert answer() == Reset(PROMPT, [])
+        for index, (text, content) in enumerate(
+            [("seven", "Write #### and the number."), ("#### 8", "Wrong, try again.")]
+        ):
+            pool.step(0, Turn(text, index))
+            expected = Observation([{"role": "user", "content": content}], 0.0, False, {"acc": 0.0})
+            assert answer() == expected
+        pool.step(0, Turn("#### 7", 2))
+        assert answer() == Observation([], pytest.approx(1 / 3), True, {"acc": 1.0})

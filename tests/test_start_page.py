@@ -1,0 +1,85 @@
+"""docs/start.md: its data and reward work, its commands can be given, its figures are those of the recipes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.cli import COMMANDS
+from rlx.config.check.validate import check
+from rlx.config.choices import chosen
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import named_machine
+from rlx.config.schema import DataConfig
+from rlx.data.prompts import PromptDataset
+from rlx.models.tiny import make_tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/start.md").read_text()
+(ROWS,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+(REWARD,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS_OF_PAGE = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+MODEL = "actor_rollout_ref.model.path"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.jsonl").write_text(ROWS * 8)
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+def test_the_rows_and_the_reward_fit_each_other(folder: Path):
+    data = PromptDataset([str(folder / "mine.jsonl")], DataConfig(answer_key="answer"), make_tiny_tokenizer(), "train")
+    info = data.batch([0, 1]).info
+    space: dict = {}
+    exec(REWARD, space)
+    scores = [
+        [
+            space["compute_score"](info["data_source"][row], text, info["ground_truth"][row])
+            for text in ("It is 12.", "")
+        ]
+        for row in (0, 1)
+    ]
+    assert scores == [[1.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_PAGE, ids=lambda command: " ".join(command.split()[:3]))
+def test_a_command_can_be_given(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    match shlex.split(command):
+        case "pip", "install", "-r", file:
+            assert (ROOT / file).is_file()
+        case "rlx", "--version":
+            pass
+        case "rlx", name, *words:
+            assert name in COMMANDS
+            machine = named_machine("1xrtx4090")
+            overrides = [word for word in words if "=" in word]
+            overrides += chosen(overrides, compose(overrides), machine)
+            assert check(compose(overrides), machine).faults == ()
+        case other:
+            pytest.fail(f"no test of {other}")
+
+
+def test_the_table_has_every_recipe_with_its_highest_phase():
+    rows = dict(re.findall(r"^\| .* \| `([\w.]+gb)` \| ([\d.]+) GB", PAGE, re.M))
+    recipes = {file.stem: file.read_text() for file in (ROOT / "configs/experiment").glob("*_*x*gb.yaml")}
+    assert rows == {name: max(re.findall(r"([\d.]+) of", text), key=float) for name, text in recipes.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_own_data_and_reward_train(folder: Path, untrained: str):
+    sizes = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=8")
+    short = (*sizes, "actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=1", "trainer.device=cpu")
+    own = (f"{MODEL}={untrained}", "data.train_files=mine.jsonl", "data.answer_key=answer")
+    command = [sys.executable, "-m", "rlx.cli", "train", *own, "custom_reward_function.path=reward.py", *short]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "trainer.n_gpus_per_node=1" in done.stdout and "1/1" in done.stdout
