@@ -9,7 +9,9 @@ sequences each are summed before AdamW, in fp32 for `rlx`; the other modes have 
 Seconds by phase are measured between events on the device: layers forward, the head both ways, layers backward, the work
 between backward and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with the rest. `hand-over` follows
 the step and is not in its seconds, because an engine returns memory once per update, after its last step. A peer returns none.
-The step before makes the optimizer's state, which then exists; if that takes long, use `--first-tokens 4096`. After running out
+A first step of one micro-batch makes the optimizer's state and compiles the head for its length; if that takes long, use
+`--first-tokens 4096`. Of `--rounds` steps after it the one with the median time is shown. `reserved` is the device memory that
+torch has taken, gaps included, and `process` the host memory of the whole process, both at their largest. After running out
 of memory a mode is not tried with longer sequences. `rlx` is an `Engine`: activations offloaded, MLPs and norms in tiles,
 log-probs without logits. The others are the transformers model, with whole logits, and a mode of
 `python -m rlx.offload.benchmark`.
@@ -18,6 +20,7 @@ log-probs without logits. The others are the transformers model, with whole logi
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -49,6 +52,7 @@ STEP_PHASES = ("forward", "head", "backward", "step")
 TIMES = ("forward", "head", "backward", "clip", "step")
 HAND_OVER = "hand-over"
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "rest")
+TOTALS = ("reserved", "host", "process")
 WIDTH = 12
 PROGRESS = "measuring"  # begins a child's lines about its progress
 Figures = dict[str, Any]
@@ -133,7 +137,7 @@ class PhasePeaks:
         self.static["weights"] = _nbytes(self._model.parameters(), self._device)
         self.static["optimizer"] = _nbytes(state, self._device)
         clock(self._device)
-        return {"static": self.static, "peaks": self.bytes, "times": self.times.seconds()}
+        return {"static": dict(self.static), "peaks": dict(self.bytes), "times": self.times.seconds()}
 
 
 def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
@@ -159,8 +163,8 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         optim=OptimConfig(lr=1e-6, master_weights=not options.lossy),
     )
 
-    def step(ids_T: Tensor) -> None:
-        rows, response = options.micro_batches, len(ids_T) - 1
+    def step(ids_T: Tensor, rows: int) -> None:
+        response = len(ids_T) - 1
         ones = torch.ones(rows, response)
         batch = Batch.of(
             {
@@ -191,7 +195,7 @@ def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
     model.config.use_cache = False
     optimizer, prepared = AdamW(model.parameters(), lr=1e-6), PEERS[mode](model)
 
-    def step(ids_T: Tensor) -> None:
+    def step(ids_T: Tensor, rows: int) -> None:
         ids = ids_T[None].to(device)
         ones = torch.ones(1, len(ids_T) - 1, device=device)
         with prepared.around_step():
@@ -208,7 +212,7 @@ def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:
 
 
 def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, device: torch.device) -> Figures:
-    """Return the figures of the last step."""
+    """Return the figures of the measured step with the median time, and `rounds`, the seconds of all measured steps."""
     ids_T = torch.randint(0, 250, (tokens,), generator=torch.Generator().manual_seed(0))
     if mode == RLX:
         model, optimizer, step, hand_over = engine_step(folder, options, device)
@@ -216,18 +220,29 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
         model, optimizer, step, hand_over = peer_step(folder, mode, device)
     peaks = PhasePeaks(model, optimizer, device)
     first = min(tokens, options.first_tokens or tokens)
-    for number in range(options.steps):
-        ids = ids_T if number == options.steps - 1 else ids_T[:first]
-        progress = f"{PROGRESS} {mode}: step {number + 1} of {options.steps}, {len(ids)} tokens"
+    measured: list[Figures] = []
+    for number in range(options.rounds + 1):
+        ids, rows = (ids_T, options.micro_batches) if number else (ids_T[:first], 1)
+        progress = f"{PROGRESS} {mode}: step {number + 1} of {options.rounds + 1}, {rows} x {len(ids)} tokens"
         print(progress, file=sys.stderr, flush=True)
         peaks.begin()
         began = clock(device)
-        step(ids)
-        seconds = clock(device) - began
-    figures = peaks.finish()
+        step(ids, rows)
+        if number:
+            seconds = clock(device) - began
+            measured.append({"seconds": seconds, **peaks.finish()})
+            print(f"{PROGRESS} {mode}: {json.dumps(measured[-1])}", file=sys.stderr, flush=True)
+    figures = sorted(measured, key=lambda each: float(each["seconds"]))[len(measured) // 2]
     began, host_bytes = clock(device), hand_over and hand_over()
     figures["times"][HAND_OVER] = clock(device) - began if hand_over else None
-    return {"seconds": seconds, "host_bytes": host_bytes, "left_bytes": used_bytes(device), **figures}
+    return {
+        **figures,
+        "rounds": [each["seconds"] for each in measured],
+        "host_bytes": host_bytes,
+        "left_bytes": used_bytes(device),
+        "reserved_bytes": 0 if device.type == "cpu" else torch.accelerator.max_memory_reserved(device),
+        "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
 
 
 def parts(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -260,18 +275,19 @@ def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
     """Return a row of the table."""
     if "error" in figures:
         return f"{mode:>24}{tokens:>10}  {figures['error']}"
-    host = None if figures["host_bytes"] is None else figures["host_bytes"] / GB
     seconds = [figures["seconds"], *(figures["times"][name] for name in (*TIMES, HAND_OVER))]
     peaks = (figures["peaks"][name] / GB for name in STEP_PHASES)
+    totals = (figures[f"{name}_bytes"] for name in TOTALS)
+    totals_gb = (None if nbytes is None else nbytes / GB for nbytes in totals)
     row = "".join(cell(value, 3, WIDTH) for value in seconds) + "".join(
-        cell(value, 2, WIDTH) for value in (*parts(figures).values(), *peaks, host)
+        cell(value, 2, WIDTH) for value in (*parts(figures).values(), *peaks, *totals_gb)
     )
     return f"{mode:>24}{tokens:>10}{row}"
 
 
 def header() -> str:
     """Return the names of the columns."""
-    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *MEMORY_PARTS, *STEP_PHASES, "host")
+    names = ("seconds", *(f"{name} s" for name in (*TIMES, HAND_OVER)), *MEMORY_PARTS, *STEP_PHASES, *TOTALS)
     return f"{'mode':>24}{'tokens':>10}" + "".join(f"{name:>{WIDTH}}" for name in names)
 
 
@@ -311,11 +327,11 @@ def options_of() -> argparse.Namespace:
         help="rlx: device, host, or the part of AdamW's state on the device [10^9 bytes]; one or several (default device)",
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="rlx: sequences of a step (default 1)")
-    parser.add_argument("--steps", type=int, default=2, help="number of steps; the last is measured (default 2)")
+    parser.add_argument("--rounds", type=int, default=1, help="steps to measure, after a first one (default 1)")
     parser.add_argument(
         "--first-tokens",
         type=int,
-        help="tokens of the steps before the last, which make the optimizer's state (default: as many)",
+        help="tokens of the first step, which makes the optimizer's state (default: as many)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("optimizer_step"), help="folder of results.json and the picture"
@@ -336,7 +352,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     print(
         f"{options.shape} on {name_of(device)}; seconds of the step and by phase, and GB: parts of the largest phase, peaks by "
-        "phase, host memory"
+        "phase, what torch reserved of the device, the arena's host memory, the process"
     )
     print(header())
     results: list[tuple[str, int, Figures]] = []
@@ -344,7 +360,7 @@ def main() -> int:
         changed = {"num_hidden_layers": options.layers} if options.layers else {}
         changed["max_position_embeddings"] = max(options.tokens)
         write_random_model(Path(folder), options.shape, device, **changed)
-        passed_on = [f"--folder={folder}", f"--save={options.save}", f"--steps={options.steps}"]
+        passed_on = [f"--folder={folder}", f"--save={options.save}", f"--rounds={options.rounds}"]
         passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
         passed_on += [f"--micro-batches={options.micro_batches}"] + ["--lossy"] * options.lossy
         states = [state if isinstance(state, str) else f"{state / GB:g}" for state in options.optimizer_state]

@@ -42,7 +42,7 @@ from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloadi
 from rlx.offload.streaming.nf4 import in_full
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Metrics = dict[str, float]
 
@@ -106,8 +106,7 @@ class Engine:
             self.streaming = stream_frozen(plain, layers, strategy, precision, device)
         self.sharded = shard(plain, strategy, fsdp, precision, device, self.streaming)
         self.root = self.sharded.root
-        text_config = plain.config.get_text_config()
-        sequences = SequenceGroup(sequence_parallel, text_config) if sequence_parallel > 1 else None
+        sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config()) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
         together = sequences and sequences.processes
         self._forward = Forward(self.root, plain, device, attention, together)
@@ -132,13 +131,17 @@ class Engine:
         if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
             self._oom_retry = OomRetry(self.offload, self.sharded, self.optimizer, device, self._state_on_host)
         if head != "score":
-            self._forward.require_causal()
-            self._forward.find_experts(experts)
-            if self.adapters:
-                refuse_idle_adapters(plain, self._forward.try_training)
-            if together is not None:
-                self._forward.require_packing(sequence_parallel)
-            self.sharded.reshard()
+            self._try_model(plain, experts, sequence_parallel)
+
+    def _try_model(self, plain: "PreTrainedModel", experts: ExpertOptions | None, sequence_parallel: int) -> None:
+        """Run the model on a few tokens, to refuse one that the engine would get wrong."""
+        self._forward.require_causal()
+        self._forward.find_experts(experts)
+        if self.adapters:
+            refuse_idle_adapters(plain, self._forward.try_training)
+        if sequence_parallel > 1:
+            self._forward.require_packing(sequence_parallel)
+        self.sharded.reshard()
 
     # Outputs of the model -----------------------------------------------------------------------------------------
 

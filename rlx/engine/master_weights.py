@@ -5,21 +5,20 @@ steps of 1.2e-4, and AdamW with lr 1e-6 asks for 1e-6: rounding to nearest retur
 updates until the bf16 weight moves. The model computes with the bf16 weight, which is the master rounded to nearest.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
-from rlx.engine.shard_adamw import step_shards
+from rlx.engine.shard_adamw import ShardAdamW, step_shards
 from rlx.engine.units import local
 
 MASTER = "master"
 NARROW = (torch.bfloat16, torch.float16)
 
 
-class MasterAdamW(AdamW):
+class MasterAdamW(ShardAdamW):
     """AdamW whose state has, besides both moments, an fp32 master of each parameter.
 
     A step equals AdamW's on the masters with the same gradients in fp32, bit for bit: gradients are widened first, then clipped.
@@ -33,6 +32,8 @@ class MasterAdamW(AdamW):
         gradient_scale: factor of all gradients in the next step, for clipping.
     """
 
+    state_dtype = torch.float32
+
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any):
         super().__init__(parameters, **options)
         self.gradient_scale = 1.0
@@ -43,7 +44,7 @@ class MasterAdamW(AdamW):
         assert closure is None
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            states = [self._state_of(p, group["fused"]) for p in trained]
+            states = [self.state_of(p) for p in trained]
             masters = [local(state[MASTER]) for state in states]
             gradients = [self._widened(local(p.grad)) for p in trained]
             step_shards(group, masters, gradients, states)
@@ -56,15 +57,11 @@ class MasterAdamW(AdamW):
             return wide
         return wide * self.gradient_scale if wide is gradient else wide.mul_(self.gradient_scale)
 
-    def _state_of(self, parameter: Tensor, fused: bool | None) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            on_device = {"device": local(parameter).device} if fused else {}
-            state["step"] = torch.zeros((), dtype=torch.float32, **on_device)  # the fused kernel reads it there
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state[MASTER] = parameter.detach().float()
-        return state
+    @torch.no_grad()
+    def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """As ShardAdamW.new_state; the master is last."""
+        yield from super().new_state(parameter)
+        yield MASTER, parameter.detach().float()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a state and keep its fp32 numbers, which torch's optimizers would round to the parameters' type."""

@@ -41,7 +41,7 @@ from rlx.offload import ActivationOffloading
 logger = logging.getLogger(__name__)
 
 LOWERED = 0.8  # share of the current plan's largest memory that later plans may hold
-WAIT_S = 120.0  # for the other processes, which may be half a step behind
+PEERS_WAIT_S = 120.0  # for the other processes, which may be half a step behind
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class OomRetry:
             elif not _ends(meeting):
                 raise torch.OutOfMemoryError(
                     f"out of device memory in an update ({failure}). The step cannot be repeated: another process has not "
-                    f"finished its passes after {WAIT_S:.0f} s and probably waits for this one in a collective. Lower "
+                    f"finished its passes after {PEERS_WAIT_S:.0f} s and probably waits for this one in a collective. Lower "
                     "activation_offload.max_device_bytes or the micro-batches"
                 )
         least = limit.item()
@@ -165,7 +165,7 @@ class OomRetry:
             return True
         waiting = threading.Thread(target=torch.accelerator.synchronize, args=(self._device,), daemon=True)
         waiting.start()
-        waiting.join(WAIT_S)
+        waiting.join(PEERS_WAIT_S)
         is_done = torch.tensor(not waiting.is_alive(), dtype=torch.int32)
         dist.all_reduce(is_done, dist.ReduceOp.MIN, self._group)
         return bool(is_done)
@@ -194,7 +194,7 @@ class OomRetry:
 def _ends(meeting: dist.Work) -> bool:
     """Whether all processes come in time."""
     try:
-        meeting.wait(timedelta(seconds=WAIT_S))
+        meeting.wait(timedelta(seconds=PEERS_WAIT_S))
     except RuntimeError:
         return False
     return True

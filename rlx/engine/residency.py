@@ -11,8 +11,8 @@ own streams wait for the current one before they read a parameter.
 
 Note [a checkpoint reads the block]
 A save in the background writes offloaded bytes from their block (`rlx/engine/saving.py`). `lend` keeps the block allocated and
-unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_offload`, in the optimizer's
-step, leaves a lent block as it is and copies to another one. Only if the host has no room for that, it waits.
+unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_offload` and `begin_parts`, in
+the optimizer's step, leave a lent block as it is and copy to another one. Only if the host has no room for that, they wait.
 """
 
 import logging
@@ -62,6 +62,7 @@ class TensorOffload:
         self._offloaded: OffloadedStorages | None = None
         self._copied: torch.Event | None = None  # after the last copy that `prefetch` or `begin_offload` queued
         self._lent_until: Future[Any] | None = None
+        self._next: Block | None = None  # gets the bytes that are written by parts
         self._account = arena.account(name=name)
 
     @property
@@ -157,23 +158,43 @@ class TensorOffload:
                 f"stay ({str(error).splitlines()[0]}). Offload the other roles too (param_offload, optimizer_offload), or lower "
                 "the sampler's share (rollout.gpu_memory_utilization) or the micro-batches"
             ) from error
-        self._copied = _copy_on(stream, ((here, there) for here, there in _pairs(storages, block)))
+        self._copied = copy_on(stream, ((here, there) for here, there in _pairs(storages, block)))
 
     def begin_offload(self, stream: torch.Stream | None) -> None:
         """Queue the copies of prefetched bytes back to the host on a stream; `release` frees their device memory."""
         assert self._offloaded is not None
-        if self._lent_until is not None and not self._lent_until.done():
-            self._leave_lent_block(self._offloaded, self._lent_until)
-        self._copied = _copy_on(
-            stream, ((there, here) for here, there in _pairs(self._offloaded.storages, self._offloaded.block))
-        )
+        self._write_to(self._writable())
+        pairs = _pairs(self._offloaded.storages, self._offloaded.block)
+        self._copied = copy_on(stream, ((there, here) for here, there in pairs))
 
-    def _leave_lent_block(self, offloaded: OffloadedStorages, until: Future[Any]) -> None:
-        storages, _, block = offloaded
+    def begin_parts(self) -> None:
+        """Prepare to read and write offloaded bytes by parts, all of them once. See Note [a checkpoint reads the block]."""
+        self._next = self._writable()
+
+    def read_parts(self, target: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs to copy, target before source, that fill a tensor with the bytes from `first` on as they were before."""
+        assert self._offloaded is not None
+        return _with_block(target, self._offloaded.block, first)
+
+    def written_parts(self, source: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs to copy, target before source, that write a tensor to the bytes from `first` on."""
+        assert self._next is not None
+        return ((there, here) for here, there in _with_block(source, self._next, first))
+
+    def end_parts(self) -> None:
+        """End what `begin_parts` began, after the current stream has waited for the copies of all parts."""
+        assert self._next is not None
+        self._write_to(self._next)
+        self._next = None
+
+    def _writable(self) -> Block:
+        """Return the block, or another one while a checkpoint reads it; without room for another one wait for the checkpoint."""
+        assert self._offloaded is not None
+        block, until = self._offloaded.block, self._lent_until
+        if until is None or until.done():
+            return block
         if (other := self._spare(block.nbytes)) is not None:
-            self._free(block, _event(storages[0].device))
-            self._offloaded = offloaded._replace(block=other)
-            return
+            return other
         began = time.monotonic()
         wait([until])
         if (seconds := time.monotonic() - began) > NOTICEABLE_S:
@@ -181,6 +202,14 @@ class TensorOffload:
                 "%s: the optimizer's step waited %.1f s for a checkpoint, because the host has no %.2f GB to go on with"
             )
             logger.info(text, self._account.name, seconds, block.nbytes / 1e9)
+        return block
+
+    def _write_to(self, block: Block) -> None:
+        assert self._offloaded is not None
+        storages, _, before = self._offloaded
+        if block is not before:
+            self._free(before, _event(storages[0].device))
+            self._offloaded = self._offloaded._replace(block=block)
 
     def _spare(self, nbytes: int) -> Block | None:
         return spare_block(self._account, nbytes)
@@ -256,6 +285,14 @@ def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[t
             left, on_host = left[length:], on_host[length:]
 
 
+def _with_block(tensor: Tensor, block: Block, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield equal pieces of a one-dimensional tensor and of a block's bytes from `first` on, in order."""
+    left = tensor.view(torch.uint8)
+    for on_host in range_of(block, first, first + left.numel()):
+        yield left[: on_host.numel()], on_host
+        left = left[on_host.numel() :]
+
+
 def range_of(block: Block, first: int, end: int) -> Iterator[Tensor]:
     """Yield the parts of a block's bytes from `first` to before `end`."""
     start = 0
@@ -266,7 +303,7 @@ def range_of(block: Block, first: int, end: int) -> Iterator[Tensor]:
         start += view.numel()
 
 
-def _copy_on(stream: torch.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
+def copy_on(stream: torch.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
     """Copy the second tensor of each pair to the first, after the current stream's work; return an event after the copies."""
     if stream is not None:
         stream.wait_event(torch.accelerator.current_stream(stream.device).record_event())

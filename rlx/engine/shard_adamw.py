@@ -5,7 +5,7 @@ whose keys hold the operation's numbers. AdamW's numbers differ in each step, be
 grew with every step: by 17 kB for a model of 0.1 MB (torch 2.11). A shard is a plain tensor, which needs no layout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,13 @@ from rlx.engine.units import local
 
 
 class ShardAdamW(AdamW):
-    """AdamW with the same state and, bit for bit, the same steps."""
+    """AdamW with the same state and, bit for bit, the same steps.
+
+    Attributes:
+        state_dtype: of the moments; None: the parameters'.
+    """
+
+    state_dtype: torch.dtype | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -25,17 +31,24 @@ class ShardAdamW(AdamW):
         assert closure is None
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            states = [self._state_of(p, group["fused"]) for p in trained]
+            states = [self.state_of(p) for p in trained]
             step_shards(group, [local(p) for p in trained], [local(p.grad) for p in trained], states)
 
-    def _state_of(self, parameter: Tensor, fused: bool | None) -> dict[str, Tensor]:
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return a parameter's state, a new one before its first step."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # The fused kernel reads the count on the device.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device if fused else None)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+            state.update(self.new_state(parameter))
         return state
+
+    @torch.no_grad()
+    def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state before the first step by name, each tensor made when it is asked for."""
+        is_fused = any(group["fused"] for group in self.param_groups)
+        # The fused kernel reads the count on the device.
+        yield "step", torch.zeros((), dtype=torch.float32, device=local(parameter).device if is_fused else None)
+        for name in ("exp_avg", "exp_avg_sq"):
+            yield name, torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
 
 
 def step_shards(

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from rlx.models.prefix_tree import Tree
 from rlx.models.sequence_parallel import heads_for_tokens, tokens_for_heads
-from rlx.models.tree_attention import is_cut, tree_attention
+from rlx.models.tree_attention import ROUND, tree_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +30,9 @@ CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 # From this mean length on, one attention call per sequence is faster than the variable-length kernel: that is FlashAttention 2,
 # and torch has cuDNN's faster kernels for single sequences on newer devices.
 LONG_TOKENS = 2048
+# The same where a length is no multiple of `ROUND`. cuDNN plans for each new length, which takes 0.1 s; the plans of a batch
+# of such sequences cost more than their faster kernel saves.
+LONG_RAGGED_TOKENS = 16384
 # Features of some models that packed attention lacks, by the names of transformers' arguments.
 UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
 
@@ -139,9 +142,9 @@ def packed_attention(
 ) -> Tensor:
     """Return causal attention: each token attends to itself and the earlier tokens of its sequences.
 
-    On CUDA in bf16 and fp16, torch's variable-length kernel computes several sequences that are shorter than `LONG_TOKENS` on
-    average, and sequences longer than their window; others come one at a time. A mask has at most window x 2 window elements.
-    `tree_attention` computes sequences with common tokens, and cuts those whose lengths cuDNN would have to plan for.
+    On CUDA in bf16 and fp16, torch's variable-length kernel computes several sequences that are shorter than `LONG_TOKENS` (of
+    uneven lengths `LONG_RAGGED_TOKENS`) on average, and sequences longer than their window; others come one at a time. A mask has
+    at most window x 2 window elements. `tree_attention` computes sequences with common tokens.
 
     Args:
         query: (1, H, N, D).
@@ -163,9 +166,10 @@ def packed_attention(
         return result
     longest = max(tree.lengths)
     has_window = window is not None and window < longest
-    if not tree.is_flat or (dropout == 0 and not has_window and is_cut(*tensors, tree)):
+    if not tree.is_flat:
         return tree_attention(query, key, value, tree, scaling, window, dropout)
-    is_short = len(tree.lengths) > 1 and query.shape[2] < LONG_TOKENS * len(tree.lengths)
+    long_tokens = LONG_RAGGED_TOKENS if any(tokens % ROUND for tokens in tree.lengths) else LONG_TOKENS
+    is_short = len(tree.lengths) > 1 and query.shape[2] < long_tokens * len(tree.lengths)
     has_kernel = dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
     if has_kernel and (has_window or is_short):
         return _by_kernel(query, key, value, starts, longest, scaling, window)

@@ -100,12 +100,6 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
 
 
-def is_cut(query: Tensor, key: Tensor, value: Tensor, tree: Tree) -> bool:
-    """Return whether to cut sequences that share nothing at multiples of `ROUND`, so that cuDNN needs no plan for each length."""
-    is_ragged = any(tokens >= LARGE and tokens % ROUND for tokens in tree.lengths)
-    return is_ragged and len(kernels_for(query, key, value)) > 1
-
-
 def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: float, window: int | None) -> list[Step]:
     """Return the calls that compute the attention of a tree."""
     has_large = len(kernels) > 1 and window is None

@@ -12,6 +12,8 @@ from rlx.benchmarks.optimizer_step import PROGRESS, STEP_PHASES, TIMES, draw, he
 FIGURES = {
     "seconds": 2.0,
     "host_bytes": 105e9,
+    "reserved_bytes": 110e9,
+    "process_bytes": 112e9,
     "static": {"weights": 15e9, "gradients": 15e9, "optimizer": 30e9},
     "peaks": {"forward": 70e9, "head": 80e9, "backward": 100e9, "step": 90e9},
     "times": {"forward": 0.5, "head": 0.25, "backward": 1.0, "clip": 0.0625, "step": 0.125, "hand-over": None},
@@ -21,7 +23,8 @@ FIGURES = {
 def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, one_rank):
     ((ours, theirs),) = one_rank("step", "steps", model_folder, ["rlx", "checkpointing"])
     for figures in ours, theirs:
-        assert figures["seconds"] > 0 and set(figures["peaks"]) == set(STEP_PHASES)
+        assert min(figures["rounds"]) <= figures["seconds"] == sorted(figures["rounds"])[1] <= max(figures["rounds"])
+        assert min(figures["rounds"]) > 0 and set(figures["peaks"]) == set(STEP_PHASES)
         static = figures["static"]
         # AdamW keeps two numbers and a count for each weight, all in bf16 but the count.
         assert static["gradients"] == static["weights"] > 0
@@ -36,15 +39,23 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
 
 
 @pytest.mark.parametrize("mode", ["rlx", "checkpointing"])
-@pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 16, 64]), (None, [64] * 3), (100, [64] * 3)])
-def test_steps_before_the_measured_one_may_be_shorter(mode, first_tokens, expected, model_folder, one_rank):
+@pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 64, 64]), (None, [64] * 3), (100, [64] * 3)])
+def test_the_step_before_the_measured_ones_may_be_shorter(mode, first_tokens, expected, model_folder, one_rank):
     (seen,) = one_rank("step", "tokens_by_step", model_folder, mode, first_tokens)
     assert seen == [tokens - 1 for tokens in expected], "nothing follows the last token, which no model reads"
 
 
 def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():
     assert parts(FIGURES) == {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "rest": 40.0}
-    assert line("rlx", 524288, FIGURES).split()[-5:] == ["70.00", "80.00", "100.00", "90.00", "105.00"]
+    assert line("rlx", 524288, FIGURES).split()[-7:] == [
+        "70.00",
+        "80.00",
+        "100.00",
+        "90.00",
+        "110.00",
+        "105.00",
+        "112.00",
+    ]
     assert line("rlx", 524288, FIGURES).split()[2:9] == ["2.000", "0.500", "0.250", "1.000", "0.062", "0.125", "-"]
     assert header().count(" s ") == len(TIMES) + 1
     assert len(header()) == len(line("rlx", 524288, FIGURES)), "each figure stands under its name"
@@ -93,7 +104,7 @@ def test_longer_sequences_than_one_that_failed_are_not_tried(monkeypatch, tmp_pa
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peaks_are_those_of_the_phases(save, tmp_path):
-    arguments = ["--shape=tiny", "--tokens=4096", "--modes=rlx", f"--save={save}", "--steps=2"]
+    arguments = ["--shape=tiny", "--tokens=4096", "--modes=rlx", f"--save={save}"]
     write_random_model(tmp_path, "tiny", torch.device("cuda"), max_position_embeddings=4096)
     found = in_own_process([*arguments, f"--folder={tmp_path}"])
     assert "error" not in found, found["error"]

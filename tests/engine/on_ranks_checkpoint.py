@@ -14,6 +14,7 @@ from rank_tools import FP64, ROWS, SPLIT_BYTES, build, make_batch, own_share, po
 from rlx.checkpoint.manifest import CheckpointError
 from rlx.config.schema import FSDPConfig, LoraConfig, OptimConfig
 from rlx.engine import residency
+from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.units import local
 from rlx.errors import StorageError
 from rlx.models.loading import load_tokenizer
@@ -115,6 +116,13 @@ def refusal(folder, out, head="lm"):
         return str(error)
 
 
+def in_small_pieces(engine, device_bytes=0):
+    """Let an engine step its state in pieces of 4 kB, so that some parameters are divided."""
+    place = engine.optimizer, host_arena(pinned=False), "model_optimizer_state", engine.device
+    engine._state_on_host = OptimizerStateOnHost(*place, piece_bytes=4096, device_bytes=device_bytes)
+    assert any(len(states.pieces) > 1 for states in engine._state_on_host._moving)
+
+
 def saved_beside_training(folder, strategy, out, offload):
     """Two checkpoints of the same state: one written at once, and one whose writing begins after all that follows could run.
 
@@ -122,6 +130,8 @@ def saved_beside_training(folder, strategy, out, offload):
     """
     fsdp = replace(FP64, param_offload=offload, optimizer_offload=offload)
     engine = build(folder, fsdp, strategy=strategy)
+    if offload:
+        in_small_pieces(engine)
     for _ in range(2):
         engine.update(share(), ROWS, policy())
     engine.to_host()
@@ -157,7 +167,8 @@ def with_masters(folder, strategy, out, in_background):
     for loads, stays in ((False, SPLIT_BYTES), (True, SPLIT_BYTES), (True, "device")):
         engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=stays), strategy=strategy, lr=1e-5)
         if stays == SPLIT_BYTES:
-            assert engine._state_on_host.staying and engine._state_on_host.offloads
+            in_small_pieces(engine, SPLIT_BYTES)
+            assert engine._state_on_host.staying and engine._state_on_host.pieces
         if loads:
             engine.load(out)
         else:

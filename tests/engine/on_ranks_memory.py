@@ -110,7 +110,7 @@ def behind_the_last_collective(folder):
 def out_of_reach(folder):
     """One rank fails while the other waits for it in a collective."""
     engine = enable(folder, "fsdp2")
-    oom_retry.WAIT_S = 0.5
+    oom_retry.PEERS_WAIT_S = 0.5
 
     def passes():
         if dist.get_rank() == 0:
@@ -124,4 +124,4 @@ def out_of_reach(folder):
             dist.barrier()
         return type(error).__name__, str(error)
     finally:
-        oom_retry.WAIT_S = 120.0
+        oom_retry.PEERS_WAIT_S = 120.0

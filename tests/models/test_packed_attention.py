@@ -78,7 +78,8 @@ def test_it_is_one_function_to_who_watches():
         (64, [0, 1, 300, 301, 812, 1000], True),
         (64, [0, 2 * LONG_TOKENS], True),
         (None, [0, 100], False),
-        (None, [0, LONG_TOKENS - 7, 2 * LONG_TOKENS + 9], False),
+        (None, [0, LONG_TOKENS, 2 * LONG_TOKENS], False),
+        (None, [0, LONG_TOKENS - 7, 2 * LONG_TOKENS + 9], True),
     ],
 )
 def test_kernels_are_near_the_definition(window, starts, by_kernel, key_heads, dtype):

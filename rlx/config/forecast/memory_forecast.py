@@ -43,7 +43,7 @@ from rlx.config.schema import ModelConfig, PPOConfig, RefConfig, RolloutConfig
 from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_size, trained_roles
 from rlx.config.schema.tree import value_at, with_value
 from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
-from rlx.offload.plan.memory import StateBytes, step_bytes
+from rlx.offload.plan.memory import StateBytes
 from rlx.offload.plan.scenario import Scenario
 from rlx.offload.runtime.options import DEFAULT_SAVE
 
@@ -178,13 +178,11 @@ class MemoryForecast:
             return moving
         if all(phase.fits_device() for phase in of_whole):
             return whole
-        split, found = dict.fromkeys(keys.values(), 0), of_moving
-        for _ in range(3):  # the more stays, the smaller are the pieces that the step fetches
-            free = int(max(0.0, min((phase.limit or 0.0) - phase.peak for phase in found)))
-            for name, key in keys.items():
-                more = min(free, int(self._memories[name].update.optimizer) - split[key])
-                split[key], free = split[key] + more, free - more
-            _, found = phases(split)
+        free = int(max(0.0, min((phase.limit or 0.0) - phase.peak for phase in of_moving)))
+        split = {}
+        for name, key in keys.items():
+            split[key] = min(free, int(self._memories[name].update.optimizer))
+            free -= split[key]
         return phases(split)[0]
 
     def split_states(self) -> list[tuple[str, float, float]]:
@@ -252,8 +250,6 @@ class MemoryForecast:
         plan = scenario.plan(_mode(role.model), tokens * role.together)
         offloaded = min(plan.prediction.host_bytes, host_room)
         peaks = scenario.phases(plan)._asdict()
-        if moving:
-            peaks["step"] += own.in_step - step_bytes(held, optimizer_on_host=True)
         for where in ("forward", "head", "backward"):
             if peaks[where] > 0:  # a model without log-probs has no head
                 peaks[where] += plan.prediction.host_bytes - offloaded  # the host has no room for it, so it stays

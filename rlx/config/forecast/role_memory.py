@@ -7,10 +7,9 @@ from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
 from rlx.config.schema.roles import MicroSize, ModelRole, has_frozen_layers, sharded_roles
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.memory import ADAPTER_BYTES, NF4_BYTES, STEP_BYTES, StateBytes, state_bytes
+from rlx.offload.plan.memory import ADAPTER_BYTES, NF4_BYTES, StateBytes, state_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
-PIECE_BYTES = 1 << 30  # of rlx.engine.optimizer_state
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -44,18 +43,6 @@ class RoleMemory(NamedTuple):
     def staying_state(self) -> float:
         """Bytes of the optimizer's state that are always on the device."""
         return 0.0 if self.is_on_host else self.update.optimizer - self.moving_state
-
-    @property
-    def in_step(self) -> float:
-        """Bytes of the moving state that are on the device at once in the optimizer's step.
-
-        One parameter's state is never divided, and those of embeddings and head follow each other.
-        """
-        embedding = self.decoder.vocabulary * self.decoder.width
-        of_one = self.update.optimizer / self.decoder.parameters * embedding * (self.role.model.lora_rank == 0)
-        moving = [of_one] * (self.decoder.root_parameters // embedding - int(self.staying_state // max(1.0, of_one)))
-        at_once = sum(moving[:2]) + PIECE_BYTES + 0.5 * of_one if of_one > PIECE_BYTES and moving else STEP_BYTES
-        return min(max(at_once, STEP_BYTES), self.moving_state)
 
     @property
     def device_at_rest(self) -> float:

@@ -233,17 +233,17 @@ def _dtype_if_position_wise(tiled: TiledModule, hidden: Tensor) -> torch.dtype |
     """
     generator = torch.Generator().manual_seed(0)
     some = torch.randn(*[1] * (hidden.dim() - 2), _CHECKED, hidden.shape[-1], generator=generator).to(hidden)
-    devices = [] if hidden.is_cpu else [hidden.device]
-    home = _stream(hidden)
+    device, devices = hidden.device, [] if hidden.is_cpu else [hidden.device]
+    home = _stream(device)
     strays: list[torch.Stream | None] = []
 
-    def look(tensor: Tensor) -> Tensor:
-        if (stream := _stream(hidden)) != home:
+    # A graph that saved its own result would never be freed, nor what this function refers to. So it saves nothing.
+    def look(tensor: Tensor) -> None:
+        if (stream := _stream(device)) != home:
             strays.append(stream)
-        return tensor
 
     with unrecorded(), torch.random.fork_rng(devices, device_type=hidden.device.type):
-        with torch.enable_grad(), saved_tensors_hooks(look, lambda tensor: tensor):
+        with torch.enable_grad(), saved_tensors_hooks(look, _never):
             # * 1: the module may write to its argument, which is forbidden for a leaf.
             whole = tiled.forward(some.requires_grad_() * 1)
         with torch.no_grad():
@@ -256,9 +256,13 @@ def _dtype_if_position_wise(tiled: TiledModule, hidden: Tensor) -> torch.dtype |
     return whole.dtype if bool(difference <= _MAX_DIFFERENCE * whole.detach().abs().max()) else _NOT_POSITION_WISE
 
 
-def _stream(tensor: Tensor) -> torch.Stream | None:
-    """Return the current stream of a tensor's device; None on the CPU."""
-    return None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
+def _never(packed: None) -> Tensor:
+    raise AssertionError("nothing runs backward through the check")
+
+
+def _stream(device: torch.device) -> torch.Stream | None:
+    """Return the current stream of a device; None on the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def _has_fsdp1(model: nn.Module) -> bool:

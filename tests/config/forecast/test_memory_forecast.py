@@ -459,7 +459,7 @@ def test_auto_keeps_as_much_of_the_state_on_the_device_as_all_phases_leave(forec
     assert update.parts["optimizer"] == staying and update.host > moving
     text = long_text(of_7b(forecast, "auto", 100))
     assert f"optimizer state: of the actor's 91.4 GB in each process {staying / 1e9:.1f} stay on the device" in text
-    least = of_7b(forecast, "auto", 60).decided()
+    least = of_7b(forecast, "auto", 50).decided()
     assert least.split_states()[0][1] == 0, "a device that is too small keeps nothing"
 
 

@@ -212,7 +212,7 @@ def test_results_that_the_layer_writes_to_run_again(toys, where):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_adapters_over_frozen_weights(toys, plan):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the adapters are peft's, no dependency of rlx.offload")
     lora = peft.LoraConfig(
         r=2, target_modules=["q_proj", "v_proj", "gate_proj"], lora_dropout=0.2, init_lora_weights=False
     )

@@ -56,7 +56,7 @@ def rows_of(results, number=0):
 
 
 def test_frozen_weights_stream_beside_resident_ones(run_benchmark):
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", reason="the adapters are peft's, no dependency of rlx.offload")
     arguments = (*TINY[:-4], "--rounds", "1", "--dtype", "float32", "--no-picture")
     printed, results = run_benchmark(*arguments, "--frozen", "--modes", "checkpointing,boundary,boundary:resident=1")
     rows = rows_of(results)

@@ -379,6 +379,20 @@ def test_what_computes_on_several_streams_is_left_alone(monkeypatch, caplog):
     assert len(notes) == 1 and "layers.0.mlp computes on several streams" in notes[0]
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_the_check_of_a_module_keeps_nothing_alive(name):
+    """A norm saves its own results: a graph of the check that held one would never be freed, nor the layer's input."""
+    model = build(name)
+    inputs = []
+    enable_tiling(model, 4)
+    for module in model.modules():
+        module.register_forward_pre_hook(
+            lambda module, args: inputs.extend(weakref.ref(x.untyped_storage()) for x in args if x.dim() == 3)
+        )
+    step(model).detach()
+    assert inputs and not any(reference() for reference in inputs)
+
+
 def test_layers_without_an_mlp_are_named_once(caplog):
     caplog.set_level(logging.INFO, "rlx.offload")
     enable_tiling(build("qwen3_moe"), 5)
