@@ -379,10 +379,9 @@ def test_what_computes_on_several_streams_is_left_alone(monkeypatch, caplog):
     assert len(notes) == 1 and "layers.0.mlp computes on several streams" in notes[0]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_the_check_of_a_module_keeps_nothing_alive(name):
+def test_the_check_of_a_module_keeps_nothing_alive():
     """A norm saves its own results: a graph of the check that held one would never be freed, nor the layer's input."""
-    model = build(name)
+    model = build("qwen2")
     inputs = []
     enable_tiling(model, 4)
     for module in model.modules():
