@@ -98,18 +98,15 @@ class Engine:
         made = make_model(model, head, precision.stored, seed, trains=optim is not None, device=device)
         plain, layers, self.adapters = made.plain, made.layers, made.adapters
         self.card = ModelCard.of(plain, head, tokenizer)
-        if compile_layers:
-            for layer in layers:
-                layer.compile()
-        self.streaming = None
-        if model.layer_offload and (optim is None or self.adapters):
-            self.streaming = stream_frozen(plain, layers, strategy, precision, device)
+        for layer in layers if compile_layers else ():
+            layer.compile()
+        streams = model.layer_offload and (optim is None or self.adapters)
+        self.streaming = stream_frozen(plain, layers, strategy, precision, device) if streams else None
         self.sharded = shard(plain, strategy, fsdp, precision, device, self.streaming)
         self.root = self.sharded.root
         sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config()) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
-        together = sequences and sequences.processes
-        self._forward = Forward(self.root, plain, device, attention, together)
+        self._forward = Forward(self.root, plain, device, attention, sequences and sequences.processes)
         self.cutter = Cutter(self._forward, sequences, model.least_gain, device)
         self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:

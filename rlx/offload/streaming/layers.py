@@ -230,9 +230,7 @@ def enable_layer_offloading(
             "ones; add adapters (LoRA) or call requires_grad_(False) first"
         )
     if not 0 <= resident_layers < len(found):
-        raise ValueError(
-            f"resident_layers: got {resident_layers}, expected 0 to {len(found) - 1}, fewer than the layers"
-        )
+        raise ValueError(f"resident_layers: got {resident_layers}, expected 0 to {len(found) - 1}, fewer than all")
     handle = LayerOffloading(device, group)
     for index, ((name, layer), parameters) in enumerate(zip(found, frozen, strict=True)):
         stays = (index * resident_layers) % len(found) < resident_layers
