@@ -24,6 +24,7 @@ from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine, inspect_machine, named_machine
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import is_tiny
+from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, wrapped
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
@@ -110,22 +111,29 @@ def _check_and_run(overrides: Sequence[str], options: Options) -> int:
             return FAULTY
         forecast = MemoryForecast.of(composed.config, machine)
         if options.check:
-            print(f"rlx check: {verdict_text(forecast)}")
+            checked_for = verdict_text(forecast) if _is_meant_for(composed, machine) else "valid; not checked for a GPU"
+            print(f"rlx check: {checked_for}")
             return DONE
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
             print(wrapped(short_text(forecast)), flush=True)
+        tell(overrides=[override_without_secrets(each) for each in overrides])
         return _run(composed, forecast.decided().config)
 
 
 def _print_plan(composed: Composed, machine: Machine) -> None:
     """Print the memory by phase, unless the run is meant for GPUs that this machine does not have."""
-    if composed.config.trainer.device == "auto" and not any(machine.node_gpus) and not is_tiny(composed.config):
+    if not _is_meant_for(composed, machine):
         print(wrapped("This machine has no GPU. Name the one that is meant: rlx check --on 8xh100 ..."), flush=True)
         return
     forecast = MemoryForecast.of(composed.config, machine)
     lines = checkpoint_text(forecast, runs_folder(composed.config))
     print(wrapped("\n".join([long_text(forecast), *lines])), flush=True)
+
+
+def _is_meant_for(composed: Composed, machine: Machine) -> bool:
+    """Whether the run is to run on this machine: a large model without a GPU hardly is."""
+    return composed.config.trainer.device != "auto" or any(machine.node_gpus) or is_tiny(composed.config)
 
 
 def with_nodes(composed: Composed, machine: Machine) -> Composed:

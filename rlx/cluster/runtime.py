@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import ray
 
-from rlx.cluster.errors import ClusterError, one_line
+from rlx.cluster.errors import ClusterError, WorkerFailure, one_line
 from rlx.config.schema import PPOConfig
-from rlx.errors import StorageError, did_you_mean, storing
+from rlx.errors import ExplainedError, did_you_mean, storing
 from rlx.supervisor.link import tell
 
 _PROBE_S = 10.0
@@ -73,10 +73,9 @@ def session(config: PPOConfig) -> Iterator[None]:
         _take_sigterm_as_ctrl_c()
         tell(**_parts_of_ray(address))
         yield
-    except StorageError:
-        raise
-    except Exception:
-        folder = None  # kept, because its logs may tell more; a restart removes it
+    except Exception as error:
+        if isinstance(error, WorkerFailure | ClusterError) or not isinstance(error, ExplainedError):
+            folder = None  # kept, because its logs may tell more; a restart removes it
         raise
     finally:
         tell(daemons={}, helpers={}, head=None)  # their end is no loss from now on

@@ -143,6 +143,7 @@ def read_description(folder: Path, trusted: bool = False) -> Description:
         raise OtherVersionError(
             f"{path}: was written by another version of rlx: got format {str(found.get('format'))[:40]}, this version reads {FORMAT}"
         )
+    found = {"quantization": None, **found}  # older checkpoints have no such key
     require_keys(path, found, [each.name for each in fields(Description)])
     try:
         adapters = {layer: Adapter(*values) for layer, values in found["adapters"].items()}

@@ -61,7 +61,7 @@ class MasterAdamW(ShardAdamW):
     def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """As ShardAdamW.new_state; the master is last."""
         yield from super().new_state(parameter)
-        yield MASTER, parameter.detach().float()
+        yield MASTER, parameter.detach().to(torch.float32, copy=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a state and keep its fp32 numbers, which torch's optimizers would round to the parameters' type."""

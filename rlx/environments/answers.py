@@ -8,8 +8,8 @@ from rlx.environments.protocol import Failure, Message, Observation, Reset
 from rlx.processes.lines import BadAnswer
 
 LONGEST_ANSWER = 2**20  # bytes
-LARGEST_REWARD = 3.4e38
-"""Rewards are stored in fp32."""
+LARGEST_REWARD = 1e30
+"""Rewards are stored, added and compared in fp32."""
 LONGEST_REASON = 2000  # characters
 KINDS = ("error", "timeout", "memory", "crash", "nonsense")
 

@@ -273,9 +273,9 @@ class Conversation:
         """Keep the environment's answer to the last turn, whose text is `text`, but not its messages."""
         numbers = {name: x for name, x in observation.info.items() if isinstance(x, bool | int | float)}
         self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST}  # NaN is not
-        self.own_turns[-1].update(
-            seconds=seconds, reward=observation.reward, calls=list(observation.info.get("calls") or [])
-        )
+        calls = observation.info.get("calls")
+        calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        self.own_turns[-1].update(seconds=seconds, reward=observation.reward, calls=calls)
         self.messages.append(observation.assistant or {"role": "assistant", "content": text})
 
     def add_messages(self, messages: list[Message], chat: Chat) -> bool:

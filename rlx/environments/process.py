@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -92,8 +93,9 @@ class Process:
                 number, await (self._reset(number, content) if kind == "reset" else self._step(number, content))
             )
         except BaseException as fault:
-            line = encode(number, self._failure(fault))
+            self._writer.write(encode(number, self._failure(fault)))  # before `close`, which may take long
             await self._end(number)
+            return
         self._writer.write(line)
 
     async def close(self) -> None:
@@ -102,9 +104,10 @@ class Process:
             await self._end(number)
 
     async def _reset(self, number: int, row: dict[str, Any]) -> Reset:
+        until = time.monotonic() + self._limit_s  # for both: the worker waits no longer
         environment = await limited(self._limit_s, self._make)
         self._environments[number] = environment
-        messages = await limited(self._limit_s, environment.reset, row)
+        messages = await limited(max(until - time.monotonic(), 0.01), environment.reset, row)
         return checked_reset(messages, list(getattr(environment, "tools", None) or []))
 
     async def _step(self, number: int, turn: list[Any]) -> Observation:

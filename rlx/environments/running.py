@@ -222,11 +222,11 @@ class _Run:
         except EnvironmentFailed:
             raise
         except Exception as fault:  # templates and tokenizers raise any kind of error
-            if isinstance(answer, Observation):
+            if isinstance(answer, Observation) and answer.messages:
                 self._hopeless = self._hopeless or self._chat.fault_of(str(answer.messages[0].get("role")))
             self._fail(conversation, TEMPLATE, f"{type(fault).__name__}: {fault}")
-        if isinstance(answer, Reset) and conversation.reason:
-            self._hopeless = conversation.reason
+            if isinstance(answer, Reset):
+                self._hopeless = conversation.reason
         if conversation.reason:
             self.ended[key] = conversation
             self._to_pool("end", key)

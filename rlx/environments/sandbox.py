@@ -10,6 +10,7 @@ user, protects from the first.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from rlx.user_code import UserCodeError
 PROGRAM = Path(__file__).with_name("sandbox_child.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 START_LIMIT_S = 60.0
+ENDING_S = 5.0
 
 
 class NotIsolated(UserCodeError):
@@ -71,6 +73,9 @@ def check_isolation(limits: Limits) -> None:
             "the network and your files; allow them (in Docker: --security-opt seccomp=unconfined), or set "
             "environment.kwargs.require_isolation=false"
         )
+    if tried.returncode not in (0, NOT_ISOLATED):
+        said = (tried.stdout + tried.stderr).decode(errors="replace").strip()[-300:]
+        raise UserCodeError(f"the sandbox cannot run an empty program with {limits}: {said}")
 
 
 def _command(limits: Limits) -> list[str]:
@@ -94,7 +99,8 @@ async def run_python(code: str, limits: Limits, environment: Mapping[str, str] =
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # something may hold its output open
+                await asyncio.wait_for(process.wait(), ENDING_S)
     text = output.decode("utf-8", "replace")
     if not fault and process.returncode != 0:
         fault = f"exit code {process.returncode}"

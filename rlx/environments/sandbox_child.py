@@ -85,7 +85,7 @@ def main() -> None:
     """Run with the limits as the argument."""
     limits = json.loads(sys.argv[1])
     code = sys.stdin.read()
-    libc = ctypes.CDLL(None)
+    libc, parent = ctypes.CDLL(None), os.getppid()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     # Python itself may live in a folder of /tmp.
@@ -100,12 +100,16 @@ def main() -> None:
             print(fault, end="")
             sys.stdout.flush()
             os._exit(NOT_ISOLATED)
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        os._exit(code if code >= 0 else 128 - code)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as the first process of its name space it takes all others with it
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user, as `isolate` makes it, has lost it
+    if os.getppid() != parent:
+        os._exit(1)
+    # The first process of the name space takes all others with it. It does not run the code, which could leave its group.
+    for _ in range(2):
+        if child := os.fork():
+            _, status = os.waitpid(child, 0)
+            exited = os.waitstatus_to_exitcode(status)
+            os._exit(exited if exited >= 0 else 128 - exited)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     limit(limits)
     os.chdir(scratch)
     sys.argv = ["-c"]

@@ -8,6 +8,7 @@ Sources of the formats: the chat templates of Hermes 2 Pro, Qwen 2.5 and Qwen 3 
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -173,12 +174,21 @@ def _refuse(constant: str) -> Any:
 
 
 _BETWEEN = re.compile(r"[\s;]*")
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as fault:
         return _faulty(_no_json(fault))
 

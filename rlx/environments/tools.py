@@ -88,11 +88,12 @@ class Tools:
         try:
             value = self._tools[call.name].function(**arguments)
             value = await value if inspect.isawaitable(value) else value
+            text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
         except MemoryError:
             raise
         except Exception as error:
             return Result(_cut(f"error: {type(error).__name__}: {error}"), error=True)
-        return Result(_cut(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)))
+        return Result(_cut(text))
 
 
 class ToolEnvironment:

@@ -43,6 +43,7 @@ class Driver:
         keeper = os.getpid()
         self._process = subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,  # reading the terminal from the background would suspend it
             env={**os.environ, **own, **({link.FOLDER: folder} if folder else {})},
             pass_fds=[inherited],
             process_group=0,  # the terminal sends Ctrl-C to the supervisor alone, which passes it on
@@ -54,7 +55,7 @@ class Driver:
         self._end_by_s = float("inf")
         self._next_probe_s, self._unanswered = 0.0, 0
         self._mourned: set[str] = set()
-        self._frozen_since_s = float("inf")
+        self._suspended_looks = 0
         self.facts: dict[str, Any] = {"folder": folder}
 
     @property
@@ -105,9 +106,9 @@ class Driver:
 
     def is_frozen(self) -> bool:
         """Whether it has been suspended for FROZEN_S. It cannot tell of itself, and no worker need be there to miss it."""
-        is_stopped = family.is_stopped(self.pid)
-        self._frozen_since_s = min(self._frozen_since_s, time.monotonic()) if is_stopped else float("inf")
-        return time.monotonic() - self._frozen_since_s >= FROZEN_S
+        # Looks are counted, because time goes on while this process is suspended, too.
+        self._suspended_looks = self._suspended_looks + 1 if family.is_stopped(self.pid) else 0
+        return self._suspended_looks * TICK_S >= FROZEN_S
 
     def missed(self) -> list[str]:
         """Return in words which of Ray's dispensable processes have ended since the last call."""
@@ -178,8 +179,8 @@ class Keeper:
             return self._over(why, told="end" in facts)
         if number is not None:
             self._say(_interrupted(number, facts))
-            if again := resuming(self._command, facts.get("folder")):
-                self._say(f"goes on from its newest checkpoint with: {again}")
+            if again := resuming(facts.get("overrides", ()), facts.get("folder")):
+                self._say(f"ended; to continue from its newest checkpoint: {again}")
         _remove(facts)
         return code or DONE if number is None else 128 + number
 
@@ -241,18 +242,18 @@ def _interrupted(number: int, facts: dict[str, Any]) -> str:
     return f"{by}{at}" + (f"; {facts['saved']} was saved" if facts.get("saved") else "")
 
 
-def resuming(command: Sequence[str], folder: str | None) -> str | None:
+def resuming(overrides: Sequence[str], folder: str | None) -> str | None:
     """Return the command that continues the run from its newest checkpoint, or None if it has none.
 
     Args:
-        command: `python -m rlx.driver ...`.
+        overrides: of the command line, without secrets.
         folder: of the run.
     """
     found = Path(folder, "checkpoints").glob("global_step_*") if folder else []
     saved = sorted((path for path in found if path.name[12:].isdecimal()), key=lambda path: int(path.name[12:]))
     if not saved:
         return None
-    given = [each for each in command[3:] if not each.startswith("trainer.resume_")]
+    given = [each for each in overrides if not each.startswith("trainer.resume_")]
     where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[-1]}"]
     return f"rlx train {shlex.join([*given, *where])}"
 

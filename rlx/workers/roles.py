@@ -97,7 +97,11 @@ class TrainedRole(EngineRole):
                 for each in states.values()
                 if isinstance(each, torch.Tensor)
             )
-            self.engine.saves.reserve([*self.engine.root.parameters(), *state])
+            streamed = self.engine.streaming.parameters if self.engine.streaming is not None else frozenset()
+            own = [
+                each for each in self.engine.root.parameters() if each not in streamed
+            ]  # a save reads these in place
+            self.engine.saves.reserve([*own, *state])
             self._has_reserved = True
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 

@@ -256,11 +256,12 @@ def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep):
 
 
 def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
-    command = [sys.executable, "-m", "rlx.driver", "data.train_files=a b.jsonl", "trainer.resume_mode=disable"]
-    assert resuming(command, None) is None and resuming(command, str(tmp_path)) is None
+    overrides = ["data.train_files=a b.jsonl", "trainer.resume_mode=disable"]
+    assert resuming(overrides, None) is None and resuming(overrides, str(tmp_path)) is None
+    (tmp_path / "checkpoints" / "global_step_11.aside").mkdir(parents=True)
     for step in (9, 10):
         (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
-    assert resuming(command, str(tmp_path)) == (
+    assert resuming(overrides, str(tmp_path)) == (
         "rlx train 'data.train_files=a b.jsonl' trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_10"
     )
