@@ -72,7 +72,7 @@ def test_check_prints_the_tree_and_the_memory(capsys: pytest.CaptureFixture[str]
     assert re.search(r"\nupdate_actor .* backward\n", printed.out)
     assert max(map(len, printed.out.splitlines())) <= 100
     assert printed.err == ""
-    assert re.fullmatch(r"rlx check: fits 1 CPU process\(s\): \w+ takes .* GB", printed.out.splitlines()[-1])
+    assert re.fullmatch(r"rlx check: fits 1 CPU process\(es\): \w+ takes .* GB", printed.out.splitlines()[-1])
     assert main(["--check", "trainer.device=cpu"]) == 0
     assert "path: builtin:tiny" not in capsys.readouterr().out, "the tree comes on request"
 

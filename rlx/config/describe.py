@@ -23,7 +23,7 @@ problems on this machine.
   --help       this text
 
 Exit code: 0 done; 1 the run failed, its first cause comes last; 2 faults in the configuration;
-130 after Ctrl-C or SIGTERM.
+130 after Ctrl-C, 143 after SIGTERM.
 """
 
 EXAMPLES = """\
@@ -46,7 +46,7 @@ def help_text() -> str:
     for group, files in group_choices().items():
         default = DEFAULT_GROUPS.get(group)
         lines += [f"  {group}={file}{'   (default)' if file == default else ''}" for file in files]
-    lines += ["", "Keys (all of them, with defaults: --check, docs/configuration.md):"]
+    lines += ["", "Keys (all of them, with defaults: --tree, docs/configuration.md):"]
     lines += [f"  {name + '.*':26}{child.info.doc}" for name, child in children(PPOConfig()).items()]
     return "\n".join([*lines, "", EXAMPLES])
 

@@ -107,7 +107,8 @@ def printable(text: str, encoding: str) -> str:
 
 def next_commands(folder: Path) -> list[str]:
     """Return the commands that one may want after a run, each with a comment."""
-    saved = sorted(folder.glob("checkpoints/global_step_*"), key=lambda path: int(path.name[12:]))
+    found = [path for path in folder.glob("checkpoints/global_step_*") if path.name[12:].isdecimal()]
+    saved = sorted(found, key=lambda path: int(path.name[12:]))
     lines = [f"rlx export {shlex.quote(str(saved[-1]))} MODEL   # the policy as a Hugging Face folder"] if saved else []
     if (folder / "tensorboard").exists():
         lines.append(f"tensorboard --logdir {shlex.quote(str(folder))}   # the curves")

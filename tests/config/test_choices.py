@@ -1,6 +1,7 @@
 """The model and the data alone make a run: what the command leaves open is chosen for the machine, and nothing else."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from rlx.config.check.validate import check
 from rlx.config.choices import chosen
 from rlx.config.compose.command_line import compose
-from rlx.config.machine import Machine
+from rlx.config.machine import Cluster, Machine
 from rlx.driver import main
 
 SMALL = {
@@ -16,6 +17,7 @@ SMALL = {
     **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     **{"num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True},
 }
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 MODEL, TOKENS = "actor_rollout_ref.model.path", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
 
@@ -55,6 +57,23 @@ def test_a_key_of_the_command_is_never_changed(command):
     keys = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
     given = [*command, *keys, "data.val_files=x.jsonl"]
     assert choices(given, machine(4, 80)) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts", "mini"),
+    [("data.train_batch_size=32", 32, 32), ("data.train_batch_size=256", 256, 64), (f"{MINI}=48", 48, 48)],
+)
+def test_a_size_of_the_command_keeps_grpo(command, given, prompts, mini):
+    found = choices([*command, given], machine(1, 80))
+    whole = compose([*command, given, *(f"{key}={value}" for key, value in found.items())])
+    assert whole.config.algorithm.adv_estimator == "grpo" and whole.config.data.train_batch_size == prompts
+    assert whole.config.actor_rollout_ref.actor.ppo_mini_batch_size == mini
+    assert check(whole, machine(1, 80)).faults == ()
+
+
+def test_a_head_without_gpus_takes_no_process_from_the_others(command):
+    cluster = replace(machine(8, 80), cluster=Cluster("ray://head", (0, 8, 8)))
+    assert choices(command, cluster)["trainer.n_gpus_per_node"] == "8"
 
 
 def test_an_experiment_or_the_default_run_is_left_alone(command):

@@ -55,8 +55,8 @@ def test_every_token_the_model_can_write_decodes():
 
 def test_an_unknown_role_is_refused():
     _, tokenizer = make_tiny(SMALL)
-    with pytest.raises(Exception, match="role is tool, expected system, user or assistant"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+    with pytest.raises(Exception, match="role is robot, expected system, user, assistant or tool"):
+        tokenizer.apply_chat_template([{"role": "robot", "content": "x"}])
 
 
 def test_weights_depend_on_the_config_alone():

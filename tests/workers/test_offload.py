@@ -1,5 +1,6 @@
 """Two steps of actor, reference and critic in one process: with each way of offloading not a bit differs from without."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -178,6 +179,7 @@ def test_a_worker_without_the_folder_on_its_machine_names_it(config, tmp_path):
 
 @pytest.mark.usefixtures("environment")
 def test_the_rollout_finds_the_host_memory_given_back_if_it_is_short(config, monkeypatch):
+    gc.collect()  # engines of other tests hold a part of the arena
     memory = HostMemory(90, 100)
     monkeypatch.setattr("rlx.workers.worker.host_memory", lambda: memory)
     worker = Worker(configured(config, True), ["actor", "rollout"])

@@ -46,12 +46,15 @@ def long_text(forecast: MemoryForecast) -> str:
 def verdict_text(forecast: MemoryForecast) -> str:
     """Return the last line of `rlx check`: the processes, and the phase that is nearest to its memory."""
     count, nodes = forecast.config.trainer.n_gpus_per_node, forecast.config.trainer.nnodes
-    where = f"{count * nodes} {'GPU' if forecast.on_device else 'CPU process'}(s)"
+    where = f"{count * nodes} {'GPU(s)' if forecast.on_device else 'CPU process(es)'}"
     limited = [phase for phase in forecast.phases() if phase.limit]
-    if not limited:
+    if not limited or forecast.unknown:
         return f"valid for {where}; its memory is not known here"
-    tightest = max(limited, key=lambda phase: phase.peak / (phase.limit or 1))
-    fits = "fits" if all(phase.fits() for phase in limited) else "may not fit"
+    misfits = [phase for phase in limited if not phase.fits()]
+    tightest = max(misfits or limited, key=lambda phase: phase.peak / (phase.limit or 1))
+    if misfits and tightest.peak <= (tightest.limit or 0):
+        return f"may not fit {where}: {tightest.name} takes {gb(tightest.host)} GB of host memory"
+    fits = "may not fit" if misfits else "fits"
     return f"{fits} {where}: {tightest.name} takes {gb(tightest.peak)} of {gb(tightest.limit or 0)} GB"
 
 
