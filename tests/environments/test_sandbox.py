@@ -1,10 +1,12 @@
 """The sandbox: what a model's program may do, and what it may not. Where the system has no name spaces only the limits are tried."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
 
+import psutil
 import pytest
 
 from rlx.environments.protocol import Turn
@@ -60,6 +62,25 @@ def test_a_program_prints_and_fails():
 def test_limits(code, expected):
     fault = run(code, time_s=1.0).fault
     assert any(fault.startswith(each) if each else fault == "" for each in expected.split("|")), fault
+
+
+@isolated
+def test_a_program_that_leaves_its_group_does_not_outlive_its_time():
+    leaving = "import ctypes, os, time\nos.setsid()\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(1000)"
+    assert run(leaving, time_s=1.375).fault.startswith("took longer")
+    left = [process for process in psutil.process_iter() if '"time_s": 1.375' in " ".join(command_of(process))]
+    assert not psutil.wait_procs(left, timeout=10)[1]
+
+
+def command_of(process):
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def test_limits_that_the_system_cannot_read_are_refused():
+    with pytest.raises(UserCodeError, match="cannot run an empty program"):
+        check_isolation(Limits(**{**vars(LIMITS), "require_isolation": False, "memory_bytes": 2e9}))
 
 
 def test_it_has_none_of_the_variables_of_the_run(monkeypatch):

@@ -50,6 +50,7 @@ def test_calls_of_each_format(tool_format):
         ("hermes", '<tool_call>{"name": 3}</tool_call>', 'expected a JSON object with "name"'),
         ("hermes", '<tool_call>{"name": "calc", "arguments": "3"}</tool_call>', 'its "arguments" are no JSON object'),
         ("hermes", '<tool_call>{"name": "calc", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
+        ("hermes", '<tool_call>{"name": "calc", "arguments": {"a": 1e999}}</tool_call>', "1e999 is too large"),
         ("hermes", "<tool_call>" + "[" * 10**5 + "</tool_call>", "nested too deep"),
         ("hermes", '<tool_call>{"name": "calc", "arguments": {"a": 1' + "0" * 10**4 + "}}</tool_call>", "it is no JSON"),
         ("qwen3_coder", "<tool_call><function=calc><parameter=a>3</function>", "it has no end"),
