@@ -1,5 +1,6 @@
 """Saving and loading."""
 
+import gc
 import logging
 import os
 import shutil
@@ -128,6 +129,7 @@ def saved_beside_training(folder, strategy, out, offload):
 
     Meanwhile the engine computes log-probs and takes an update; the host has room, so nothing waits. Returns the update's metrics.
     """
+    gc.collect()  # engines of other tests hold blocks under the same names
     fsdp = replace(FP64, param_offload=offload, optimizer_offload=offload)
     engine = build(folder, fsdp, strategy=strategy)
     if offload:

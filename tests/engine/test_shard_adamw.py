@@ -70,5 +70,6 @@ def test_a_step_leaves_no_object_behind(mesh):
     counts = []
     for number in range(12):
         step(optimizer, 3 + number)
+        gc.collect()
         counts.append(sum("torch" in str(type(each).__module__) for each in gc.get_objects()))
-    assert counts[-1] == counts[3], counts
+    assert counts[-1] <= counts[3], counts
