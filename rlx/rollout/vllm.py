@@ -17,7 +17,14 @@ from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import VLLMEngine, unknown_options
-from rlx.rollout.vllm_models import carries_states, lacking_model, runs_on_transformers, with_own_class, zeros_of
+from rlx.rollout.vllm_models import (
+    carries_states,
+    fault_of,
+    lacking_keys,
+    runs_on_transformers,
+    with_own_class,
+    zeros_of,
+)
 
 logger = logging.getLogger(__name__)
 # On CPU vLLM would take a share of the whole machine's memory in each process.
@@ -113,10 +120,12 @@ class VLLMRollout(RequestsInFlight):
         unknown = unknown_options(rollout.engine_kwargs.vllm)
         if unknown:
             raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {'; '.join(unknown)}")
-        architectures = load_config(model).architectures or ()
-        if lacking := lacking_model(architectures):
-            raise ValueError(f"{model.path}: {lacking}")
+        config = load_config(model)
+        architectures = config.architectures or ()
+        if fault := fault_of(config, device):
+            raise ValueError(f"{model.path}: {fault}")
         options = engine_options(rollout, model, device, context_length, seed)
+        options["hf_overrides"] = {**lacking_keys(config), **options["hf_overrides"]}
         super().__init__(options["max_num_seqs"])
         self._aliases: dict[str, list[str]] = {}
         parameters: dict[str, Tensor] = {}

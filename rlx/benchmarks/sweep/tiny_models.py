@@ -155,6 +155,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3: no q_lora": ("deepseek_v3", {"q_lora_rank": None}),
     "doge: chosen keys": ("doge", {"keep_window_size": 5}),
+    "mamba2: one group": ("mamba2", {"n_groups": 1}),
     "mistral: no window": ("mistral", {"sliding_window": None}),
 }
 """Rows of the table besides the types themselves: the type, and changes of its configuration."""
