@@ -20,8 +20,8 @@ from rlx.rollout.vllm_api import VLLMEngine, unknown_options
 from rlx.rollout.vllm_models import (
     carries_states,
     fault_of,
-    lacking_keys,
     runs_on_transformers,
+    with_needs,
     with_own_class,
     zeros_of,
 )
@@ -124,8 +124,7 @@ class VLLMRollout(RequestsInFlight):
         architectures = config.architectures or ()
         if fault := fault_of(config, device):
             raise ValueError(f"{model.path}: {fault}")
-        options = engine_options(rollout, model, device, context_length, seed)
-        options["hf_overrides"] = {**lacking_keys(config), **options["hf_overrides"]}
+        options = with_needs(engine_options(rollout, model, device, context_length, seed), config, device)
         super().__init__(options["max_num_seqs"])
         self._aliases: dict[str, list[str]] = {}
         parameters: dict[str, Tensor] = {}

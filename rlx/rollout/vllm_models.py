@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 # Types whose norm behind the state space is over all channels in transformers but over each group of them in vLLM, and the key of
 # the number of groups.
 _NORM_OVER_ALL_GROUPS = {"bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups", "mamba2": "n_groups"}
-_SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
+# What vLLM has no kernel for on CPU, by type.
+_GPU_KERNELS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "selective scan") | {"olmo_hybrid": "gated delta rule"}
+# Types whose checkpoints join weights that transformers' model has apart; vLLM reads those of checkpoints.
+_JOINED_WEIGHTS = ("hrm_text",)
 _HF = "set actor_rollout_ref.rollout.name=hf"
 
 
@@ -34,8 +37,10 @@ def fault_of(config: "PreTrainedConfig", device: torch.device) -> str | None:
         )
     if limit is not None and tuple(limit) != (0.0, math.inf):
         return f"time_step_limit: got {tuple(limit)}, which vLLM does not apply, expected (0.0, inf); {_HF}"
-    if device.type == "cpu" and config.model_type in _SELECTIVE_SCANS:
-        return f"on CPU vLLM has no kernel for its selective scan; {_HF}"
+    if config.model_type in _JOINED_WEIGHTS:
+        return f"vLLM reads the joined weights of checkpoints, and the trainer's model has them apart; {_HF}"
+    if device.type == "cpu" and (kernel := _GPU_KERNELS.get(config.model_type)):
+        return f"on CPU vLLM has no kernel for its {kernel}; {_HF}"
     return None
 
 
@@ -66,10 +71,15 @@ def carries_states(architectures: Sequence[str]) -> bool:
     return any(getattr(each, "has_inner_state", False) for each in classes)
 
 
-def lacking_keys(config: "PreTrainedConfig") -> dict[str, Any]:
-    """Return the keys that vLLM's model reads and a configuration lacks, with the values that transformers' model implies."""
-    lacks = config.model_type == "lfm2" and not hasattr(config, "conv_dim")
-    return {"conv_dim": config.hidden_size} if lacks else {}
+def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torch.device) -> dict[str, Any]:
+    """Return engine arguments with those added without which vLLM does not run a model, or runs it wrongly."""
+    if config.model_type != "lfm2":
+        return options
+    # Keys of transformers' former configuration, which vLLM still reads.
+    widths = {name: config.hidden_size for name in ("block_dim", "conv_dim") if not hasattr(config, name)}
+    # This model passes a rotation its heads in a dimension of their own, which vLLM's kernel for CPU takes for one head.
+    plain = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if device.type == "cpu" else {}
+    return {**plain, **options, "hf_overrides": {**widths, **options["hf_overrides"]}}
 
 
 def zeros_of(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import CTRLConfig, Mamba2Config, MambaConfig, Qwen3MoeConfig
+from transformers import CTRLConfig, HrmTextConfig, Mamba2Config, MambaConfig, Qwen3MoeConfig
 
 from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.rollout.factory import build_rollout
@@ -269,8 +269,12 @@ def test_options_that_vllm_does_not_take_are_named(ranks, folders, options, said
             MambaConfig(architectures=["MambaForCausalLM"]),
             "on CPU vLLM has no kernel for its selective scan; set .*name=hf",
         ),
+        (
+            HrmTextConfig(architectures=["HrmTextForCausalLM"]),
+            "the joined weights of checkpoints, .*; set .*name=hf",
+        ),
     ],
-    ids=["lacking", "experts", "norms of groups", "limited steps", "no kernel"],
+    ids=["lacking", "experts", "norms of groups", "limited steps", "no kernel", "joined weights"],
 )
 def test_a_model_that_vllm_cannot_sample_is_named(ranks, config, said, tmp_path):
     config.save_pretrained(tmp_path)

@@ -107,6 +107,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds_dim": [64, 64], "axial_pos_shape": [8, 8]},
     "xmod": {"default_language": "en_XX"},
+    "zamba2": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Changes by type."""
