@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         return FAULTY
 
 
-class Options(NamedTuple):
+class DriverOptions(NamedTuple):
     """What the command line asks for beside the configuration.
 
     Args:
@@ -73,7 +73,7 @@ class Options(NamedTuple):
     on: Machine | None
 
 
-def read_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+def read_options(arguments: Sequence[str]) -> tuple[DriverOptions, list[str]]:
     """Return the options, and the overrides among the arguments. Raises ValueError for a machine that is not known."""
     parser = argparse.ArgumentParser(prog="rlx check", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--check", action="store_true")
@@ -84,10 +84,10 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}, such as --on 8xh100") from None
     on = None if found.on is None else named_machine(found.on)
-    return Options(found.check or on is not None, found.tree, on), overrides
+    return DriverOptions(found.check or on is not None, found.tree, on), overrides
 
 
-def _check_and_run(overrides: Sequence[str], options: Options) -> int:
+def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
     composed = compose(overrides)
     # The cluster is joined once for both check and run, because joining takes seconds.
     with ExitStack() as until_done:

@@ -23,7 +23,7 @@ from rlx.benchmarks.common import benchmark_parser, cell, title, write_json, wri
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.environments.conversation import Chat
 from rlx.environments.pool import EnvironmentPool
-from rlx.environments.running import Bounds, Row, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationRow, run_conversations
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.loading import load_model
 from rlx.offload.plan.shapes import SHAPES
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 PROMPT_WORDS = 128
 ANSWER_TOKENS = 64  # more than a tool's answer and the template around it have
-TEMPLATE = (
+PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
 # The names of the ways, with the tool's longest seconds as a share of --tool-s; None: no tool.
-WAYS = {"instant tools": 0.0, "slow tools": 1.0, "single turn": None}
+TOOL_SPEEDS = {"instant tools": 0.0, "slow tools": 1.0, "single turn": None}
 
 
 def main(arguments: list[str]) -> int:
@@ -89,7 +89,7 @@ def make_tokenizer(size: int) -> "PreTrainedTokenizerFast":
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(size)}, unk_token="w2"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
 
 
@@ -132,12 +132,12 @@ class TurnsOfOneLength:
 def measure(options: Namespace, rollout: Rollout, tokenizer: "PreTrainedTokenizerFast") -> dict[str, dict[str, float]]:
     """Return figures by way, medians over the rounds."""
     few = Namespace(**{**vars(options), "trajectories": 8, "turns": 2, "tokens": 4})
-    for longest in WAYS.values():  # kernels and graphs of the first call
+    for longest in TOOL_SPEEDS.values():  # kernels and graphs of the first call
         one_way(few, rollout, tokenizer, longest and 0.01, first=0)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in TOOL_SPEEDS}
     for turn in range(options.rounds):
-        for place, name in enumerate([*list(WAYS)[turn % 3 :], *list(WAYS)[: turn % 3]]):
-            share = WAYS[name]
+        for place, name in enumerate([*list(TOOL_SPEEDS)[turn % 3 :], *list(TOOL_SPEEDS)[: turn % 3]]):
+            share = TOOL_SPEEDS[name]
             first = 1 + (3 * turn + place) * options.trajectories
             longest = None if share is None else share * options.tool_s
             found[name].append(one_way(options, rollout, tokenizer, longest, first))
@@ -168,11 +168,14 @@ def one_way(
         seconds, waited = time.perf_counter() - start, 0.0
         tokens = sum(len(answer.token_ids) for answer in answers)
     else:
-        rows = [Row({"prompt": prompt, "seed": seed}, seed, []) for prompt, seed in zip(prompts, seeds, strict=True)]
+        rows = [
+            ConversationRow({"prompt": prompt, "seed": seed}, seed, [])
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         spec = EnvironmentSpec(
             "Waiting", rlx.benchmarks.waiting_tool.__file__, {"turns": options.turns, "longest_s": longest_s}
         )
-        bounds = Bounds(2 * PROMPT_WORDS, options.turns * (options.tokens + ANSWER_TOKENS))
+        bounds = ConversationBounds(2 * PROMPT_WORDS, options.turns * (options.tokens + ANSWER_TOKENS))
         sampler: Any = TurnsOfOneLength(rollout, options.tokens)
         with EnvironmentPool(spec, options.processes, None) as pool:
             few = rows[: options.processes]

@@ -5,7 +5,7 @@ steps of 1.2e-4, and AdamW with lr 1e-6 asks for 1e-6: rounding to nearest retur
 updates until the bf16 weight moves. The model computes with the bf16 weight, which is the master rounded to nearest.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,18 +38,12 @@ class MasterAdamW(ShardAdamW):
         super().__init__(parameters, **options)
         self.gradient_scale = 1.0
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the masters of the parameters that have gradients, then round them to the parameters."""
-        assert closure is None
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            states = [self.state_of(p) for p in trained]
-            masters = [local(state[MASTER]) for state in states]
-            gradients = [self._widened(local(p.grad)) for p in trained]
-            step_shards(group, masters, gradients, states)
-            for parameter, master in zip(trained, masters, strict=True):
-                local(parameter).copy_(master)
+    def step_group(self, group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """Step the masters, then round them to the parameters."""
+        masters = [local(state[MASTER]) for state in states]
+        step_shards(group, masters, [self._widened(local(p.grad)) for p in trained], states)
+        for parameter, master in zip(trained, masters, strict=True):
+            local(parameter).copy_(master)
 
     def _widened(self, gradient: Tensor) -> Tensor:
         wide = gradient.float()

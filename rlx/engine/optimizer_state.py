@@ -16,7 +16,7 @@ from torch import Tensor
 from rlx.engine.optimizer import state_bytes, step_in_parts, stepping_only
 from rlx.engine.residency import HandOverError, TensorOffload
 from rlx.engine.shard_adamw import ShardAdamW
-from rlx.engine.state_pieces import Piece, cut
+from rlx.engine.state_pieces import StatePiece, cut
 from rlx.offload import HostArena
 
 PIECE_BYTES = 1 << 30
@@ -58,7 +58,7 @@ class OptimizerStateOnHost:
         self._moving = list(cut(optimizer, moving, piece_bytes, arena, name))
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StatePiece]:
         """The pieces of the moving state in the order of the step."""
         return [piece for states in self._moving for piece in states.pieces]
 
@@ -90,7 +90,7 @@ class OptimizerStateOnHost:
         for states in self._moving:
             states.make()
         pieces = self.pieces
-        before: Piece | None = None
+        before: StatePiece | None = None
         for piece in pieces[:1]:
             piece.fetch(self._arriving)
         with stepping_only(self._optimizer, self.staying):  # while the first piece arrives

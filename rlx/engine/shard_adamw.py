@@ -31,8 +31,11 @@ class ShardAdamW(AdamW):
         assert closure is None
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            states = [self.state_of(p) for p in trained]
-            step_shards(group, [local(p) for p in trained], [local(p.grad) for p in trained], states)
+            self.step_group(group, trained, [self.state_of(p) for p in trained])
+
+    def step_group(self, group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """Step parameters of a group with their states; all have gradients."""
+        step_shards(group, [local(p) for p in trained], [local(p.grad) for p in trained], states)
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state, a new one before its first step."""

@@ -6,6 +6,7 @@ a slice of each to the device, steps that slice of the parameter, and copies it 
 the result is that of the whole, bit for bit. A new state is made one tensor at a time, which goes to the host before the next.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -19,10 +20,10 @@ from rlx.engine.shard_adamw import ShardAdamW
 from rlx.engine.units import local
 from rlx.offload import HostArena
 
-ALIGNED = 64  # elements of a slice; vector instructions then group them as in the whole parameter
+SLICE_ALIGNMENT = 64  # elements of a slice; vector instructions then group them as in the whole parameter
 
 
-class Piece(Protocol):
+class StatePiece(Protocol):
     """State that is on the device at once; `nbytes` of it. The methods are called in this order."""
 
     nbytes: int
@@ -52,9 +53,14 @@ class WholeStates:
     """
 
     def __init__(self, optimizer: ShardAdamW, parameters: list[Tensor], nbytes: int, arena: HostArena, name: str):
-        self.parameters, self.nbytes, self.pieces = parameters, nbytes, [self]
+        self.parameters, self.nbytes = parameters, nbytes
         self._optimizer, self._arena, self._name = optimizer, arena, name
         self.forget()
+
+    @property
+    def pieces(self) -> list[StatePiece]:
+        """Itself."""
+        return [self]
 
     def forget(self) -> None:
         """Give up the bytes in host memory; the optimizer gets another state."""
@@ -119,7 +125,7 @@ class DividedState:
         self.parameters, self.nbytes = [parameter], nbytes
         self._optimizer, self._arena, self._name = optimizer, arena, name
         elements = local(parameter).numel()
-        length = max(1, -(-elements // count // ALIGNED)) * ALIGNED
+        length = max(1, -(-elements // count // SLICE_ALIGNMENT)) * SLICE_ALIGNMENT
         starts = range(0, max(1, elements), length)
         ends = [min(start + length, elements) for start in starts]
         sizes = [nbytes * (end - start) // max(1, elements) for start, end in zip(starts, ends, strict=True)]
@@ -183,7 +189,8 @@ class _Slice:
 
     def __init__(self, whole: DividedState, start: int, end: int, nbytes: int):
         self.nbytes = nbytes
-        self._whole, self._start, self._end = whole, start, end
+        self._whole: DividedState = weakref.proxy(whole)  # a cycle would keep the block until garbage is collected
+        self._start, self._end = start, end
         self._parts: dict[str, Tensor] = {}
         self._copied: torch.Event | None = None
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
 ANCHOR = "\n"
-LARGEST = 1e300
+LARGEST_NUMBER = 1e300
 CHARACTERS_PER_TOKEN = 100
 """Longer messages are not tokenised: they cannot fit into the tokens that are left."""
 
@@ -103,7 +103,7 @@ class Chat:
         hidden: list[str] = []
         safe = [self._hide(message, hidden) for message in added]
         if self._tokenizer.chat_template is None:
-            return self._ids(_contents(safe), hidden)
+            return self._ids(_contents(safe) or "\n", hidden)  # something must lie between two turns
         self._require_content(history, safe, tools)
         ids = self._ids(self._tail(history, safe, tools), hidden)
         return ids[1:] if ids[:1] == [last_token] else ids
@@ -272,7 +272,7 @@ class Conversation:
     def add_answer(self, observation: Observation, text: str, seconds: float) -> None:
         """Keep the environment's answer to the last turn, whose text is `text`, but not its messages."""
         numbers = {name: x for name, x in observation.info.items() if isinstance(x, bool | int | float)}
-        self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST}  # NaN is not
+        self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST_NUMBER}  # NaN is not
         calls = observation.info.get("calls")
         calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
         self.own_turns[-1].update(seconds=seconds, reward=observation.reward, calls=calls)

@@ -22,12 +22,11 @@ from rlx.environments.answers import decode, plain
 from rlx.environments.protocol import Failure, Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec
 from rlx.processes.lines import BadAnswer, Lines
-from rlx.processes.parent import ChildProcess
+from rlx.processes.parent import LOAD_LIMIT_S, ChildProcess
 from rlx.user_code import UserCodeError
 
-LOAD_LIMIT_S = 300.0
 """Longest start of a process with the import of its environment [s]."""
-SLACK_S = 5.0
+ANSWER_SLACK_S = 5.0
 """A process answers at most this long after a call's limit, also on a busy machine [s]."""
 FAREWELL_S = 2.0
 """Environments have this long to close with the pool [s]."""
@@ -51,7 +50,7 @@ class _Process:
         with theirs:
             self._child = ChildProcess("rlx.environments.process", theirs.fileno(), (memory_bytes,), MEMORY_KEY)
         self._lines, self._unsent = Lines(self.connection.fileno()), bytearray()
-        self._limit_s = spec.limit_s + SLACK_S
+        self._limit_s = spec.limit_s + ANSWER_SLACK_S
         self._loaded, self._heard = False, time.monotonic()
         self.lives: set[int] = set()
         self.expected: dict[int, str] = {}

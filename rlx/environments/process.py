@@ -70,7 +70,7 @@ async def limited(limit_s: float, call: Callable[..., Any], *arguments: Any) -> 
     return task.result()
 
 
-class Process:
+class EnvironmentServer:
     """Handles the worker's requests.
 
     Args:
@@ -147,7 +147,7 @@ async def serve(connection: socket.socket) -> None:
     if fault is not None:
         await reader.read()
         return
-    process, running = Process(writer, spec, make), set()
+    process, running = EnvironmentServer(writer, spec, make), set()
     while line := await reader.readline():
         task = asyncio.ensure_future(process.answer(*json.loads(line)))
         running.add(task)

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from rlx.environments.sandbox import Limits, check_isolation, run_python
+from rlx.environments.sandbox import SandboxLimits, check_isolation, run_python
 from rlx.environments.tools import ToolEnvironment, Tools
 from rlx.user_code import UserCodeError
 
@@ -13,11 +13,11 @@ class PythonTool(ToolEnvironment):
 
     Args:
         tool_format: see ToolEnvironment.
-        limits: of `rlx.environments.sandbox.Limits`, by name.
+        limits: of `rlx.environments.sandbox.SandboxLimits`, by name.
     """
 
     def __init__(self, tool_format: str = "tags", **limits: Any):
-        bounds = Limits(**limits)
+        bounds = SandboxLimits(**limits)
 
         async def python(code: str) -> str:
             """Run a Python program and return what it prints.
@@ -35,13 +35,13 @@ class PythonTool(ToolEnvironment):
     @staticmethod
     def prepare(**kwargs: Any) -> None:
         """Check the arguments and the sandbox once in a process. Raises UserCodeError."""
-        known = {field.name for field in fields(Limits)}
+        known = {field.name for field in fields(SandboxLimits)}
         unknown = kwargs.keys() - known - {"tool_format"}
         if unknown:
             raise UserCodeError(
                 f"environment.kwargs: got {', '.join(sorted(unknown))}, expected of {', '.join(sorted(known))}"
             )
-        check_isolation(Limits(**{name: value for name, value in kwargs.items() if name in known}))
+        check_isolation(SandboxLimits(**{name: value for name, value in kwargs.items() if name in known}))
 
 
 class ProgramFailed(Exception):

@@ -7,7 +7,7 @@ from rlx.data.batch import Batch
 from rlx.environments.conversation import Chat, UnusableTemplate
 from rlx.environments.pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
-from rlx.environments.running import Bounds, run_conversations
+from rlx.environments.running import ConversationBounds, run_conversations
 from rlx.environments.settings import environment_spec
 from rlx.rollout.flight import FirstRank
 from rlx.rollout.protocol import Rollout, Sampling
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def bounds(config: PPOConfig) -> Bounds:
+def bounds(config: PPOConfig) -> ConversationBounds:
     """Return the limits of conversations."""
     own, turns = config.environment, config.actor_rollout_ref.rollout.multi_turn
-    return Bounds(
+    return ConversationBounds(
         prompt_tokens=config.data.max_prompt_length,
         response_tokens=config.data.max_response_length,
         turns=turns.max_assistant_turns,

@@ -7,13 +7,13 @@ import torch
 
 from rlx.data.batch import Batch, BatchError, left_padded
 from rlx.environments.conversation import Conversation
-from rlx.environments.running import Ran, Row
+from rlx.environments.running import ConversationRow, RanConversations
 
 ROW_INFO = ("raw_prompt", "data_source", "ground_truth", "extra_info")
 """The entries of a batch's info that an environment's `reset` gets; raw_prompt as `prompt`."""
 
 
-def rows_of(batch: Batch) -> list[Row]:
+def rows_of(batch: Batch) -> list[ConversationRow]:
     """Return the rows of a batch with prompt_ids, prompt_mask, seed and info ROW_INFO. Raises BatchError."""
     missing = [name for name in ROW_INFO if name not in batch.info]
     if missing and len(batch):
@@ -25,12 +25,17 @@ def rows_of(batch: Batch) -> list[Row]:
             data["prompt"] = [{"role": "user", "content": data["prompt"]}]
         seed = int(batch["seed"][index])
         prompt = batch["prompt_ids"][index][batch["prompt_mask"][index]].tolist()
-        rows.append(Row(data | {"seed": seed}, seed, prompt))
+        rows.append(ConversationRow(data | {"seed": seed}, seed, prompt))
     return rows
 
 
 def batch_of(
-    ran: Ran, rows: Sequence[Row], pad_token_id: int, response_length: int, version: int | None, with_log_probs: bool
+    ran: RanConversations,
+    rows: Sequence[ConversationRow],
+    pad_token_id: int,
+    response_length: int,
+    version: int | None,
+    with_log_probs: bool,
 ) -> Batch:
     """Return the conversations as a batch.
 

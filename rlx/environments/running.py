@@ -17,8 +17,8 @@ from rlx.heartbeat import beat
 from rlx.rollout.flight import FirstRank, aborting
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
 
-WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again
-TEMPLATE = "template"
+IDLE_WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again
+TEMPLATE_REASON = "template"
 
 
 class EnvironmentFailed(ExplainedError, RuntimeError):
@@ -45,7 +45,7 @@ class Pool(Protocol):
         ...
 
 
-class Row(NamedTuple):
+class ConversationRow(NamedTuple):
     """A conversation to run.
 
     Args:
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ConversationBounds:
     """Limits of a conversation.
 
     Args:
@@ -86,7 +86,7 @@ class Bounds:
     ends_run: bool = False
 
 
-class Ran(NamedTuple):
+class RanConversations(NamedTuple):
     """Conversations that have ended, in the order of their rows, and the seconds in which nothing was sampled."""
 
     conversations: list[Conversation]
@@ -96,13 +96,13 @@ class Ran(NamedTuple):
 def run_conversations(
     rollout: Rollout,
     pool: Pool | None,
-    rows: Sequence[Row],
+    rows: Sequence[ConversationRow],
     chat: Chat,
     sampling: Sampling,
-    bounds: Bounds,
+    bounds: ConversationBounds,
     first_rank: FirstRank | None = None,
     in_waves: bool = False,
-) -> Ran:
+) -> RanConversations:
     """Run a conversation for each row to its end.
 
     Args:
@@ -124,7 +124,7 @@ def run_conversations(
             run.to_the_end()
     finally:
         run.end_all()
-    return Ran([run.ended[row] for row in range(len(rows))], run.waited_s)
+    return RanConversations([run.ended[row] for row in range(len(rows))], run.waited_s)
 
 
 class _Open:
@@ -141,10 +141,10 @@ class _Run:
         self,
         rollout: Rollout,
         pool: Pool | None,
-        rows: Sequence[Row],
+        rows: Sequence[ConversationRow],
         chat: Chat,
         sampling: Sampling,
-        bounds: Bounds,
+        bounds: ConversationBounds,
         first_rank: FirstRank,
         in_waves: bool,
     ):
@@ -167,7 +167,7 @@ class _Run:
                     self._take_turn(self._sampled.pop(number), completion)
             if not (self._in_waves and self._sampled):
                 self._listen()
-        if self._hopeless and all(each.reason.startswith(TEMPLATE) for each in self.ended.values()):
+        if self._hopeless and all(each.reason.startswith(TEMPLATE_REASON) for each in self.ended.values()):
             raise EnvironmentFailed(f"no conversation could go on: {self._hopeless}")
 
     def end_all(self) -> None:
@@ -206,7 +206,7 @@ class _Run:
 
     def _poll(self) -> dict[int, Reset | Observation | Failure]:
         assert self._pool is not None, "the rank that decides has the pool"
-        return dict(self._pool.poll(0.0 if self._sampled else WAIT_S))
+        return dict(self._pool.poll(0.0 if self._sampled else IDLE_WAIT_S))
 
     def _take_answer(self, key: int, answer: Reset | Observation | Failure) -> None:
         run = self._open[key]
@@ -224,7 +224,7 @@ class _Run:
         except Exception as fault:  # templates and tokenizers raise any kind of error
             if isinstance(answer, Observation) and answer.messages:
                 self._hopeless = self._hopeless or self._chat.fault_of(str(answer.messages[0].get("role")))
-            self._fail(conversation, TEMPLATE, f"{type(fault).__name__}: {fault}")
+            self._fail(conversation, TEMPLATE_REASON, f"{type(fault).__name__}: {fault}")
             if isinstance(answer, Reset):
                 self._hopeless = conversation.reason
         if conversation.reason:
@@ -240,7 +240,9 @@ class _Run:
         if 0 < len(ids) <= longest:
             run.conversation.prompt_ids = ids
         else:
-            self._fail(run.conversation, TEMPLATE, f"the first prompt has {len(ids)} tokens, expected 1 to {longest}")
+            self._fail(
+                run.conversation, TEMPLATE_REASON, f"the first prompt has {len(ids)} tokens, expected 1 to {longest}"
+            )
 
     def _go_on(self, conversation: Conversation, answer: Observation) -> None:
         """Append the environment's messages, or end the conversation."""
@@ -276,7 +278,7 @@ class _Run:
         self._sampled[self._rollout.add_request(request)] = key
 
 
-def _cut(message: Message, bounds: Bounds) -> Message:
+def _cut(message: Message, bounds: ConversationBounds) -> Message:
     """Return the message of a tool with at most so many characters."""
     text, most = message.get("content"), bounds.tool_characters
     if message.get("role") != "tool" or not isinstance(text, str) or len(text) <= most:

@@ -26,9 +26,9 @@ from rlx.environments.sandbox_child import NOT_ISOLATED
 from rlx.user_code import UserCodeError
 
 PROGRAM = Path(__file__).with_name("sandbox_child.py")
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SANDBOX_VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 START_LIMIT_S = 60.0
-ENDING_S = 5.0
+PIPE_ENDING_S = 5.0
 
 
 class NotIsolated(UserCodeError):
@@ -36,7 +36,7 @@ class NotIsolated(UserCodeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Limits of one run of code.
 
     Args:
@@ -57,16 +57,18 @@ class Limits:
     require_isolation: bool = True
 
 
-class Ran(NamedTuple):
+class RanCode(NamedTuple):
     """The end of a run: what it printed (both streams), and why it failed; empty if it did not."""
 
     output: str
     fault: str = ""
 
 
-def check_isolation(limits: Limits) -> None:
+def check_isolation(limits: SandboxLimits) -> None:
     """Raise NotIsolated if the limits require an isolation that the system refuses."""
-    tried = subprocess.run(_command(limits), input=b"", capture_output=True, env=ENVIRONMENT, timeout=START_LIMIT_S)
+    tried = subprocess.run(
+        _command(limits), input=b"", capture_output=True, env=SANDBOX_VARIABLES, timeout=START_LIMIT_S
+    )
     if limits.require_isolation and tried.returncode == NOT_ISOLATED:
         raise NotIsolated(
             f"the system allows no name spaces of users, network and files ({tried.stdout.decode()}), so a model's code would have "
@@ -78,12 +80,12 @@ def check_isolation(limits: Limits) -> None:
         raise UserCodeError(f"the sandbox cannot run an empty program with {limits}: {said}")
 
 
-def _command(limits: Limits) -> list[str]:
+def _command(limits: SandboxLimits) -> list[str]:
     values = {**asdict(limits), "cpu_s": int(limits.time_s) + 1}
     return [sys.executable, "-I", "-u", str(PROGRAM), json.dumps(values)]
 
 
-async def run_python(code: str, limits: Limits, environment: Mapping[str, str] = ENVIRONMENT) -> Ran:
+async def run_python(code: str, limits: SandboxLimits, environment: Mapping[str, str] = SANDBOX_VARIABLES) -> RanCode:
     """Run code to its end or to a limit. Call `check_isolation` once before."""
     process = await asyncio.create_subprocess_exec(
         *_command(limits),
@@ -100,14 +102,16 @@ async def run_python(code: str, limits: Limits, environment: Mapping[str, str] =
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):  # something may hold its output open
-                await asyncio.wait_for(process.wait(), ENDING_S)
+                await asyncio.wait_for(process.wait(), PIPE_ENDING_S)
     text = output.decode("utf-8", "replace")
     if not fault and process.returncode != 0:
         fault = f"exit code {process.returncode}"
-    return Ran(text, fault)
+    return RanCode(text, fault)
 
 
-async def _output(process: asyncio.subprocess.Process, code: bytes, limits: Limits, until: float) -> tuple[str, bytes]:
+async def _output(
+    process: asyncio.subprocess.Process, code: bytes, limits: SandboxLimits, until: float
+) -> tuple[str, bytes]:
     """Send the code, and return why its process has to be ended (empty: it ended by itself) and what it printed."""
     assert process.stdin is not None and process.stdout is not None
     output = bytearray()

@@ -11,7 +11,7 @@ from rlx.environments.protocol import Environment
 from rlx.errors import did_you_mean
 from rlx.user_code import UserCodeError, load_name, misfit
 
-KEY = "environment"
+ENVIRONMENT_KEY = "environment"
 BUILT_IN = {
     "calculator": ("rlx.environments.calculator", "Calculator"),
     "guessing": ("rlx.environments.guessing", "Guessing"),
@@ -52,8 +52,12 @@ class EnvironmentSpec:
 
     def _built_in(self) -> Factory:
         if self.name not in BUILT_IN:
-            remedy = did_you_mean(self.name, sorted(BUILT_IN), f"choose one, or set {KEY}.path to a file with your own")
-            raise UserCodeError(f"{KEY}.name: got {self.name!r}, expected one of {sorted(BUILT_IN)}; {remedy}")
+            remedy = did_you_mean(
+                self.name, sorted(BUILT_IN), f"choose one, or set {ENVIRONMENT_KEY}.path to a file with your own"
+            )
+            raise UserCodeError(
+                f"{ENVIRONMENT_KEY}.name: got {self.name!r}, expected one of {sorted(BUILT_IN)}; {remedy}"
+            )
         module, name = BUILT_IN[self.name]
         made = getattr(importlib.import_module(module), name)
         # Their calls have the run's format; an environment of a user's own chooses its own.
@@ -65,27 +69,27 @@ class EnvironmentSpec:
         return factory
 
     def _own(self) -> Factory:
-        found = load_name(self.path or "", self.name, KEY)
+        found = load_name(self.path or "", self.name, ENVIRONMENT_KEY)
         functions = [found] if inspect.isfunction(found) else found
         if isinstance(functions, list | tuple) and functions and all(map(callable, functions)):
             from rlx.environments.tools import ToolEnvironment, Tools
 
             if self.kwargs:
                 raise UserCodeError(
-                    f"{KEY}.kwargs: got {self.kwargs}, expected none, because {self.name!r} are functions"
+                    f"{ENVIRONMENT_KEY}.kwargs: got {self.kwargs}, expected none, because {self.name!r} are functions"
                 )
             return partial(ToolEnvironment, Tools(functions), self.tool_format)
         methods = [getattr(found, method, None) for method in ("reset", "step")]
         if not inspect.isclass(found) or not all(map(callable, methods)):
             raise UserCodeError(
-                f"{KEY}.name: {self.name!r} in {self.path} is {found!r}, expected a class with reset(row) and step(turn), or a list "
+                f"{ENVIRONMENT_KEY}.name: {self.name!r} in {self.path} is {found!r}, expected a class with reset(row) and step(turn), or a list "
                 "of functions that are tools"
             )
         for method in methods:
             fault = misfit(method, positional=("self", "argument"))
             if fault is not None:
                 raise UserCodeError(
-                    f"{KEY}.name: {self.name}.{method.__name__}{inspect.signature(method)} in {self.path} cannot be called with one "
+                    f"{ENVIRONMENT_KEY}.name: {self.name}.{method.__name__}{inspect.signature(method)} in {self.path} cannot be called with one "
                     f"argument ({fault}); expected reset(self, row) and step(self, turn)"
                 )
         return self._bound(found, self.kwargs)
@@ -94,6 +98,6 @@ class EnvironmentSpec:
         fault = misfit(made, named=tuple(kwargs))
         if fault is not None:
             raise UserCodeError(
-                f"{KEY}.kwargs: {self.name}{inspect.signature(made)} cannot take {kwargs} ({fault}); correct the arguments"
+                f"{ENVIRONMENT_KEY}.kwargs: {self.name}{inspect.signature(made)} cannot take {kwargs} ({fault}); correct the arguments"
             )
         return partial(made, **kwargs)

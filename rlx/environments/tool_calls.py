@@ -17,7 +17,7 @@ MOST_CALLS = 32
 """Of one turn; further calls become one fault."""
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a tool.
 
     Args:
@@ -37,7 +37,7 @@ class Parsed(NamedTuple):
     """A turn: the text beside its calls, and its calls in order."""
 
     content: str
-    calls: list[Call]
+    calls: list[ToolCall]
 
 
 Parser = Callable[[str, Sequence[str]], Parsed]
@@ -94,7 +94,7 @@ def qwen3_coder(text: str, names: Sequence[str]) -> Parsed:
             calls.append(_endless("</function>, and </parameter> after each value"))
             continue
         values = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}
-        calls.append(Call(name.strip(), values, as_text=True))
+        calls.append(ToolCall(name.strip(), values, as_text=True))
     return Parsed(content, calls)
 
 
@@ -110,7 +110,7 @@ def mistral(text: str, names: Sequence[str]) -> Parsed:
         name, brace, arguments = segment.partition("{")
         name = re.sub(r"\[CALL_ID\][^\[]*|\[ARGS\]", "", name).strip()
         value = _json(brace + arguments)
-        calls.append(value if isinstance(value, Call) else _call({"name": name, "arguments": value}, "arguments"))
+        calls.append(value if isinstance(value, ToolCall) else _call({"name": name, "arguments": value}, "arguments"))
     return Parsed(content, calls)
 
 
@@ -146,7 +146,7 @@ def tags(text: str, names: Sequence[str]) -> Parsed:
             calls.append(_endless(end))
             place = len(text)
             break
-        calls.append(Call(start[1], text[start.end() : stop]))
+        calls.append(ToolCall(start[1], text[start.end() : stop]))
         place = stop + len(end)
     return Parsed("".join((*outside, text[place:])), calls)
 
@@ -197,22 +197,22 @@ def _no_json(fault: Exception) -> str:
     return f"it is no JSON ({'nested too deep' if isinstance(fault, RecursionError) else fault})"
 
 
-def _call(value: Any, key: str) -> Call:
+def _call(value: Any, key: str) -> ToolCall:
     """Return the call that a JSON object describes."""
-    if isinstance(value, Call):
+    if isinstance(value, ToolCall):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return _faulty(f'expected a JSON object with "name" and "{key}"')
     # Some models write the other family's word.
     arguments = value.get(key, value.get("arguments" if key == "parameters" else "parameters", {}))
     if not isinstance(arguments, dict):
-        return Call(value["name"], {}, f'its "{key}" are no JSON object')
-    return Call(value["name"], arguments)
+        return ToolCall(value["name"], {}, f'its "{key}" are no JSON object')
+    return ToolCall(value["name"], arguments)
 
 
-def _faulty(fault: str) -> Call:
-    return Call("", {}, fault)
+def _faulty(fault: str) -> ToolCall:
+    return ToolCall("", {}, fault)
 
 
-def _endless(end: str) -> Call:
+def _endless(end: str) -> ToolCall:
     return _faulty(f"it has no end, expected {end}")

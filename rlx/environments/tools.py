@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jsonschema
 
 from rlx.environments.protocol import Message, Observation, Turn
-from rlx.environments.tool_calls import Call, parse
+from rlx.environments.tool_calls import ToolCall, parse
 from rlx.user_code import UserCodeError
 
 LONGEST_RESULT = 2**17
@@ -59,7 +59,7 @@ class Tools:
         """Return the tools' names."""
         return tuple(self._tools)
 
-    def read(self, call: Call) -> tuple[dict[str, Any], str]:
+    def read(self, call: ToolCall) -> tuple[dict[str, Any], str]:
         """Return a call's arguments with the types of the schema, and what is wrong with the call; empty if nothing is."""
         if call.fault:
             return {}, f"the call cannot be read: {call.fault}"
@@ -80,7 +80,7 @@ class Tools:
         where = f"argument {fault.path[0]!r}: " if fault.path else ""
         return {}, f"{where}{fault.message[:300]}"
 
-    async def call(self, call: Call) -> Result:
+    async def call(self, call: ToolCall) -> Result:
         """Make a call, and turn its result or its error into text for the model."""
         arguments, fault = self.read(call)
         if fault:
@@ -133,7 +133,7 @@ class ToolEnvironment:
         return Observation(messages, info=info, assistant=_assistant(content, calls, messages))
 
 
-def _assistant(content: str, calls: list[Call], messages: list[Message]) -> Message | None:
+def _assistant(content: str, calls: list[ToolCall], messages: list[Message]) -> Message | None:
     """Return the turn as chat templates want it; None if a call cannot be read: the template then gets the plain text."""
     if any(call.fault or isinstance(call.arguments, str) for call in calls):
         return None

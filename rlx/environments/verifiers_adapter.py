@@ -20,7 +20,7 @@ from rlx.environments.protocol import Message, Observation, Turn
 from rlx.environments.tool_calls import parse
 from rlx.user_code import UserCodeError
 
-PACKAGE = "verifiers>=0.2,<0.4"
+VERIFIERS_RANGE = "verifiers>=0.2,<0.4"
 
 
 @cache
@@ -30,11 +30,13 @@ def _load(env_id: str, arguments: str) -> Any:
         verifiers = importlib.import_module("verifiers")
     except ImportError as fault:
         raise UserCodeError(
-            f"environment.name=verifiers needs the package verifiers ({fault}); pip install '{PACKAGE}'"
+            f"environment.name=verifiers needs the package verifiers ({fault}); pip install '{VERIFIERS_RANGE}'"
         ) from fault
     if not hasattr(verifiers, "load_environment"):
         version = getattr(verifiers, "__version__", "of this machine")
-        raise UserCodeError(f"verifiers {version} has no load_environment, expected {PACKAGE}; pip install '{PACKAGE}'")
+        raise UserCodeError(
+            f"verifiers {version} has no load_environment, expected {VERIFIERS_RANGE}; pip install '{VERIFIERS_RANGE}'"
+        )
     try:
         return verifiers.load_environment(env_id, **json.loads(arguments))
     except Exception as fault:

@@ -8,6 +8,8 @@ import sys
 
 from rlx.processes.child import OUT_OF_MEMORY
 
+LOAD_LIMIT_S = 300.0  # to import a user's code
+
 
 class ChildProcess:
     """A Python process of its own session, whose end of a connection is the descriptor `theirs`.

@@ -65,7 +65,7 @@ class RewardModel(NamedTuple):
     rule_weight: float
 
 
-class Failure(NamedTuple):
+class RewardFailure(NamedTuple):
     """The reason why a sample has no score (error, timeout or crash of its function) in words, with the traceback."""
 
     kind: str
@@ -74,7 +74,7 @@ class Failure(NamedTuple):
     traceback: str
 
 
-Report = Numbers | Failure
+Report = Numbers | RewardFailure
 
 
 class RewardManager:
@@ -176,10 +176,10 @@ class RewardManager:
         if self._form is not None:
             forms = self._ask(samples, [self._form] * len(samples))
             reports = [self._with_form(report, form) for report, form in zip(reports, forms, strict=True)]
-        failures = {row: report for row, report in enumerate(reports) if isinstance(report, Failure)}
+        failures = {row: report for row, report in enumerate(reports) if isinstance(report, RewardFailure)}
         if failures:
             self._judge(failures, samples, dump_dir)
-        numbers = [{"score": 0.0} if isinstance(report, Failure) else report for report in reports]
+        numbers = [{"score": 0.0} if isinstance(report, RewardFailure) else report for report in reports]
         names = sorted({name for report in numbers for name in report} - {"score"})
         extra = {name: [report.get(name, math.nan) for report in numbers] for name in names}
         return Scores(torch.tensor([report["score"] for report in numbers], dtype=torch.float32), extra)
@@ -252,12 +252,12 @@ class RewardManager:
 
     def _with_form(self, report: Report, form: Report) -> Report:
         """Return the report with the score of the form added, and an `acc` that does not count the form."""
-        if isinstance(report, Failure) or isinstance(form, Failure):
-            return report if isinstance(report, Failure) else form
+        if isinstance(report, RewardFailure) or isinstance(form, RewardFailure):
+            return report if isinstance(report, RewardFailure) else form
         score = report["score"] + self._config.format_weight * form["score"]
         return {"acc": float(report["score"] >= 1.0)} | report | {"score": score, "format": form["score"]}
 
-    def _judge(self, failures: dict[int, Failure], samples: list[Sample], dump_dir: Path) -> None:
+    def _judge(self, failures: dict[int, RewardFailure], samples: list[Sample], dump_dir: Path) -> None:
         """Stop the run if configured or if no sample has a score; otherwise warn of the samples that score 0."""
         stopping = [row for row, failure in failures.items() if self._stops_at(failure.kind)]
         row = (stopping or list(failures))[0]
@@ -296,5 +296,5 @@ def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]
         whose = "math-verify's limit, which reward.timeout_s does not raise" if is_fixed else "reward.timeout_s"
         limit = f"took longer than {limit_s:g} s ({whose})"
         what = {"timeout": limit, "crash": f"{outcome.fault}, twice"}.get(outcome.kind, outcome.fault)
-        return [Failure(outcome.kind, function, what, outcome.traceback)] * samples
-    return [Failure("error", function, each, "") if isinstance(each, str) else each for each in outcome.answers]
+        return [RewardFailure(outcome.kind, function, what, outcome.traceback)] * samples
+    return [RewardFailure("error", function, each, "") if isinstance(each, str) else each for each in outcome.answers]

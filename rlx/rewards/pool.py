@@ -24,12 +24,11 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from rlx.processes.lines import BadAnswer, Lines
-from rlx.processes.parent import ChildProcess
+from rlx.processes.parent import LOAD_LIMIT_S, ChildProcess
 from rlx.rewards.answers import Loaded, to_loaded, to_outcomes
 from rlx.rewards.function import Function, Loadable, Outcome
 from rlx.user_code import UserCodeError
 
-LOAD_LIMIT_S = 300.0
 """Longest import of a function's file [s]."""
 SLACK_S = 1.0
 """Longer than FLUSH_S and than the delay of a message on a busy machine [s]."""

@@ -25,7 +25,7 @@ class RequestsInFlight(ABC):
         self.max_num_seqs = max_num_seqs
         self._requests: dict[int, Request] = {}  # those in flight by number, oldest first
         self._numbers = count()
-        self._load = Load(max_num_seqs)
+        self._load = SamplerLoad(max_num_seqs)
 
     @property
     @abstractmethod
@@ -104,7 +104,7 @@ class RequestsInFlight(ABC):
 
     def take_load(self) -> dict[str, float]:
         """See Rollout."""
-        load, self._load = self._load, Load(self.max_num_seqs)
+        load, self._load = self._load, SamplerLoad(self.max_num_seqs)
         self._load.note(self.running)
         return load.figures()
 
@@ -136,7 +136,7 @@ def aborting(rollout: Rollout) -> Iterator[None]:
             rollout.abort()
 
 
-class Load:
+class SamplerLoad:
     """How busy a sampler was, from the times at which the number of its requests in flight changed.
 
     Args:

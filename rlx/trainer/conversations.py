@@ -14,7 +14,7 @@ from rlx.config.schema.roles import has_environment, only_environment_scores
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
 
-INFO = "conversation"
+CONVERSATION = "conversation"
 
 
 def sent(config: PPOConfig, rows: Batch) -> Batch:
@@ -30,7 +30,7 @@ def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase) ->
     first prompt that they gave.
     """
     texts = {"response_text": tokenizer.batch_decode(written.response_tokens(), skip_special_tokens=True)}
-    if INFO in written.info:
+    if CONVERSATION in written.info:
         texts["prompt_text"] = tokenizer.batch_decode(written.prompt_tokens(), clean_up_tokenization_spaces=False)
     batch = Batch(written.tensors, {**rows.info, **written.info, **texts})
     return batch.with_(group_id=rows["group_id"])
@@ -49,7 +49,7 @@ def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) 
     """
     if not has_environment(config):
         return by_functions()
-    records = batch.info[INFO]
+    records = batch.info[CONVERSATION]
     names = sorted({name for record in records for name in record["info"]})
     extra = {name: [float(record["info"].get(name, math.nan)) for record in records] for name in names}
     rewards = [record["reward"] or 0.0 for record in records]
@@ -70,7 +70,7 @@ def describe(batch: Batch) -> dict[str, float]:
     environment); waited_s (seconds in which a process had nothing to sample, the longest of all processes); loss_token_share
     (tokens of the policy among those behind prompts); and ended/<reason>, the share that ended so.
     """
-    records: list[dict[str, Any]] = batch.info.get(INFO, [])
+    records: list[dict[str, Any]] = batch.info.get(CONVERSATION, [])
     if not records:
         return {}
     own = [[turn for turn in record["turns"] if turn["role"] == "assistant"] for record in records]
@@ -94,7 +94,7 @@ def describe(batch: Batch) -> dict[str, float]:
 
 def failures(batch: Batch) -> str:
     """Return how many conversations failed and why, in words; empty if none did."""
-    reasons = Counter(record["reason"] for record in batch.info.get(INFO, []) if record["failed"])
+    reasons = Counter(record["reason"] for record in batch.info.get(CONVERSATION, []) if record["failed"])
     if not reasons:
         return ""
     named = "; ".join(f"{count} times {reason:.200}" for reason, count in reasons.most_common(3))

@@ -20,7 +20,7 @@ class Metric(NamedTuple):
     verl: str = ""
 
 
-METRICS = (
+METRIC_TABLE = (
     Metric("reward/mean", "", "Mean score of the step's samples.", "critic/score/mean"),
     Metric("reward/max", "", "Highest score.", "critic/score/max"),
     Metric("reward/min", "", "Lowest score.", "critic/score/min"),
@@ -98,12 +98,12 @@ METRICS = (
 
 def described(name: str) -> Metric | None:
     """Return the description of a metric, or None if the table has none."""
-    return next((metric for metric in METRICS if fnmatchcase(name, metric.name)), None)
+    return next((metric for metric in METRIC_TABLE if fnmatchcase(name, metric.name)), None)
 
 
 def page() -> str:
     """Return the text of docs/metrics.md."""
-    rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {f'`{m.verl}`' if m.verl else ''} |" for m in METRICS]
+    rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {f'`{m.verl}`' if m.verl else ''} |" for m in METRIC_TABLE]
     head = [
         "# Metrics",
         "",

@@ -16,7 +16,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment
 from rlx.data.batch import Batch
 from rlx.errors import storing
-from rlx.trainer.conversations import INFO
+from rlx.trainer.conversations import CONVERSATION
 
 DIGITS = 5
 
@@ -60,7 +60,7 @@ def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Ite
             values = column[row, : len(mask)].tolist()
             return [None] * prompt + [round(x, DIGITS) if own else None for x, own in zip(values, mask, strict=True)]
 
-        conversation = batch.info[INFO][row] if INFO in batch.info else {}
+        conversation = batch.info[CONVERSATION][row] if CONVERSATION in batch.info else {}
         yield {
             "step": step,
             "group": groups[row],

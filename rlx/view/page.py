@@ -24,7 +24,7 @@ from rlx.view.transcripts import Sample, ViewError, samples_of, transcript_files
 __all__ = ["Page", "ViewError", "write_page"]
 BLOCK_BYTES = 1_000_000  # of JSON; a browser unpacks it in some milliseconds
 FIRST_GUESS = 0.3  # of the share of its bytes that packed JSON has
-DIGITS = 4  # significant ones of a number in the page
+SHOWN_DIGITS = 4  # significant ones of a number in the page
 TITLE_LENGTH = 100
 LARGEST_GAP = 1.0  # nats, whose colour is full
 
@@ -163,7 +163,7 @@ def _short(value: float | None) -> float | str | None:
     """Round a number to DIGITS significant digits; JSON has no inf and nan, so these become text."""
     if value is None:
         return None
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
+    return float(f"{value:.{SHOWN_DIGITS}g}") if math.isfinite(value) else str(value)
 
 
 def _compressed(text: str) -> str:

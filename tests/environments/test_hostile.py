@@ -8,7 +8,7 @@ from in_this_process import Sampler
 
 from rlx.environments.conversation import Chat
 from rlx.environments.pool import EnvironmentPool
-from rlx.environments.running import Bounds, Row, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationRow, run_conversations
 from rlx.environments.spec import EnvironmentSpec
 from rlx.rollout.protocol import Sampling
 
@@ -82,8 +82,8 @@ def turn(seed: int) -> str:
 def test_no_row_crashes_or_escapes_its_mask(tokenizer, tmp_path):
     own = tmp_path / "tools.py"
     own.write_text(TOOLS)
-    bounds = Bounds(prompt_tokens=20, response_tokens=600, turns=3, open=500, tool_characters=100)
-    rows = [Row({"prompt": [{"role": "user", "content": "go"}]}, seed, [7]) for seed in range(ROWS)]
+    bounds = ConversationBounds(prompt_tokens=20, response_tokens=600, turns=3, open=500, tool_characters=100)
+    rows = [ConversationRow({"prompt": [{"role": "user", "content": "go"}]}, seed, [7]) for seed in range(ROWS)]
     sampler = Sampler(tokenizer, lambda request: (turn(request.seed), request.seed % 50 != 0))
     with EnvironmentPool(EnvironmentSpec("TOOLS", str(own), tool_format="hermes"), 2, None) as pool:
         ran = run_conversations(sampler, pool, rows, Chat(tokenizer), Sampling(600, stop_token_ids=(1,)), bounds)

@@ -8,10 +8,10 @@ from in_this_process import Echo, Pool, Sampler
 from rlx.data.seeding import seed_for
 from rlx.environments.conversation import Chat
 from rlx.environments.protocol import Observation
-from rlx.environments.running import Bounds, EnvironmentFailed, Row, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationRow, EnvironmentFailed, run_conversations
 from rlx.rollout.protocol import EngineError, Sampling
 
-BOUNDS = Bounds(prompt_tokens=20, response_tokens=30)
+BOUNDS = ConversationBounds(prompt_tokens=20, response_tokens=30)
 PROMPT = [{"role": "user", "content": "go"}]
 
 
@@ -22,7 +22,7 @@ def run(tokenizer):
     def start(make=Echo, say=lambda request: ("hi", True), bounds=BOUNDS, rows=1, in_waves=True):
         sampler, pool = Sampler(tokenizer, say), Pool(make)
         sampling = Sampling(bounds.response_tokens, stop_token_ids=(1,))
-        data = [Row({"prompt": PROMPT}, seed, [7, 8]) for seed in range(rows)]
+        data = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(rows)]
         ran = run_conversations(sampler, pool, data, Chat(tokenizer), sampling, bounds, in_waves=in_waves)
         assert not pool.open and not sampler.running
         return ran.conversations, sampler.requests, pool
@@ -132,7 +132,7 @@ def test_a_template_that_stops_every_conversation_ends_the_run(run):
     ("side", "kept"), [("left", "abcd...(cut)..."), ("right", "...(cut)...efgh"), ("middle", "ab...(cut)...gh")]
 )
 def test_long_outputs_of_tools_are_cut(run, tokenizer, side, kept):
-    bounds = Bounds(20, 60, tool_characters=4, cut_side=side)
+    bounds = ConversationBounds(20, 60, tool_characters=4, cut_side=side)
     (conversation,), _, _ = run(lambda: Echo(role="tool"), lambda request: ("abcdefgh", True), bounds)
     assert conversation.turns[1]["text"] == kept
     (conversation,), _, _ = run(lambda: Echo(role="user"), lambda request: ("abcdefgh", True), bounds)
@@ -189,7 +189,7 @@ class FailsOnce(Sampler):
 @pytest.mark.parametrize("in_waves", [True, False])
 def test_conversations_begin_again_in_the_same_environments_after_the_sampler_failed(tokenizer, make_pool, in_waves):
     pool, chat, sampling = make_pool("Echo", ECHO), Chat(tokenizer), Sampling(30, stop_token_ids=(1,))
-    rows = [Row({"prompt": PROMPT}, seed, [7, 8]) for seed in range(6)]
+    rows = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(6)]
 
     def run(sampler):
         ran = run_conversations(sampler, pool, rows, chat, sampling, BOUNDS, in_waves=in_waves)

@@ -11,10 +11,10 @@ import pytest
 
 from rlx.environments.protocol import Turn
 from rlx.environments.python_tool import PythonTool
-from rlx.environments.sandbox import Limits, NotIsolated, check_isolation, run_python
+from rlx.environments.sandbox import NotIsolated, SandboxLimits, check_isolation, run_python
 from rlx.user_code import UserCodeError
 
-LIMITS = Limits(time_s=20.0, processes=8, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
+LIMITS = SandboxLimits(time_s=20.0, processes=8, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
 
 
 def is_isolated():
@@ -29,7 +29,7 @@ isolated = pytest.mark.skipif(not is_isolated(), reason="this system allows no n
 
 
 def run(code, **limits):
-    return asyncio.run(run_python(code, Limits(**{**vars(LIMITS), "require_isolation": False, **limits})))
+    return asyncio.run(run_python(code, SandboxLimits(**{**vars(LIMITS), "require_isolation": False, **limits})))
 
 
 def test_a_program_prints_and_fails():
@@ -80,7 +80,7 @@ def command_of(process):
 
 def test_limits_that_the_system_cannot_read_are_refused():
     with pytest.raises(UserCodeError, match="cannot run an empty program"):
-        check_isolation(Limits(**{**vars(LIMITS), "require_isolation": False, "memory_bytes": 2e9}))
+        check_isolation(SandboxLimits(**{**vars(LIMITS), "require_isolation": False, "memory_bytes": 2e9}))
 
 
 def test_it_has_none_of_the_variables_of_the_run(monkeypatch):

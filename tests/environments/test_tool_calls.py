@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlx.environments.tool_calls import FORMATS, MOST_CALLS, Call, format_of, parse
+from rlx.environments.tool_calls import FORMATS, MOST_CALLS, ToolCall, format_of, parse
 
 NAMES = ("calc", "look_up")
 ARGUMENTS = {"expression": '3+4 "<tool_call>" </b> é'}
@@ -70,11 +70,11 @@ def test_a_call_that_cannot_be_read_says_why(tool_format, text, fault):
 
 
 def test_marks_inside_of_arguments_belong_to_them():
-    assert parse("hermes", f"<tool_call>{json.dumps(CALL)}</tool_call>", NAMES).calls == [Call("calc", ARGUMENTS)]
+    assert parse("hermes", f"<tool_call>{json.dumps(CALL)}</tool_call>", NAMES).calls == [ToolCall("calc", ARGUMENTS)]
     old = parse("mistral", f"[TOOL_CALLS] {json.dumps([CALL, CALL])}", NAMES)
-    assert old.calls == [Call("calc", ARGUMENTS)] * 2
+    assert old.calls == [ToolCall("calc", ARGUMENTS)] * 2
     with_number = parse("mistral", '[TOOL_CALLS]calc[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}', NAMES)
-    assert with_number.calls == [Call("calc", {"a": 1})]
+    assert with_number.calls == [ToolCall("calc", {"a": 1})]
 
 
 def test_a_turn_makes_a_bounded_number_of_calls():

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rlx.environments.protocol import Turn
-from rlx.environments.tool_calls import Call
+from rlx.environments.tool_calls import ToolCall
 from rlx.environments.tools import LONGEST_RESULT, ToolEnvironment, Tools
 from rlx.user_code import UserCodeError
 
@@ -57,12 +57,12 @@ def test_a_function_gives_the_schema_that_chat_templates_read(tools):
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (Call("look_up", {"word": "a", "most": 1}), '["a0None"]'),
-        (Call("look_up", {"word": "a", "most": 1, "strict": None}), '["a0None"]'),
-        (Call("look_up", {"word": "7", "most": "1", "strict": "true"}, as_text=True), '["70True"]'),
-        (Call("look_up", '{"word": "é", "most": 1}'), '["é0None"]'),
-        (Call("wait", "0.01"), "waited 0.01"),
-        (Call("wait", {"seconds": 0}), "waited 0"),
+        (ToolCall("look_up", {"word": "a", "most": 1}), '["a0None"]'),
+        (ToolCall("look_up", {"word": "a", "most": 1, "strict": None}), '["a0None"]'),
+        (ToolCall("look_up", {"word": "7", "most": "1", "strict": "true"}, as_text=True), '["70True"]'),
+        (ToolCall("look_up", '{"word": "é", "most": 1}'), '["é0None"]'),
+        (ToolCall("wait", "0.01"), "waited 0.01"),
+        (ToolCall("wait", {"seconds": 0}), "waited 0"),
     ],
 )
 def test_calls(tools, call, expected):
@@ -72,15 +72,18 @@ def test_calls(tools, call, expected):
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (Call("", {}, "it has no end"), "error: the call cannot be read: it has no end"),
-        (Call("lookup", {}), "error: there is no tool 'lookup', only look_up, wait"),
-        (Call("look_up", {}), "error: 'word' is a required property"),
-        (Call("look_up", {"word": 3}), "error: argument 'word': 3 is not of type 'string'"),
-        (Call("look_up", {"word": "a", "most": "1"}), "error: argument 'most': '1' is not of type 'integer'"),
-        (Call("look_up", {"word": "a", "x": 1}), "error: Additional properties are not allowed ('x' was unexpected)"),
-        (Call("look_up", "a"), "error: expected a JSON object of the arguments word, most, strict"),
-        (Call("wait", "soon"), "error: argument 'seconds': 'soon' is not of type 'number'"),
-        (Call("look_up", {"word": "raise"}), "error: KeyError: 'raise'"),
+        (ToolCall("", {}, "it has no end"), "error: the call cannot be read: it has no end"),
+        (ToolCall("lookup", {}), "error: there is no tool 'lookup', only look_up, wait"),
+        (ToolCall("look_up", {}), "error: 'word' is a required property"),
+        (ToolCall("look_up", {"word": 3}), "error: argument 'word': 3 is not of type 'string'"),
+        (ToolCall("look_up", {"word": "a", "most": "1"}), "error: argument 'most': '1' is not of type 'integer'"),
+        (
+            ToolCall("look_up", {"word": "a", "x": 1}),
+            "error: Additional properties are not allowed ('x' was unexpected)",
+        ),
+        (ToolCall("look_up", "a"), "error: expected a JSON object of the arguments word, most, strict"),
+        (ToolCall("wait", "soon"), "error: argument 'seconds': 'soon' is not of type 'number'"),
+        (ToolCall("look_up", {"word": "raise"}), "error: KeyError: 'raise'"),
     ],
 )
 def test_errors_are_told_to_the_model(tools, call, expected):
@@ -89,7 +92,7 @@ def test_errors_are_told_to_the_model(tools, call, expected):
 
 
 def test_long_results_are_cut(tools):
-    [(text, error)] = run(tools, Call("look_up", {"word": "long"}))
+    [(text, error)] = run(tools, ToolCall("look_up", {"word": "long"}))
     assert not error and text == "y" * LONGEST_RESULT + "… (cut: 1,000,000 characters)"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlx.rollout import flight
-from rlx.rollout.flight import FirstRank, Load, aborting, joined_loads
+from rlx.rollout.flight import FirstRank, SamplerLoad, aborting, joined_loads
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 
@@ -128,7 +128,7 @@ def clock(monkeypatch):
 
 
 def test_the_load_is_an_average_over_time_and_shows_the_tail(clock):
-    load = Load(max_num_seqs=4)
+    load = SamplerLoad(max_num_seqs=4)
     assert load.figures() == {}
     load.note(0)
     assert load.figures() == {}

@@ -9,7 +9,7 @@ from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.rows import batch_of, rows_of
-from rlx.environments.running import Ran, Row
+from rlx.environments.running import ConversationRow, RanConversations
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
 from rlx.trainer import conversations, steps, transcripts
@@ -30,8 +30,8 @@ def a_conversation(*rewards, reason="done", failed=False, info=None):
 def batch():
     """Two samples of a prompt; the second failed before its first turn and has its row's prompt."""
     failed = Conversation([], width=8, reason="timeout: too slow", failed=True, failure_reward=-1.0)
-    rows = [Row({}, 3, [5]), Row({}, 4, [5, 6, 7])]
-    ran = Ran([a_conversation(0.5, 1.0, info={"acc": 1.0}), failed], waited_s=2.5)
+    rows = [ConversationRow({}, 3, [5]), ConversationRow({}, 4, [5, 6, 7])]
+    ran = RanConversations([a_conversation(0.5, 1.0, info={"acc": 1.0}), failed], waited_s=2.5)
     found = batch_of(ran, rows, 0, 8, 7, True)
     info = {"data_source": ["a", "a"], "sample": [0, 1], "response_text": ["CDMCD", ""]}
     return Batch(found.tensors, {**found.info, **info}).with_(group_id=torch.zeros(2, dtype=torch.int64))
@@ -47,7 +47,7 @@ def test_a_batch_holds_each_conversation(batch):
 
 
 def test_a_share_without_rows_has_the_columns():
-    batch = batch_of(Ran([], 0.0), [], 0, 8, 7, True)
+    batch = batch_of(RanConversations([], 0.0), [], 0, 8, 7, True)
     assert len(batch) == 0 and batch.response_length == 8
 
 
@@ -57,7 +57,7 @@ def test_an_environment_gets_its_row():
     (row,) = rows_of(Batch.of({"prompt_ids": ids, "prompt_mask": mask, "seed": torch.tensor([9])}, info))
     prompt = [{"role": "user", "content": "go"}]
     data = {"prompt": prompt, "data_source": "a", "ground_truth": 7, "extra_info": {"b": 1}, "seed": 9}
-    assert row == Row(data, 9, [5])
+    assert row == ConversationRow(data, 9, [5])
 
 
 def test_an_environments_rewards_are_added_to_the_functions_or_replace_them(batch):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rlx.offload.runtime.layers import find_layers
 
-BLOCK = 64  # weights that share a scale, in bitsandbytes and in the paper
+NF4_BLOCK = 64  # weights that share a scale, in bitsandbytes and in the paper
 
 
 class QuantizationError(ValueError):
@@ -89,7 +89,10 @@ def quantized(weight: Tensor, device: torch.device | None = None) -> Tensor:
     if weight.is_meta:
         return torch.empty(shape, dtype=torch.uint8, device="meta")
     codes, state = _library().quantize_4bit(
-        weight.to(device or weight.device).contiguous(), blocksize=BLOCK, compress_statistics=False, quant_type="nf4"
+        weight.to(device or weight.device).contiguous(),
+        blocksize=NF4_BLOCK,
+        compress_statistics=False,
+        quant_type="nf4",
     )
     scales = state.absmax.to(torch.float32).view(torch.uint8)
     return torch.cat([codes.view(-1), scales]).view(shape).to(weight.device)
@@ -100,7 +103,7 @@ def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = packed.shape[0], packed.shape[1] * 16 // 9
     flat, codes = packed.detach().reshape(-1), rows * columns // 2
     library, scales = _library(), flat[codes:].view(torch.float32)
-    state = library.QuantState(scales, torch.Size((rows, columns)), blocksize=BLOCK, quant_type="nf4", dtype=dtype)
+    state = library.QuantState(scales, torch.Size((rows, columns)), blocksize=NF4_BLOCK, quant_type="nf4", dtype=dtype)
     return library.dequantize_4bit(flat[:codes], state)  # type: ignore[no-any-return]
 
 
@@ -136,7 +139,7 @@ def quantize_layers(model: nn.Module, device: torch.device | None = None) -> Non
     if 2 * count < total or not count:
         raise QuantizationError(
             f"quantization=nf4: got {type(model).__name__} with {count} of {total} frozen weights of its layers in linear maps "
-            f"whose input width is a multiple of {BLOCK}, expected at least half; experts of a mixture cannot be quantised. "
+            f"whose input width is a multiple of {NF4_BLOCK}, expected at least half; experts of a mixture cannot be quantised. "
             "Leave quantization out"
         )
     while found:  # each full weight is free before the next one is quantised
@@ -146,7 +149,7 @@ def quantize_layers(model: nn.Module, device: torch.device | None = None) -> Non
 
 def _can_quantize(linear: nn.Linear) -> bool:
     is_plain = type(linear).forward is nn.Linear.forward
-    return is_plain and not linear.weight.requires_grad and linear.in_features % BLOCK == 0
+    return is_plain and not linear.weight.requires_grad and linear.in_features % NF4_BLOCK == 0
 
 
 def _library() -> Any:

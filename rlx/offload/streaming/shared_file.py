@@ -27,11 +27,17 @@ def shared_file(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
     path, file = [""], -1
     is_first = dist.get_rank(group) == 0
     try:
+        fault: OSError | None = None
         if is_first:
-            file = os.memfd_create("frozen weights")
-            os.ftruncate(file, nbytes)
-            path[0] = f"/proc/{os.getpid()}/fd/{file}"
+            try:
+                file = os.memfd_create("frozen weights")
+                os.ftruncate(file, nbytes)
+                path[0] = f"/proc/{os.getpid()}/fd/{file}"
+            except OSError as error:
+                fault = error
         dist.broadcast_object_list(path, group_src=0, group=group)
+        if not path[0]:
+            raise fault or OSError("the first process of this machine could not make the memory that all share")
         if not is_first:
             file = os.open(path[0], os.O_RDWR)
         yield file
