@@ -192,6 +192,8 @@ class _Run:
         self._to_pool("reset", row, self._rows[row].data)
 
     def _take_turns(self, stopped: list[tuple[int, Completion]]) -> None:
+        if not stopped:
+            return
         texts = self._chat.texts_of([completion for _, completion in stopped])
         for (number, completion), text in zip(stopped, texts, strict=True):
             key = self._sampled.pop(number)
