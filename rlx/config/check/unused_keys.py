@@ -39,6 +39,7 @@ OF_FUNCTIONS = (
 FSDP = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp", f"{JUDGE}.model.fsdp_config")
 CORRECTION = "algorithm.rollout_correction"
 _OF_BF16 = ("master_weights", "allow_lossy_updates")
+_OF_OPTIMIZER = ("optimizer_offload", "optimizer_state")
 VLLM_ONLY = (
     *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
     *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm", "seed_requests"),
@@ -66,6 +67,12 @@ def _with(number: str, *keys: str) -> UnusedKey:
 def _if(key: str, value: object, *keys: str) -> UnusedKey:
     """Return the row of keys that are not read while another one has this value."""
     return _row(f"{key} is {as_text(value)}", lambda s: s.value(key) == value, *keys)
+
+
+def _of_sizes(flag: str, by_tokens: str, by_rows: str) -> tuple[UnusedKey, UnusedKey]:
+    """Return the rows of the two sizes of a micro-batch, of which the flag beside them chooses the one by tokens."""
+    section = flag.rpartition(".")[0]
+    return _without(flag, f"{section}.{by_tokens}_per_gpu"), _if(flag, True, f"{section}.{by_rows}_per_gpu")
 
 
 def _no_files_of_the_task(s: CheckContext) -> bool:
@@ -101,10 +108,6 @@ def _engine_reads_not(unread: UnreadOptions, offload: str, s: CheckContext) -> b
     return unread.when(options, s.on_accelerator)
 
 
-def _on_cpu(s: CheckContext) -> bool:
-    return not s.on_accelerator
-
-
 def _is_wide(dtype: str) -> Callable[[CheckContext], bool]:
     """Whether weights are fp32 or wider, so that masters would be copies of them."""
     return lambda s: s.value(dtype) != "bf16"
@@ -131,11 +134,15 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
         ),
         _without(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules", f"{model}.lora.*"),
         _row("adapters are fp32", lambda s: s.value(f"{model}.lora_rank") > 0, *_below(optim, *_OF_BF16)),
-        _without(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
-        _if(f"{role}.use_dynamic_bsz", True, f"{role}.ppo_micro_batch_size_per_gpu"),
+        *_of_sizes(f"{role}.use_dynamic_bsz", "ppo_max_token_len", "ppo_micro_batch_size"),
         _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
         _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
         _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, *_OF_BF16)),
+        _row(
+            "torchao's AdamW has no masters",
+            lambda s: s.value(f"{optim}.optimizer") != "AdamW",
+            f"{optim}.master_weights",
+        ),
     )
 
 
@@ -150,12 +157,8 @@ UNUSED_KEYS = (
     *_of_trained_model(ACTOR, MODEL),
     *_of_trained_model("critic", "critic.model"),
     # Updates
-    _without(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    _without(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
-    *(
-        _if(f"{role}.log_prob_use_dynamic_bsz", True, f"{role}.log_prob_micro_batch_size_per_gpu")
-        for role in (ROLLOUT, REF)
-    ),
+    *_of_sizes(f"{ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_max_token_len", "log_prob_micro_batch_size"),
+    *_of_sizes(f"{REF}.log_prob_use_dynamic_bsz", "log_prob_max_token_len", "log_prob_micro_batch_size"),
     _without(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
     _row("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config), f"{REF}.*"),
     _row(
@@ -172,26 +175,10 @@ UNUSED_KEYS = (
     _without(f"{ACTOR}.policy_loss.path", f"{ACTOR}.policy_loss.name"),
     _row(
         "on CPU everything is in host memory",
-        _on_cpu,
-        *(
-            f"{fsdp}.{name}"
-            for fsdp in FSDP
-            for name in ("param_offload", "optimizer_offload", "optimizer_state", "offload_policy")
-        ),
+        lambda s: not s.on_accelerator,
+        *(key for fsdp in FSDP for key in _below(fsdp, "param_offload", *_OF_OPTIMIZER, "offload_policy")),
     ),
-    _row(
-        "torchao's AdamW has no masters",
-        lambda s: s.value(f"{ACTOR}.optim.optimizer") != "AdamW",
-        f"{ACTOR}.optim.master_weights",
-    ),
-    _row(
-        "torchao's AdamW has no masters",
-        lambda s: s.value("critic.optim.optimizer") != "AdamW",
-        "critic.optim.master_weights",
-    ),
-    _row(
-        "the reference has no optimizer", _always, *_below(f"{REF}.fsdp_config", "optimizer_offload", "optimizer_state")
-    ),
+    _row("the reference has no optimizer", _always, *_below(f"{REF}.fsdp_config", *_OF_OPTIMIZER)),
     _row(
         "there is one process",
         lambda s: processes(s.config) == 1,
@@ -210,12 +197,11 @@ UNUSED_KEYS = (
     _row("environment.rewards is replace", lambda s: only_environment_scores(s.config), f"{OWN}.*", *OF_FUNCTIONS),
     # Rewards and algorithm
     _without(f"{JUDGE}.enable", f"{JUDGE}.*"),
-    _without(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
-    _if(f"{JUDGE}.use_dynamic_bsz", True, f"{JUDGE}.micro_batch_size_per_gpu"),
+    *_of_sizes(f"{JUDGE}.use_dynamic_bsz", "forward_max_token_len", "micro_batch_size"),
     _row(
         "a reward model has no optimizer",
         _always,
-        *_below(f"{JUDGE}.model.fsdp_config", "optimizer_offload", "optimizer_state"),
+        *_below(f"{JUDGE}.model.fsdp_config", *_OF_OPTIMIZER),
     ),
     _row(f"{JUDGE}.rule_weight is 0: a model alone scores", _only_a_model_scores, f"{OWN}.*", *OF_FUNCTIONS),
     _without(

@@ -31,9 +31,8 @@ def long_text(forecast: MemoryForecast) -> str:
     """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
-    peaks: list[tuple[str, ...]] = [
-        ("peaks in GB", "peak", "of", LONGEST_COLUMN, "full beyond", "host", "disk", "peak in")
-    ]
+    names = ("peak", "of", LONGEST_COLUMN, "full beyond", "host", "disk", "peak in")
+    peaks: list[tuple[str, ...]] = [("peaks in GB", *names)]
     for phase in phases:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         full = _full_beyond(forecast, phase)

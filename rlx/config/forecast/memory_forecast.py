@@ -4,8 +4,8 @@ The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a
 
 - for each idle role: weights and optimizer state, unless they are on the host (`param_offload`, `optimizer_offload`,
   `offload_policy`, frozen layers with `layer_offload`);
-- for the working role: weights (with `layer_offload` those of two layers), the weights that FSDP gathers, the activations of one micro-batch, in an update the gradients,
-  and the optimizer state unless it is on the host;
+- for the working role: weights (with `layer_offload` those of two layers), the weights that FSDP gathers, the activations of one
+  micro-batch, in an update the gradients, and the optimizer state unless it is on the host;
 - for the sampler: vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
 
 A vLLM that takes adapters alone keeps its base in host memory while it sleeps.
