@@ -88,9 +88,8 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
         _add_later(sums_TB, torch.where(mask_TB, decay, 1.0).unbind() if has_gaps else [decay] * len(delta_TB))
         next_value_B, next_advantage_B = values_TB[0], sums_TB[0]
         for result, found_TB in ((advantages, sums_TB[:-1]), (returns, sums_TB[:-1] + values_TB[:-1])):
-            result[:, block] = _transposed(
-                (torch.where(mask_TB, found_TB, 0.0) if has_gaps else found_TB).to(result.dtype)
-            )
+            inside_TB = torch.where(mask_TB, found_TB, 0.0) if has_gaps else found_TB
+            result[:, block] = _transposed(inside_TB.to(result.dtype))
     return advantages, returns
 
 

@@ -258,9 +258,8 @@ def _checked_content(content: Any, key: str) -> Content:
         for message in content
     )
     if not content or not is_chat:
-        raise ValueError(
-            f"{key} is {content!r:.120}, expected text or a list of messages {{role: text, content: text}}"
-        )
+        expected = "text or a list of messages {role: text, content: text}"
+        raise ValueError(f"{key} is {content!r:.120}, expected {expected}")
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.
     return [{name: value for name, value in message.items() if value is not None} for message in content]
 
@@ -277,9 +276,8 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
         return PromptDataset(files, config, tokenizer, split)
     key = DATASET.key
     if custom.name is None:
-        raise UserCodeError(
-            f"{key}.path is {custom.path!r}, but {key}.name is not set; expected the name of the class in it"
-        )
+        got = f"{key}.path is {custom.path!r}, but {key}.name is not set"
+        raise UserCodeError(f"{got}; expected the name of the class in it")
     dataset: PromptDataset = load_callable(custom.path, custom.name, DATASET)(files, config, tokenizer, split)
     missing = [name for name in INTERFACE if not hasattr(dataset, name)]
     if missing:

@@ -213,9 +213,8 @@ class LayerProfile:
         state = self._state
         if state.last_boundary_bytes is None:
             tables = sum(self.inputs.shared.values())  # they are made in this step, too
-            state.begin_bytes = max(
-                0, self._memory.look()[0] - self.inputs.boundary_bytes - tables - state.gathered_bytes
-            )
+            inputs = self.inputs.boundary_bytes + tables
+            state.begin_bytes = max(0, self._memory.look()[0] - inputs - state.gathered_bytes)
             state.begin_gradient_bytes = state.gradient_bytes()
         self._offloading_bytes = state.last_boundary_bytes or 0
         state.last_boundary_bytes = self.inputs.boundary_bytes
