@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.offload.autotune.consensus import Consensus, RankReport, longest_input_bytes
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, Inputs, LayerProfile
+from rlx.offload.autotune.layer_profile import LayerProfile
 from rlx.offload.autotune.length_bucket import Key, LengthBucket
+from rlx.offload.autotune.op_profile import DeviceMemoryProbe, Inputs
 from rlx.offload.autotune.pass_profile import PassProfile, planned
 from rlx.offload.autotune.profile_cache import ProfileCache
 from rlx.offload.autotune.profile_key import describe_call

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.plan.memory import tile_tokens
-from rlx.offload.recompute.ambient_state import has_autocast
+from rlx.offload.recompute.ambient_state import autocast_dtype
 from rlx.offload.replay.replay_mode import run_as_one_call, unrecorded
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import find_layers
@@ -87,10 +87,7 @@ class TiledForward(ForwardOverride):
             return "gets or holds other than plain tensors"
         if not hidden.is_contiguous():
             return "gets a tensor that is not contiguous"
-        kind = hidden.device.type
-        is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
-        cast = torch.get_autocast_dtype(kind) if is_cast else None
-        key = hidden.dtype, hidden.shape[-1], cast, tiled.module.training
+        key = hidden.dtype, hidden.shape[-1], autocast_dtype(hidden.device.type), tiled.module.training
         if key not in self._dtypes:
             self._dtypes[key] = _dtype_if_position_wise(tiled, hidden)
         return self._dtypes[key]
