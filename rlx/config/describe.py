@@ -71,7 +71,7 @@ def _section(path: str, section: Leaf, first_place: dict[type, str]) -> str:
     text = f"### `{path}`\n\n{section.info.doc}"
     if kind in first_place:
         changed = _differences(kind(), section.default)
-        return f"{text} Keys as in [`{first_place[kind]}`](#{_anchor(first_place[kind])}){changed}.\n"
+        return f"{text} Keys as in [`{first_place[kind]}`](#{first_place[kind].replace('.', '')}){changed}.\n"
     first_place[kind] = path
     known = children(section.default).items()
     rows = [_row(name, child) for name, child in known if not is_dataclass(child.default)]
@@ -90,10 +90,6 @@ def _row(name: str, leaf: Leaf) -> str:
     kind = "; ".join(filter(None, (describe_type(leaf.hint), describe_range(leaf.info))))
     row = f"| `{name}` | {kind} | `{as_text(leaf.default)}` | {leaf.info.doc} |"
     return row.replace("<=", "≤").replace(">=", "≥")
-
-
-def _anchor(path: str) -> str:
-    return path.replace(".", "")
 
 
 if __name__ == "__main__":

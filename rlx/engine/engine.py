@@ -4,7 +4,7 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -360,7 +360,8 @@ class Engine:
         self.sharded.reshard()
         self._release_streamed()
         if parameters and self.fsdp.param_offload and not self._offloaded_parameters.is_offloaded:
-            self._offloaded_parameters.offload(self._on_device(self.root.parameters()))
+            here = (p for p in self.root.parameters() if local(p).device.type == self.device.type)
+            self._offloaded_parameters.offload(here)
         if self._state_on_host is not None:
             self._state_on_host.to_host()
         if self.device.type != "cpu":
@@ -382,9 +383,6 @@ class Engine:
     def _release_streamed(self) -> None:
         if self.streaming is not None:
             self.streaming.release()
-
-    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]
 
     def offload_stats(self) -> Metrics:
         """Return the figures of activation offloading since the last call, named as in OffloadStats.

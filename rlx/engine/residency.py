@@ -265,16 +265,10 @@ def obtainable_bytes(arena: HostArena) -> int:
 
 def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield equal pieces of the storages and of the block in order, cut where either ends."""
-    views = iter(block.views)
-    on_host = next(views)
+    first = 0
     for storage in storages:
-        left = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        while left.numel():
-            if not on_host.numel():
-                on_host = next(views)
-            length = min(left.numel(), on_host.numel())
-            yield left[:length], on_host[:length]
-            left, on_host = left[length:], on_host[length:]
+        yield from _with_block(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), block, first)
+        first += storage.nbytes()
 
 
 def _with_block(tensor: Tensor, block: Block, first: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,7 +14,6 @@ from rlx.config.schema.roles import (
     has_environment,
     has_reference,
     has_reference_model,
-    has_reward_model,
     is_tiny,
     only_environment_scores,
 )
@@ -75,10 +74,6 @@ def _of_sizes(flag: str, by_tokens: str, by_rows: str) -> tuple[UnusedKey, Unuse
     return _without(flag, f"{section}.{by_tokens}_per_gpu"), _if(flag, True, f"{section}.{by_rows}_per_gpu")
 
 
-def _no_files_of_the_task(s: CheckContext) -> bool:
-    return ARITHMETIC not in (*s.config.data.train_files, *s.config.data.val_files)
-
-
 def _loss_without(*readers: str) -> Callable[[CheckContext], bool]:
     """Whether rlx's policy loss is none of `readers` and so ignores a key; a user's own loss may read any key."""
     loss = f"{ACTOR}.policy_loss"
@@ -94,32 +89,13 @@ def _never_validates(s: CheckContext) -> bool:
     return trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only
 
 
-def _own_function_scores_all(s: CheckContext) -> bool:
-    custom = s.config.custom_reward_function
-    return custom.path is not None and not custom.data_sources
-
-
-def _only_a_model_scores(s: CheckContext) -> bool:
-    return has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
-
-
 def _engine_reads_not(unread: UnreadOptions, offload: str, s: CheckContext) -> bool:
     options = OffloadOptions.unchecked(**vars(s.value(offload)))
     return unread.when(options, s.on_accelerator)
 
 
-def _is_wide(dtype: str) -> Callable[[CheckContext], bool]:
-    """Whether weights are fp32 or wider, so that masters would be copies of them."""
-    return lambda s: s.value(dtype) != "bf16"
-
-
 def _always(s: CheckContext) -> bool:
     return True
-
-
-def _both_clips_are_given(s: CheckContext) -> bool:
-    actor = s.config.actor_rollout_ref.actor
-    return None not in (actor.clip_ratio_low, actor.clip_ratio_high)
 
 
 def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
@@ -137,7 +113,8 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
         *_of_sizes(f"{role}.use_dynamic_bsz", "ppo_max_token_len", "ppo_micro_batch_size"),
         _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
         _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
-        _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, *_OF_BF16)),
+        # Masters would be copies of the weights.
+        _row(f"{dtype} is not bf16", lambda s: s.value(dtype) != "bf16", *_below(optim, *_OF_BF16)),
         _row(
             "torchao's AdamW has no masters",
             lambda s: s.value(f"{optim}.optimizer") != "AdamW",
@@ -149,7 +126,11 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
 UNUSED_KEYS = (
     # Data and models
     _row("overlong prompts are dropped, not cut", lambda s: s.config.data.filter_overlong_prompts, "data.truncation"),
-    _row(f"no data file is {ARITHMETIC}", _no_files_of_the_task, "data.arithmetic.*"),
+    _row(
+        f"no data file is {ARITHMETIC}",
+        lambda s: ARITHMETIC not in (*s.value("data.train_files"), *s.value("data.val_files")),
+        "data.arithmetic.*",
+    ),
     _without("data.shuffle", "data.seed"),
     _row(f"{MODEL}.path is not {TINY}", lambda s: not is_tiny(s.config), f"{MODEL}.tiny.*", "warm_start.*"),
     _row(f"the critic has the policy's shape, {MODEL}.tiny", _always, "critic.model.tiny.*"),
@@ -167,7 +148,11 @@ UNUSED_KEYS = (
         *(f"{REF}.fsdp_config.*", f"{REF}.ulysses_sequence_parallel_size"),
     ),
     _row("the critic has no sampler", _always, "critic.model.lora.merge"),
-    _row("clip_ratio_low and clip_ratio_high are both set", _both_clips_are_given, f"{ACTOR}.clip_ratio"),
+    _row(
+        "clip_ratio_low and clip_ratio_high are both set",
+        lambda s: None not in map(s.value, _below(ACTOR, "clip_ratio_low", "clip_ratio_high")),
+        f"{ACTOR}.clip_ratio",
+    ),
     _row("sapo has no clip", _loss_without(*(set(LOSS_MODES) - {"sapo"})), f"{ACTOR}.clip_ratio*"),
     _row("only the vanilla loss has a dual clip", _loss_without("vanilla"), f"{ACTOR}.clip_ratio_c"),
     _row("policy_loss.loss_mode is not sapo", _loss_without("sapo"), f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg"),
@@ -203,13 +188,21 @@ UNUSED_KEYS = (
         _always,
         *_below(f"{JUDGE}.model.fsdp_config", *_OF_OPTIMIZER),
     ),
-    _row(f"{JUDGE}.rule_weight is 0: a model alone scores", _only_a_model_scores, f"{OWN}.*", *OF_FUNCTIONS),
+    _row(
+        f"{JUDGE}.rule_weight is 0: a model alone scores",
+        lambda s: s.value(f"{JUDGE}.enable") and s.value(f"{JUDGE}.rule_weight") == 0,
+        *(f"{OWN}.*", *OF_FUNCTIONS),
+    ),
     _without(
         f"{OWN}.path",
         *_below(OWN, "name", "reward_kwargs", "data_sources"),
         *("reward.reward_manager.name", "reward.max_concurrent"),
     ),
-    _row("a custom_reward_function scores all", _own_function_scores_all, "reward.format_score"),
+    _row(
+        "a custom_reward_function scores all",
+        lambda s: s.value(f"{OWN}.path") is not None and not s.value(f"{OWN}.data_sources"),
+        "reward.format_score",
+    ),
     _without("reward.format", "reward.format_weight"),
     _without("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
     _if("algorithm.kl_ctrl.type", "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
