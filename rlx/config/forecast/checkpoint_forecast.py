@@ -77,7 +77,8 @@ def checkpoint_text(forecast: MemoryForecast, folder: Path) -> list[str]:
     lines = [f"checkpoints: {each} GB each ({by_role}), {keeps}; {gb(free)} GB are free for {folder}{copied}"]
     on_machine = trainer.n_gpus_per_node / processes(forecast.config)
     if staged := on_machine * sum(role.staged for role in roles.values()):
-        lines.append(f"a save copies {gb(staged)} GB to each machine's host memory, from where a thread writes them")
+        where = "the host memory of each machine, from where a thread writes them"
+        lines.append(f"a save copies {gb(staged)} GB to {where}")
     if spare := on_machine * sum(role.spare for role in roles.values()):
         more = f"up to {gb(spare)} GB more of each machine's host memory"
         lines.append(f"beside a save the optimizer takes {more}, if it has them")
