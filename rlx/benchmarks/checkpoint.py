@@ -61,9 +61,8 @@ class Training:
         fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload)
         plain = _model(options, device)
         self.sharded = shard(plain, "fsdp2", fsdp, precision_of(fsdp, device), device)
-        self.optimizer = build_optimizer(
-            self.sharded.root.parameters(), OptimConfig(lr=1e-6, master_weights=not options.bf16_state)
-        )
+        optim = OptimConfig(lr=1e-6, master_weights=not options.bf16_state)
+        self.optimizer = build_optimizer(self.sharded.root.parameters(), optim)
         self.saves = Saves(self.arena, "model", device)
         self._on_host = None
         if options.optimizer_offload:
