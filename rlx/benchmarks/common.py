@@ -15,6 +15,7 @@ from rlx.offload.plan.shapes import SHAPES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+GB = 1e9
 T = TypeVar("T")
 
 
