@@ -40,6 +40,7 @@ from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.runtime.layers import fsdp_kinds
 from rlx.offload.runtime.session import Layer, OffloadSession
 from rlx.offload.storage.regions import size_bytes
 
@@ -280,9 +281,7 @@ def has_collectives(module: nn.Module) -> bool:
     """Return whether a layer communicates in its forward: it has tensor-parallel weights, or FSDP units inside."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    inner = [child for child in module.modules() if child is not module]
-    has_units = any(isinstance(child, (FSDPModule, FullyShardedDataParallel)) for child in inner)
+    has_units = any(isinstance(child, fsdp_kinds()) for child in module.modules() if child is not module)
     return has_units or any(isinstance(parameter, DTensor) for parameter in module.parameters())
