@@ -8,7 +8,8 @@ import pytest
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkpoints
 from rlx.config.forecast.forecast_text import long_text, short_text
-from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast
+from rlx.config.forecast.phase import Phase
 from rlx.config.machine import Cluster, Machine
 from rlx.offload.plan.shapes import SHAPES
 
