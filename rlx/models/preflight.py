@@ -12,6 +12,7 @@ from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
 from rlx.models.adapter_folder import load_adapters
+from rlx.models.experts import LEAVE_EXPERTS_ALONE
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
 from rlx.models.lora import adapter_targets, add_lora
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
@@ -63,8 +64,7 @@ def faults_of(
             load_adapters(skeleton, model)
         if needs_experts and not any(name.endswith(".experts") for name, _ in skeleton.named_modules()):
             faults.append(
-                f"got a {type(skeleton).__name__} without experts, expected a mixture of experts; set "
-                "rollout.enable_rollout_routing_replay=False and actor.router_aux_loss_coef=0"
+                f"got a {type(skeleton).__name__} without experts, expected a mixture of experts; {LEAVE_EXPERTS_ALONE}"
             )
     except ModelError as error:
         faults.append(str(error))
