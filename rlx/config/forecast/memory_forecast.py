@@ -11,8 +11,8 @@ The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a
 A vLLM that takes adapters alone keeps its base in host memory while it sleeps.
 
 A micro-batch counts as full of sequences of full length (`data.max_prompt_length` + `data.max_response_length`). The host
-holds at most the states named above and the offloaded activations, not all at once. Without an accelerator all memory is the
-host's.
+holds at most the states named above, the offloaded activations and the experts that the sampler recorded, not all at once.
+Without an accelerator all memory is the host's.
 
 Phases have the names of the run's metrics. The memory of an update is the largest of forward, head, backward and optimizer step.
 With `save=auto` it is the least possible; a run uses more if that is faster and there is room. `sync` holds the sampler's
@@ -311,7 +311,17 @@ class MemoryForecast:
     def _on_host(self, own: RoleMemory | None = None) -> float:
         """Return the bytes on the host while one role works, activations aside; by default while none does."""
         idle = sum(each.host_at_rest for each in self._memories.values() if each is not own)
+        idle += self._recorded_experts * self.on_device
         return idle + (0.0 if own is None else own.host_at_work + self._sampler.host_at_rest)
+
+    @property
+    def _recorded_experts(self) -> float:
+        """Bytes of the batch's column `routed_experts`, divided by the processes of the machine that holds it."""
+        rollout, actor = self.config.actor_rollout_ref.rollout, self._memories.get("actor")
+        if not rollout.enable_rollout_routing_replay or actor is None:
+            return 0.0
+        tokens = self.config.data.train_batch_size * rollout.n * self.length
+        return tokens * actor.decoder.recorded_bytes / self.config.trainer.n_gpus_per_node
 
 
 def _mode(model: ModelConfig) -> str:
