@@ -4,6 +4,7 @@ bash reads the blocks of a page and hands each command to this file in place of 
 """
 
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -63,6 +64,13 @@ def given(page: str, folder: Path) -> list[list[str]]:
     done = subprocess.run(["/bin/bash"], input=script, text=True, cwd=folder, env=environment, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
     return [line.split("\x1f")[:-1] for line in (folder / "commands").read_text().split("\x1e")[:-1]]
+
+
+def inline(page: str) -> list[list[str]]:
+    """Commands within a sentence or a table; words with … or NAME are left to the reader."""
+    starts = "|".join(f"rlx {name}" for name in COMMANDS)
+    found = re.findall(rf"`((?:{starts}|python -m rlx[\w.]*) [^`]+)`", BLOCK.sub("", PAGES[page]))
+    return [[word for word in shlex.split(command) if not re.search("…|NAME", word)] for command in found]
 
 
 def fault(words: list[str]) -> str | None:
@@ -135,13 +143,9 @@ def of_pip(words: list[str]) -> str | None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_can_be_given(page: str, tmp_path: Path):
-    if blocks(page, "bash"):
-        wrong = {
-            " ".join(words): why
-            for words in given(page, tmp_path)
-            if (why := fault([w for w in words if w not in ("...", "…")]))
-        }
-        assert wrong == {}
+    commands = inline(page) + (given(page, tmp_path) if blocks(page, "bash") else [])
+    wrong = {" ".join(words): why for words in commands if (why := fault([w for w in words if w not in ("...", "…")]))}
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,7 +12,7 @@ import rlx.offload
 from rlx.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
@@ -65,7 +65,7 @@ def test_the_names_of_the_map_exist():
 
 def test_the_site_has_every_page_once():
     named = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(named) == sorted(page.name for page in PAGES[1:])
+    assert sorted(named) == sorted(page.name for page in PAGES[2:])
 
 
 def test_the_api_page_has_every_public_name_of_offload():
