@@ -63,6 +63,11 @@ class Driver:
         """Its exit code, or None while it runs."""
         return self._process.poll()
 
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, but at most this long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
     def listen(self) -> None:
         """Take in what it has told since the last call."""
         with contextlib.suppress(BlockingIOError):
@@ -188,7 +193,7 @@ class Keeper:
         """Return after the driver's end. If Ray died first or the driver is frozen, return that; `close` then kills it."""
         passed_on = 0
         while driver.code is None:
-            time.sleep(TICK_S)
+            driver.wait(TICK_S)
             family.reap_orphans(driver.pid)
             driver.listen()
             for signum in self._signals[passed_on:]:

@@ -351,7 +351,7 @@ class Progress:
         first_validation: Mapping[str, float],
         last_validation: Mapping[str, float],
         folder: Path,
-        picture: Path,
+        picture: Path | None,
         restarts: Sequence[str] = (),
     ) -> None:
         """Show the closing panel: results, duration, and the folders of run and report.
@@ -371,7 +371,9 @@ class Progress:
             facts[label] = f"{first:.3f} -> {last:.3f}"
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
         facts["wall time"] = duration(time.perf_counter() - self._started)
-        facts |= {"run": str(folder), "report": str(picture)}
+        facts["run"] = str(folder)
+        if picture is not None:
+            facts["report"] = str(picture)
         for name, part in (("metrics", METRICS_FILE), ("generations", "validation"), ("checkpoints", "checkpoints")):
             if (folder / part).exists():
                 facts[name] = str(folder / part)

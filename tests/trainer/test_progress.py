@@ -1,5 +1,6 @@
 import io
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -218,6 +219,22 @@ def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path)
     joined = "".join(line.strip("│ ") for line in text.splitlines())  # long paths fold
     assert str(tmp_path / "report.png") in joined and str(tmp_path / "metrics.jsonl") in joined
     assert "checkpoints" not in text
+
+
+@pytest.mark.parametrize("fault", ["no matplotlib", "a torn file"])
+def test_a_picture_that_cannot_be_drawn_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
+    from rlx.trainer.run import _picture
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n' if fault == "no matplotlib" else "[\n")
+    if fault == "no matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+        monkeypatch.delitem(sys.modules, "rlx.trainer.report", raising=False)
+    progress, stream = plain()
+    picture = _picture(tmp_path, progress)
+    progress.summary({}, {}, tmp_path, picture)
+    said = " ".join(stream.getvalue().split())
+    assert picture is None and f"rlx report {tmp_path}" in said.replace("! ", "")
+    assert ("matplotlib" if fault == "no matplotlib" else "line 1") in said
 
 
 def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
