@@ -27,6 +27,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import is_tiny
 from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, wrapped
+from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
 from rlx.trainer.launch import launch
@@ -76,7 +77,7 @@ class DriverOptions(NamedTuple):
 
 def read_options(arguments: Sequence[str]) -> tuple[DriverOptions, list[str]]:
     """Return the options, and the overrides among the arguments. Raises ValueError for a machine that is not known."""
-    parser = argparse.ArgumentParser(prog="rlx check", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(prog=program("check"), add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--tree", action="store_true")
     parser.add_argument("--on")
@@ -125,7 +126,10 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
 def _print_plan(composed: Composed, machine: Machine) -> None:
     """Print the memory by phase, unless the run is meant for GPUs that this machine does not have."""
     if not _is_meant_for(composed, machine):
-        print(wrapped("This machine has no GPU. Name the one that is meant: rlx check --on 8xh100 ..."), flush=True)
+        print(
+            wrapped(f"This machine has no GPU. Name the one that is meant: {program('check')} --on 8xh100 ..."),
+            flush=True,
+        )
         return
     forecast = MemoryForecast.of(composed.config, machine)
     lines = checkpoint_text(forecast, runs_folder(composed.config))

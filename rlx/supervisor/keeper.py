@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlx.program import program
 from rlx.supervisor import family, link
 from rlx.supervisor.policy import End, refusal
 
@@ -260,7 +261,7 @@ def resuming(overrides: Sequence[str], folder: str | None) -> str | None:
         return None
     given = [each for each in overrides if not each.startswith("trainer.resume_")]
     where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[-1]}"]
-    return f"rlx train {shlex.join([*given, *where])}"
+    return f"{program('train')} {shlex.join([*given, *where])}"
 
 
 def _where(end: End) -> str:

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlx.errors import wrapped
+from rlx.program import program
 from rlx.trainer.metric_table import described
 from rlx.trainer.phases import PHASES
 from rlx.trainer.tracking import METRICS_FILE
@@ -109,10 +110,20 @@ def next_commands(folder: Path) -> list[str]:
     """Return the commands that one may want after a run, each with a comment."""
     found = [path for path in folder.glob("checkpoints/global_step_*") if path.name[12:].isdecimal()]
     saved = sorted(found, key=lambda path: int(path.name[12:]))
-    lines = [f"rlx export {shlex.quote(str(saved[-1]))} MODEL   # the policy as a Hugging Face folder"] if saved else []
+    lines = (
+        [f"{program('export')} {shlex.quote(str(saved[-1]))} MODEL   # the policy as a Hugging Face folder"]
+        if saved
+        else []
+    )
     if (folder / "tensorboard").exists():
         lines.append(f"tensorboard --logdir {shlex.quote(str(folder))}   # the curves")
     return lines
+
+
+def _inside(sentence: str) -> str:
+    """Return a sentence as a part of another one; an abbreviation such as KL stays as it is."""
+    first, rest = sentence[0], sentence[1:].rstrip(".")
+    return (first if rest[:1].isupper() else first.lower()) + rest
 
 
 OF_CRITIC = "vloss"
@@ -145,7 +156,7 @@ class StepTable:
         for column in self.columns:
             name = next((name for name in column.metrics if name in metrics), None)
             if name is not None and (of := described(name)) is not None and column.title not in PLAIN_TITLES:
-                parts.append(f"{column.title}: {of.meaning[0].lower()}{of.meaning[1:].rstrip('.')}")
+                parts.append(f"{column.title}: {_inside(of.meaning)}")
         return "; ".join(parts)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:

@@ -9,6 +9,7 @@ from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
 from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
+from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
 from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, read_driver_state, run_folder, set_aside_later
@@ -117,7 +118,7 @@ def _picture(folder: Path, progress: Progress) -> Path | None:
             return write_report(folder / METRICS_FILE, folder / "report.png")
     except Exception as error:
         progress.notice(
-            f"report.png was not drawn ({type(error).__name__}: {error}); to try again: rlx report {folder}"
+            f"report.png was not drawn ({type(error).__name__}: {error}); to try again: {program('report')} {folder}"
         )
         return None
 

@@ -233,7 +233,7 @@ def test_a_picture_that_cannot_be_drawn_fails_no_run(tmp_path: Path, monkeypatch
     picture = _picture(tmp_path, progress)
     progress.summary({}, {}, tmp_path, picture)
     said = " ".join(stream.getvalue().split())
-    assert picture is None and f"rlx report {tmp_path}" in said.replace("! ", "")
+    assert picture is None and f"python -m rlx.trainer.report {tmp_path}" in said.replace("! ", "")
     assert ("matplotlib" if fault == "no matplotlib" else "line 1") in said
 
 
@@ -242,7 +242,7 @@ def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
     for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard"):
         (tmp_path / name).mkdir(parents=True)
     export, curves = next_commands(tmp_path)
-    assert export.startswith(f"rlx export {tmp_path}/checkpoints/global_step_10 MODEL ")
+    assert export.startswith(f"python -m rlx.export {tmp_path}/checkpoints/global_step_10 MODEL ")
     assert curves.startswith(f"tensorboard --logdir {tmp_path} ")
 
 

@@ -87,9 +87,9 @@ def packages_are_installed(s: CheckContext) -> Faults:
     nf4 = [f"{role.model_key}.quantization" for role in trained_roles(s.config) if role.model.quantization is not None]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
-        ("peft", adapters, "`pip install 'rlx[lora]'`, or set it to 0"),
-        ("torchao", torchao, "`pip install 'rlx[torchao]'`, or set it to AdamW"),
-        ("bitsandbytes", nf4, "`pip install 'rlx[nf4]'`, or set it to null"),
+        ("peft", adapters, "`pip install 'peft>=0.17'`, or set it to 0"),
+        ("torchao", torchao, "`pip install 'torchao>=0.18'`, or set it to AdamW"),
+        ("bitsandbytes", nf4, "`pip install 'bitsandbytes>=0.50'`, or set it to null"),
         ("wandb", trackers, "`pip install wandb`, or take wandb out of the list"),
         ("flash_attn", flash, "`pip install flash-attn --no-build-isolation`, or set it to sdpa"),
         ("liger_kernel", liger, "`pip install liger-kernel`, or set it to False"),
