@@ -109,13 +109,16 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         for warning in (*checked.warnings, *tried.warnings):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
-            print(wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"), file=sys.stderr)
-            return FAULTY
-        forecast = MemoryForecast.of(composed.config, machine)
+            print(
+                wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"),
+                file=sys.stderr,
+                flush=True,
+            )
         if options.check:
-            checked_for = verdict_text(forecast) if _is_meant_for(composed, machine) else "valid; not checked for a GPU"
-            print(f"rlx check: {checked_for}")
-            return DONE
+            print(f"rlx check: {_verdict(composed, machine, len(faults))}")
+        if faults or options.check:
+            return FAULTY if faults else DONE
+        forecast = MemoryForecast.of(composed.config, machine)
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
             print(wrapped(short_text(forecast)), flush=True)
@@ -132,8 +135,19 @@ def _print_plan(composed: Composed, machine: Machine) -> None:
         )
         return
     forecast = MemoryForecast.of(composed.config, machine)
-    lines = checkpoint_text(forecast, runs_folder(composed.config))
+    lines = checkpoint_text(forecast, None if machine.name else runs_folder(composed.config))
     print(wrapped("\n".join([long_text(forecast), *lines])), flush=True)
+
+
+def _verdict(composed: Composed, machine: Machine, faults: int) -> str:
+    """Return the last line of a check: the number of faults, and whether the memory suffices, if that is known."""
+    found = f"{faults} fault(s), listed above" if faults else "valid"
+    if composed.faults:
+        return found
+    is_meant = _is_meant_for(composed, machine)
+    return (
+        f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine)) if is_meant else 'no GPU to predict for'}"
+    )
 
 
 def _is_meant_for(composed: Composed, machine: Machine) -> bool:

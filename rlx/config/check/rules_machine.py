@@ -40,7 +40,7 @@ def cluster_answers(s: CheckContext) -> Faults:
 def nodes_need_a_cluster(s: CheckContext) -> Faults:
     """A run on several machines needs a cluster to join."""
     nodes = s.config.trainer.nnodes
-    if nodes > 1 and s.machine.cluster is None:
+    if nodes > 1 and s.machine.cluster is None and s.machine.name is None:
         remedy = f"start Ray on each machine and set RAY_ADDRESS (docs/cluster.md), or set {NODES}=1"
         got = f"{NODES}={nodes}, RAY_ADDRESS not set"
         expected = "RAY_ADDRESS=<host>:<port>"
@@ -63,14 +63,13 @@ def gpus_suffice(s: CheckContext) -> Faults:
         return
     nodes, per_node, offered = trainer.nnodes, trainer.n_gpus_per_node, s.machine.node_gpus
     if nodes > 1 and cluster is None:
-        nodes = 1  # `nodes_need_a_cluster` reports the missing cluster
+        nodes = 1  # all machines are like one that is named; `nodes_need_a_cluster` reports the missing cluster
     if sum(gpus >= per_node for gpus in offered) >= nodes:
         return
-    where = "this machine has" if cluster is None else f"the cluster at {cluster.address} has"
     best = max(offered, default=0)
     remedy = f"set {GPUS}={best}" if best and nodes == 1 else f"lower {GPUS} or {NODES}, or set trainer.device=cpu"
     found = " + ".join(map(str, offered)) or "0"  # per machine: 4 + 4 + 0
-    got = f"{GPUS}={per_node} on {nodes} machine(s); {where} {found} GPU(s)"
+    got = f"{GPUS}={per_node} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
     expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"
     yield s.fault("more GPUs are asked for than there are", expected, remedy, GPUS, NODES, DEVICE, got=got)
 
