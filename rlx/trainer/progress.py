@@ -120,12 +120,6 @@ def next_commands(folder: Path) -> list[str]:
     return lines
 
 
-def _inside(sentence: str) -> str:
-    """Return a sentence as a part of another one; an abbreviation such as KL stays as it is."""
-    first, rest = sentence[0], sentence[1:].rstrip(".")
-    return (first if rest[:1].isupper() else first.lower()) + rest
-
-
 OF_CRITIC = "vloss"
 PLAIN_TITLES = ("reward", "acc", "len", "entropy", "sec", "tok/s")  # they need no legend
 
@@ -156,7 +150,8 @@ class StepTable:
         for column in self.columns:
             name = next((name for name in column.metrics if name in metrics), None)
             if name is not None and (of := described(name)) is not None and column.title not in PLAIN_TITLES:
-                parts.append(f"{column.title}: {_inside(of.meaning)}")
+                begin = of.meaning[:1] if of.meaning[1:2].isupper() else of.meaning[:1].lower()  # KL stays KL
+                parts.append(f"{column.title}: {begin}{of.meaning[1:].rstrip('.')}")
         return "; ".join(parts)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
