@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlx.benchmarks.learns import SEEDS, TASKS
+from rlx.config.machine import Machine
 from rlx.config.schema import ADV_ESTIMATORS, LOSS_MODES
 
 PAGE = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
@@ -26,5 +27,6 @@ def test_there_is_a_recipe_with_every_estimator_and_every_loss():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_nightly_task_can_run_as_it_stands(verdict, name):
-    found = verdict([*TASKS[name].settings, *(f"{key}=7" for key in SEEDS)])
+    machine = Machine(gpus=0, cpus=4, packages=frozenset({"peft"}))
+    found = verdict([*TASKS[name].settings, *(f"{key}=7" for key in SEEDS)], machine)
     assert not found.faults and not found.warnings
