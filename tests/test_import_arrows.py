@@ -21,6 +21,8 @@ MAY_IMPORT = {
     "errors": set(),
     "checkpoint": set(),
     "heartbeat": set(),
+    "identity": set(),
+    "scratch": set(),
     "main_ppo": {"supervisor"},
     "cli": set(),
     "supervisor": set(),
@@ -79,7 +81,7 @@ LEAVES = {
         "rlx.config.host_memory",
         "rlx.data.batch",
     ),
-    *("rlx.errors", "rlx.heartbeat", "rlx.supervisor.link", "rlx"),
+    *("rlx.errors", "rlx.heartbeat", "rlx.identity", "rlx.scratch", "rlx.supervisor.link", "rlx"),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
@@ -115,7 +117,9 @@ ONLY = {
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),
     "rlx.heartbeat": set(),
-    "rlx.supervisor": {"psutil", "rlx.supervisor"},
+    "rlx.identity": {"psutil"},
+    "rlx.scratch": {"rlx.identity"},
+    "rlx.supervisor": {"psutil", "rlx.scratch", "rlx.supervisor"},
     "rlx.main_ppo": {"rlx.supervisor.keeper"},
     "rlx.cli": {"rlx"},
     "rlx.offload.plan": {"rlx.offload.plan"},

@@ -18,6 +18,7 @@ from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import VLLMEngine, unknown_options
 from rlx.rollout.vllm_models import carries_states, lacking_model, runs_on_transformers, with_own_class, zeros_of
+from rlx.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 # On CPU vLLM would take a share of the whole machine's memory in each process.
@@ -284,7 +285,7 @@ class _Adapters:
 
     def load(self, engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
-        folder = TemporaryDirectory(prefix=f"rlx-adapters-{os.getpid()}-")
+        folder = scratch_folder("adapters")
         tensors = {name: tensor.to(engine.dtype) for name, tensor in weights}
         write_adapters(Path(folder.name), tensors, self._kind, self._base)
         self._count += 1
