@@ -117,7 +117,7 @@ def other_adapters(name):
 
 def folders_of_adapters():
     """The folders of adapters that this process has on disk."""
-    return [folder.name for folder in Path(tempfile.gettempdir()).glob(f"rlx-adapters-{os.getpid()}-*")]
+    return [folder.name for folder in Path(tempfile.gettempdir()).glob(f"rlx-adapters-*-{os.getpid()}-*")]
 
 
 def share() -> int:
