@@ -13,7 +13,7 @@ from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
 from rlx.models.adapter_folder import load_adapters
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
-from rlx.models.lora import adapter_targets, add_lora
+from rlx.models.lora import adapter_targets, add_lora, expert_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def faults_of(
-    model: ModelConfig, head: Head, together: Collection[int] = (), processes: int = 1, needs_experts: bool = False
+    model: ModelConfig,
+    head: Head,
+    together: Collection[int] = (),
+    processes: int = 1,
+    needs_experts: bool = False,
+    sampler: str | None = None,
 ) -> list[str]:
     """Return the faults of a model's config, attention kernel and adapter targets, and of sharing its sequences.
 
@@ -33,11 +38,12 @@ def faults_of(
         together: numbers of processes that share each of its sequences, over the roles that use the model.
         processes: all of the run.
         needs_experts: whether a key asks for something of its experts.
+        sampler: that takes its weights, as `rollout.name` says; None: none does.
     """
     if model.path == TINY:  # it has no folder before the warm start
         with TemporaryDirectory() as folder:
             make_tiny_config(model.tiny, make_tiny_tokenizer()).save_pretrained(Path(folder))
-            return faults_of(replace(model, path=folder), head, together, processes, needs_experts)
+            return faults_of(replace(model, path=folder), head, together, processes, needs_experts, sampler)
     faults = _of_attention(model.attn_implementation)
     try:
         _, config = class_and_config(model, head)
@@ -57,6 +63,12 @@ def faults_of(
             )
         if model.lora_rank > 0:
             adapter_targets(skeleton, model.target_modules)
+            experts = expert_targets(skeleton, model.target_modules)
+            if experts and sampler == "vllm" and model.sends_adapters:
+                faults.append(
+                    f"target_modules: got experts ({experts[0]}) with vLLM, which takes no adapters of theirs in peft's form; set "
+                    "lora.merge=True, which sends merged weights, or rollout.name=hf"
+                )
         if model.lora_rank > 0 and model.lora_adapter_path is not None:
             with torch.device("meta"):
                 add_lora(skeleton, model)
