@@ -135,7 +135,7 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
 
 @pytest.mark.parametrize("text", ["hang in C", "exit", "segfault", "forge", "no JSON"])
 def test_a_process_that_ends_loses_those_that_live_there_and_no_others(make_pool, answers, monkeypatch, text):
-    monkeypatch.setattr(rlx.environments.pool, "SLACK_S", 0.3)
+    monkeypatch.setattr(rlx.environments.pool, "ANSWER_SLACK_S", 0.3)
     pool = make_pool("Table", ENVIRONMENT, processes=2, limit_s=0.5)
     begin(pool, answers, [0])
     begin(pool, answers, [1])
@@ -162,7 +162,7 @@ def test_a_reset_that_was_open_is_tried_once_more(make_pool, answers, tmp_path):
 
 
 def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monkeypatch):
-    monkeypatch.setattr(rlx.environments.pool, "SLACK_S", 0.5)
+    monkeypatch.setattr(rlx.environments.pool, "ANSWER_SLACK_S", 0.5)
     pool = make_pool("Table", ENVIRONMENT, limit_s=0.5)
     begin(pool, answers, range(8))
     pool.step(0, Turn("hang in C", 0))
