@@ -12,26 +12,14 @@ Shapes, as peft has them: A is (experts * rank, in), B is (out, rank * experts),
 from typing import Any
 
 import torch
-from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rlx.models.lora import ADAPTER, expert_product
 
-
-class AdaptedExperts(ParamWrapper):  # type: ignore[misc]  # peft has no types
-    """A wrapper of peft whose forward merges as in Note [how experts are adapted]."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the experts with the merged tensor."""
-        inner, path = self.base_layer, ""
-        while isinstance(inner, ParamWrapper):
-            inner, path = inner.base_layer, f"{path}base_layer."
-        weight: Tensor = getattr(inner, self.parameter_name)
-        a, b = (getattr(self, part)[ADAPTER].weight.to(weight.dtype) for part in ("lora_A", "lora_B"))
-        left, right = expert_product(a, b, len(weight), is_transposed(inner))
-        merged = torch.baddbmm(weight, left, right, alpha=self.scaling[ADAPTER])
-        return functional_call(self.base_layer, {f"{path}{self.parameter_name}": merged}, args, kwargs)
+def expert_product(a: Tensor, b: Tensor, experts: int, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors of the change of experts' weights, one product for each expert, from A (E r, in) and B (out, r E)."""
+    a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+    return (a.mT, b.mT) if transposed else (b, a)
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -39,9 +27,23 @@ def is_transposed(experts: nn.Module) -> bool:
     return bool(getattr(experts, "is_transposed", False))
 
 
-def take_over(model: nn.Module) -> dict[str, AdaptedExperts]:
-    """Give the wrappers of peft in a model the forward of this class; return them by name, the inner ones too."""
+def take_over(model: nn.Module) -> dict[str, Any]:
+    """Let the wrappers of peft in a model compute as in Note [how experts are adapted]; return them by name, the inner ones too."""
+    from peft.tuners.lora import ParamWrapper
+
+    merging = type("MergingWrapper", (ParamWrapper,), {"forward": _forward})
     found = {name: module for name, module in model.named_modules() if isinstance(module, ParamWrapper)}
     for module in found.values():
-        module.__class__ = AdaptedExperts
+        module.__class__ = merging
     return found
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    inner, path = self.base_layer, ""
+    while hasattr(inner, "parameter_name"):
+        inner, path = inner.base_layer, f"{path}base_layer."
+    weight, (name,) = getattr(inner, self.parameter_name), self.lora_A
+    a, b = (part[name].weight.to(weight.dtype) for part in (self.lora_A, self.lora_B))
+    left, right = expert_product(a, b, len(weight), is_transposed(inner))
+    merged = torch.baddbmm(weight, left, right, alpha=self.scaling[name])
+    return functional_call(self.base_layer, {f"{path}{self.parameter_name}": merged}, args, kwargs)

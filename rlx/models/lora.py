@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlx.config.schema import ModelConfig
 from rlx.errors import did_you_mean
+from rlx.models.expert_adapters import expert_product, is_transposed, take_over
 from rlx.models.loading import ModelError
 
 if TYPE_CHECKING:
@@ -99,8 +100,6 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         for name, layer in layers.items()
     }
     if experts:
-        from rlx.models.expert_adapters import is_transposed, take_over
-
         for name, layer in take_over(model).items():
             layers[name], base = layer, layer.get_base_layer()
             own = layer.parameter_name, len(getattr(base, layer.parameter_name))
@@ -244,12 +243,6 @@ def _merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, magnitude: Te
         factor = magnitude.to(wide) / torch.linalg.vector_norm(whole, dim=inputs)
         whole *= factor.unsqueeze(inputs)
     return whole.to(weight.dtype)
-
-
-def expert_product(a: Tensor, b: Tensor, experts: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Return the factors of the change of experts' weights, one product for each expert, from A (E r, in) and B (out, r E)."""
-    a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
-    return (a.mT, b.mT) if transposed else (b, a)
 
 
 def _value_head(model: "PreTrainedModel") -> list[str]:

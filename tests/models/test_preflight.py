@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from rlx.benchmarks.sweep.tiny_models import config_of
-from rlx.config.schema import ModelConfig
+from rlx.config.schema import LoraConfig, ModelConfig
 from rlx.models.preflight import faults_of
 
 
@@ -85,3 +85,11 @@ def test_keys_of_experts_need_experts(folders, experts_folder):
         assert "without experts, expected a mixture of experts" in fault
     (fault,) = faults_of(ModelConfig(path=experts_folder, experts_implementation="grouped"), "lm")
     assert "grouped_mm" in fault
+
+
+def test_adapters_of_experts_reach_vllm_in_merged_weights(experts_folder):
+    adapters = {"path": experts_folder, "lora_rank": 2, "target_modules": "all-linear,experts"}
+    (fault,) = faults_of(ModelConfig(**adapters), "lm", sampler="vllm")
+    assert "target_modules: got experts (model.layers." in fault and "set lora.merge=True" in fault
+    assert faults_of(ModelConfig(**adapters), "lm", sampler="hf") == []
+    assert faults_of(ModelConfig(**adapters, lora=LoraConfig(merge=True)), "lm", sampler="vllm") == []
